@@ -1,0 +1,75 @@
+"""The whole vocabulary of a run: one field a conf/ group, each section declared beside the code that reads it."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from data.config import DataConfig
+from models.config import ModelConfig
+from runner.engine.distributed import DistributedConfig
+from runner.engine.optim import OptimizerConfig, ScheduleConfig
+from runner.engine.precision import PrecisionConfig
+from runner.engine.stage import StageConfig
+from runner.engine.track import TrackerConfig
+
+COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
+
+
+@dataclass
+class TrainConfig:
+    """Steps are optimizer steps; an interval of 0 switches it off."""
+
+    batch_size: int  # rows a micro-batch holds on each rank
+    accumulation_steps: int  # micro-batches one optimizer step is made of
+    epochs: int
+    max_steps: int  # 0: as many as the epochs hold; otherwise exactly this many, whatever the epochs
+    log_every: int
+    eval_every: int
+    save_every: int
+    sample_every: int
+    sample_tokens: int  # longest generated answer
+    keep_checkpoints: int
+    patience: int  # evaluations without a better loss before the run ends early; 0: never
+    max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
+    compile: str
+    activation_checkpointing: bool
+
+    def __post_init__(self) -> None:
+        for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps"):
+            if getattr(self, word) < 1:
+                raise ValueError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
+        for word in ("max_steps", "eval_every", "save_every", "sample_every", "patience"):
+            if getattr(self, word) < 0:
+                raise ValueError("a count cannot be negative", f"train.{word}={getattr(self, word)}", "choose 0 (off) or more")
+        if self.keep_checkpoints < 2:
+            # Should the newest turn out torn or rotten, the one before it is what the run continues from.
+            raise ValueError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
+        if self.compile not in COMPILE_MODES:
+            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(COMPILE_MODES)}")
+
+
+@dataclass
+class Config:
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    precision: PrecisionConfig
+    stage: StageConfig
+    distributed: DistributedConfig
+    tracker: TrackerConfig
+    train: TrainConfig
+    seed: int
+    device: str  # auto | cpu | cuda | cuda:1
+    init_from: str  # auto | scratch | a run, an HF folder, a MiniMind .pth
+    resume: Optional[str]  # a run folder to continue; rewritten into plain words before composing
+
+    def __post_init__(self) -> None:
+        if self.data.max_length > self.model.max_position_embeddings:
+            raise ValueError(
+                f"rows of {self.data.max_length} tokens do not fit a model of {self.model.max_position_embeddings} positions",
+                f"data.max_length={self.data.max_length}",
+                f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
+            )
+        if self.train.max_steps and self.schedule.warmup_steps > self.train.max_steps:
+            raise ValueError("the warmup is longer than the run", f"schedule.warmup_steps={self.schedule.warmup_steps}", f"choose at most train.max_steps={self.train.max_steps}")
