@@ -31,11 +31,12 @@ class TrainConfig:
     keep_checkpoints: int
     patience: int  # evaluations without a better loss before the run ends early; 0: never
     max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
+    max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
     compile: str
     activation_checkpointing: bool
 
     def __post_init__(self) -> None:
-        for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps"):
+        for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
             if getattr(self, word) < 1:
                 raise ValueError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
         for word in ("max_steps", "eval_every", "save_every", "sample_every", "patience"):

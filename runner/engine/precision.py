@@ -1,7 +1,15 @@
 """Autocast, loss scaling, clipping and the update: the only room that knows a dtype."""
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from runner.engine.optim import Optimizers
 
 NAMES = ("fp32", "bf16", "fp16")
 
@@ -13,3 +21,68 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError("unknown precision", f"precision.name={self.name}", f"choose one of {', '.join(NAMES)}")
+
+
+SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy step would write NaN into every weight
+
+
+class Update(NamedTuple):
+    norm: float  # of the whole gradient, before clipping
+    taken: bool  # False: something was not finite, and no weight moved
+
+
+class Precision:
+    """Autocast and loss scaling behind three verbs; only fp16 scales, for the others the scaler passes through."""
+
+    def __init__(self, cfg: PrecisionConfig, device: torch.device) -> None:
+        import torch
+
+        if cfg.name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16", "precision=bf16", "use precision=fp16 or precision=fp32")
+        self.name, self.device = cfg.name, device
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[cfg.name]
+        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.name == "fp16")
+
+    def autocast(self) -> AbstractContextManager:
+        import torch
+
+        return torch.autocast(self.device.type, self.dtype, enabled=self.name != "fp32")
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+
+    def step(self, optimizers: Optimizers, clip: float, loss_is_finite: bool) -> Update:
+        """Unscale, look, clip, update, clear. A step with anything not finite in it is not taken: clipping by
+        such a norm would spread it to every weight."""
+        import torch
+
+        for part in optimizers.parts:
+            self.scaler.unscale_(part)
+        gradients = [p.grad for p in optimizers.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        taken = loss_is_finite and bool(norm.isfinite())
+        if taken:
+            if clip:
+                torch.nn.utils.clip_grads_with_norm_([p for p in optimizers.parameters if p.grad is not None], clip, norm)
+            for part in optimizers.parts:
+                self.scaler.step(part)
+        self.scaler.update()
+        optimizers.zero_grad()
+        return Update(norm.item(), taken)
+
+    @property
+    def retries(self) -> bool:
+        """Whether a step that was not taken is worth trying again: fp16 overflowed, and the scale can still go down."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() >= SCALE_FLOOR
+
+    @property
+    def scale(self) -> float:
+        return self.scaler.get_scale()
+
+    def state(self) -> dict[str, float]:
+        """Scale and growth tracker; empty where nothing is scaled."""
+        return self.scaler.state_dict()
+
+    def load_state(self, state: dict[str, float]) -> None:
+        if state:
+            self.scaler.load_state_dict(state)

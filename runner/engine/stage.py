@@ -2,9 +2,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from models.config import LoraConfig
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
+    from runner.engine.objective import Objective
 
 ROWS = ("text", "chat", "preference")
 OBJECTIVES = ("next_token", "dpo")
@@ -29,3 +33,20 @@ class StageConfig:
             raise ValueError("preference rows and the dpo objective go together", f"stage.rows={self.rows} stage.objective={self.objective}", "use stage=dpo")
         if self.beta <= 0:
             raise ValueError("beta is a positive number", f"stage.beta={self.beta}", "choose e.g. 0.1")
+
+
+def prepare(stage: StageConfig, model: Decoder) -> Objective:
+    """Fit `model` to the stage in place (adapters, what is frozen) and return the objective to lower."""
+    import copy
+    from contextlib import nullcontext
+
+    from models.lora import add_lora, adapters_off
+    from runner.engine.objective import Dpo, NextToken
+
+    if stage.lora is not None:
+        add_lora(model, stage.lora)
+    if stage.objective == "next_token":
+        return NextToken()
+    if stage.lora is not None:  # the policy without its adapters is the reference: no second copy is held
+        return Dpo(stage.beta, model, lambda: adapters_off(model))
+    return Dpo(stage.beta, copy.deepcopy(model).requires_grad_(False).eval(), nullcontext)

@@ -1,0 +1,156 @@
+"""What a checkpoint holds and how it comes back: everything the next step reads, whole or not at all.
+
+step-00000120/ model.safetensors      what learns, fp32 (adapters only under LoRA; tied tensors once)
+               optimizer.safetensors  the optimizers' state by parameter name
+               state.json             progress, scaler, random states, positions in the logs, identity, environment
+               MANIFEST.json          sizes and checksums, written last
+How it gets onto the disk is durable.py's business.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from models import hub
+from models.decoder import Decoder
+from runner.engine import durable, randomness
+from runner.engine.identity import differences, environment
+from runner.engine.run import Progress, Run
+
+FORMAT = 1
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def save(run: Run) -> None:
+    """Copy the state to host memory and hand it to the writer thread; the step's checkpoint is taken once."""
+    step, folder = run.progress.step, run.folder / "checkpoints"
+    if step == run.saved_step or not run.world.leads:
+        return
+    started = time.perf_counter()
+    model, optimizer = _copied(learning(run.model)), _copied(run.optimizers.state())
+    state = json.dumps(_state(run), indent=1).encode()
+    files = {
+        "model.safetensors": partial(safetensors.torch.save, model),
+        "optimizer.safetensors": partial(safetensors.torch.save, optimizer),
+        "state.json": lambda: state,
+    }
+    run.writer.submit(partial(_commit, folder, name_of(step), files, run.cfg.train.keep_checkpoints))
+    run.saved_step, run.save_stall = step, time.perf_counter() - started
+
+
+def _commit(folder: Path, name: str, files: dict, keep: int) -> None:
+    """On the writer thread. Only what is on the disk for good may be called latest, or push an older one out."""
+    durable.write_folder(folder, name, files, {"format": FORMAT})
+    durable.hint(folder, "latest", name)
+    best = durable.read_hint(folder, "best")
+    durable.prune(folder, keep, protect={best} if best else set())
+
+
+def mark_best(run: Run) -> None:
+    """Remember the best step among those saved; evaluation intervals that fall between saves leave no mark."""
+    if run.saved_step == run.progress.step:
+        folder, name = run.folder / "checkpoints", name_of(run.saved_step)
+        run.writer.submit(partial(durable.hint, folder, "best", name))
+
+
+def poll(run: Run) -> None:
+    """Say what the writer has finished since the last call; stop a run whose saves keep failing."""
+    for outcome in run.writer.poll():
+        _account(run, outcome)
+
+
+def settle(run: Run) -> None:
+    """Wait until everything handed to the writer is on the disk or has failed."""
+    run.writer.wait()
+    poll(run)
+
+
+def load_newest(run: Run) -> bool:
+    """Continue from the newest checkpoint that proves whole; False where there is none yet.
+
+    Raises ValueError(what, where, fix) if the checkpoint is of another model, stage, tokenizer or data.
+    """
+    folder, passed_over = durable.newest(run.folder / "checkpoints")
+    for name, reason in passed_over:
+        run.track.warn(f"checkpoint {name} passed over: {reason}")
+    if folder is None:
+        return False
+    load(run, folder)
+    return True
+
+
+def load(run: Run, folder: Path) -> None:
+    state = json.loads((folder / "state.json").read_text())
+    _agree(state["identity"], run.identity, folder)
+    _fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
+    run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
+    run.precision.load_state(state["scaler"])
+    run.progress = Progress(**state["progress"])
+    run.saved_step = run.progress.step
+    run.log_position, run.tracker_id = state["log"], state["tracker_id"]
+    randomness.restore(state["random"])
+    run.note(exact=not (changed := differences(state["environment"], environment(run.cfg, run.world.device))), inexact_because=changed)
+
+
+def export(run: Run) -> None:
+    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Whole or not at all."""
+    target, fresh = run.folder / "model", run.folder / ".model-new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    if run.cfg.stage.lora is not None:
+        hub.save_adapter(fresh, run.model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
+    else:
+        hub.save_model(fresh, run.model, run.cfg.model, Path(run.cfg.data.tokenizer))
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+
+
+def learning(model: Decoder) -> dict[str, Tensor]:
+    """What training changes, by name; a tied tensor appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _state(run: Run) -> dict[str, Any]:
+    return {
+        "progress": dataclasses.asdict(run.progress),
+        "scaler": run.precision.state(),
+        "random": randomness.capture(),
+        "log": run.track.position(),
+        "tracker_id": run.track.tracker_id,
+        "identity": run.identity,
+        "environment": environment(run.cfg, run.world.device),
+        "total_steps": run.total_steps,
+    }
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def _fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
+    differ = {f"{name}: {_shape(into.get(name))} here, {_shape(state.get(name))} there" for name in into.keys() | state.keys() if _shape(into.get(name)) != _shape(state.get(name))}
+    if differ:
+        raise ValueError("the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(sorted(differ)[:12]), str(folder), "resume with the model the run was started with")
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(state[name])
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else "x".join(map(str, tensor.shape))
+
+
+def _agree(stored: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    if differ := differences(stored, now):
+        raise ValueError("this run is not the one the checkpoint was saved by:\n  " + "\n  ".join(differ), str(folder), "resume with the stored words, or start a new run with init_from=" + str(folder.parent.parent))

@@ -1,0 +1,218 @@
+"""The training engine: one loop for every stage. Read `train` first, then `train_step`."""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from data.loader import Batch
+from models.generate import generate
+from runner.engine import checkpoint
+from runner.engine.objective import Sums
+from runner.engine.optim import lr_at
+from runner.engine.run import Run, chat_template
+
+LOSSES_KEPT = 50  # how far back a diagnosis looks
+PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
+
+
+class RunFailed(Exception):
+    """Training cannot go on; the last good checkpoint is intact."""
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, and has saved."""
+
+
+class StepResult(NamedTuple):
+    sums: dict[str, float]  # the objective's sums over the whole step, each divided by its count
+    norm: float  # of the gradient, before clipping
+    taken: bool  # False: not finite, no weight moved
+    labels: int  # tokens that carried loss
+    tokens: int  # tokens that were no padding
+
+
+def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
+    """Carry `run` from the step it stands at to its last; returns the loss a sweep compares.
+
+    Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
+    """
+    progress, every = run.progress, run.cfg.train
+    look(run)  # what was due right after the checkpoint we come from; nothing at step 0
+    pace = Pace()
+    while not run.finished:
+        epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
+        for batches in run.loader.steps(epoch, skip=done):
+            lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
+            result = settle(run, batches, lr)
+            pace.add(result.tokens)
+            if due(run, every.log_every):
+                log(run, result, lr, epoch, pace)
+            stopping = stop()
+            if due(run, every.save_every) or stopping:
+                checkpoint.save(run)
+            if stopping:
+                checkpoint.settle(run)
+                raise Interrupted(f"stopped after step {progress.step}")
+            pace.pause(look, run)
+            if run.finished:
+                break
+    return finish(run)
+
+
+def due(run: Run, every: int) -> bool:
+    return every > 0 and (run.progress.step % every == 0 or run.progress.step == run.total_steps)
+
+
+def settle(run: Run, batches: list[Batch], lr: float) -> StepResult:
+    """One step of the schedule: taken, tried again while an fp16 overflow can be scaled away, or given up."""
+    progress = run.progress
+    while not (result := train_step(run, batches, lr)).taken and run.precision.retries:
+        progress.overflows += 1
+    progress.step += 1
+    progress.rows += sum(len(batch.names) for batch in batches)
+    progress.tokens += result.labels
+    progress.last_losses = [*progress.last_losses, result.sums["loss"]][-LOSSES_KEPT:]
+    progress.nonfinite_in_a_row = 0 if result.taken else progress.nonfinite_in_a_row + 1
+    if not result.taken:
+        progress.nonfinite += 1
+        give_up(run, batches, result)
+    return result
+
+
+def give_up(run: Run, batches: list[Batch], result: StepResult) -> None:
+    names = [name for batch in batches for name in batch.names]
+    where = f"step {run.progress.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+    run.track.warn(f"loss {result.sums['loss']}, gradient norm {result.norm}: not finite, step not taken ({where})")
+    if run.precision.name == "fp16":
+        raise RunFailed(f"fp16 overflows even at a loss scale of {run.precision.scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
+    if run.progress.nonfinite_in_a_row >= run.cfg.train.max_nonfinite_steps:
+        raise RunFailed(f"{run.progress.nonfinite_in_a_row} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
+
+
+def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
+    """One update from its micro-batches: count first, then divide every part by the same number."""
+    run.wrapped.train()
+    counts = [run.objective.count(batch) for batch in batches]
+    labels, tokens = sum(batch.supervised for batch in batches), sum(int(batch.lengths.sum()) for batch in batches)
+    total = sum(counts)
+    sums: Sums = {}
+    for batch in batches:
+        with run.precision.autocast():
+            parts = run.objective.loss(run.wrapped, batch.to(run.world.device))
+        run.precision.backward(parts["loss"] / total)
+        for name, part in parts.items():
+            sums[name] = sums.get(name, 0.0) + part.detach()
+    means = {name: value.item() / total for name, value in sums.items()}
+    run.optimizers.set_lr(lr)
+    update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip, math.isfinite(means["loss"]))
+    return StepResult(means, update.norm, update.taken, labels, tokens)
+
+
+def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
+    progress = run.progress
+    numbers = {"epoch": epoch, "tokens": progress.tokens, **result.sums, "lr": lr, "grad_norm": result.norm, "tokens_per_second": pace.read()}
+    if run.precision.name == "fp16":
+        numbers |= {"scale": run.precision.scale, "overflows": progress.overflows}
+    if progress.nonfinite:
+        numbers["skipped_steps"] = progress.nonfinite
+    run.track.log("train", progress.step, **numbers)
+
+
+def look(run: Run) -> None:
+    """What is due at this step and changes no weight: evaluation and samples."""
+    progress, every = run.progress, run.cfg.train
+    if progress.looked_at == progress.step:
+        return
+    if run.val_loader and due(run, every.eval_every):
+        judge(run, evaluate(run))
+    if run.cfg.stage.prompts and due(run, every.sample_every):
+        run.track.samples(progress.step, samples(run))
+    progress.looked_at = progress.step
+
+
+def judge(run: Run, means: dict[str, float]) -> None:
+    progress, loss = run.progress, means["loss"]
+    progress.eval_loss = loss
+    run.track.log("eval", progress.step, tokens=progress.tokens, **means)
+    if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
+        progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
+        checkpoint.mark_best(run)
+    else:
+        progress.evals_since_best += 1
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> dict[str, float]:
+    """The objective over the held-out rows, each sum divided by its count; perplexity where it means something."""
+    assert run.val_loader
+    run.model.eval()
+    count, sums = 0, dict[str, float]()
+    for batches in run.val_loader.steps(epoch=0):
+        for batch in batches:
+            with run.precision.autocast():
+                parts = run.objective.loss(run.model, batch.to(run.world.device))
+            count += run.objective.count(batch)
+            for name, part in parts.items():
+                sums[name] = sums.get(name, 0.0) + part.item()
+    means = {name: value / count for name, value in sums.items()}
+    means["loss"] -= means.pop("aux_loss", 0.0)  # balancing experts is how we train, not what is judged
+    if run.cfg.stage.objective == "next_token":
+        means["perplexity"] = math.exp(min(means["loss"], 700.0))
+    return means
+
+
+def samples(run: Run) -> list[dict[str, str]]:
+    """What the model answers to the stage's prompts now; a pure function of weights and step."""
+    template, tokenizer = chat_template(run), run.tokenizer
+    prompts = [
+        template.prompt([{"role": "user", "content": prompt}]) if template else [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        for prompt in run.cfg.stage.prompts
+    ]
+    answers = generate(
+        run.model,
+        prompts,
+        max_new_tokens=run.cfg.train.sample_tokens,
+        temperature=0.7,
+        top_k=0,
+        top_p=0.9,
+        repetition_penalty=1.0,
+        stop_ids=[tokenizer.eos_id],
+        generator=torch.Generator(run.world.device).manual_seed(PROMPT_SEED + run.progress.step),
+    )
+    return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(run.cfg.stage.prompts, answers, strict=True)]
+
+
+def finish(run: Run) -> float:
+    """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
+    checkpoint.save(run)
+    checkpoint.settle(run)
+    checkpoint.export(run)
+    if run.stopped_early:
+        run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
+    return run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
+
+
+class Pace:
+    """Tokens per second of training, without the time spent on evaluation and samples."""
+
+    def __init__(self) -> None:
+        self.tokens, self.since = 0, time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def pause(self, work: Callable[[Run], None], run: Run) -> None:
+        before = time.perf_counter()
+        work(run)
+        self.since += time.perf_counter() - before
+
+    def read(self) -> float:
+        """Since the last reading."""
+        now = time.perf_counter()
+        rate = self.tokens / max(now - self.since, 1e-9)
+        self.tokens, self.since = 0, now
+        return rate

@@ -1,0 +1,75 @@
+"""What a stage asks of the model, as sums over countable items, so that micro-batches and ranks add up exactly.
+
+Shapes: R sequences, T positions, B pairs.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.loader import IGNORE, Batch
+
+Sums = dict[str, Tensor]  # "loss" is what is differentiated; the others are for the log
+
+
+class Objective(Protocol):
+    def count(self, batch: Batch) -> int:
+        """How many items this batch holds; known before the forward pass."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        """The loss, and what goes with it, summed over these items."""
+
+
+class NextToken:
+    """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
+
+    def count(self, batch: Batch) -> int:
+        return batch.supervised
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        out = model(batch.input_ids, labels=batch.labels, lengths=batch.lengths)
+        loss = out.nll.sum()
+        if out.aux is None:
+            return {"loss": loss}
+        # Weighted by its labels, a row's balance loss is divided by the same count as its cross-entropy.
+        aux = (out.aux * (batch.labels != IGNORE).sum(-1)).sum()
+        return {"loss": loss + aux, "aux_loss": aux}
+
+
+@dataclass
+class Dpo:
+    """Direct preference optimization, sigmoid loss (https://arxiv.org/abs/2305.18290), summed over pairs:
+
+    -log sigmoid(beta * (margin of the policy - margin of the reference)), where a margin is
+    log p(chosen) - log p(rejected), each summed over the labels of its side.
+    """
+
+    beta: float
+    reference: nn.Module  # the model the policy must not stray from ...
+    as_reference: Callable[[], AbstractContextManager]  # ... and how to enter it: adapters off, or nothing to do
+
+    def count(self, batch: Batch) -> int:
+        return len(batch.names)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Sums:
+        with torch.no_grad(), self.as_reference():
+            anchor = _log_probs(self.reference(batch.input_ids, labels=batch.labels, lengths=batch.lengths).nll)
+        out = model(batch.input_ids, labels=batch.labels, lengths=batch.lengths)
+        chosen, rejected = self.beta * (_log_probs(out.nll) - anchor)  # (B,) implicit rewards
+        loss = -F.logsigmoid(chosen - rejected).sum()
+        sums = {"loss": loss, "reward_margin": (chosen - rejected).detach().sum(), "reward_accuracy": (chosen > rejected).sum().float()}
+        if out.aux is not None:
+            aux = out.aux.sum() / 2  # a pair is one item and has two sequences
+            sums |= {"loss": loss + aux, "aux_loss": aux}
+        return sums
+
+
+def _log_probs(nll: Tensor) -> Tensor:
+    """(2B, T) -> (2, B): log-probability of each chosen and each rejected side."""
+    return -nll.sum(-1).view(2, -1)

@@ -1,0 +1,174 @@
+"""A run: the parts one training holds, built once from the typed config, and how far it has come."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.engine.config import Config
+from runner.engine.distributed import World, join_world
+from runner.engine.optim import Optimizers, build_optimizer
+from runner.engine.precision import Precision
+from runner.engine.stage import prepare
+from runner.engine.track import Track
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from data.chat import ChatTemplate
+    from data.loader import StepLoader
+    from data.rows import Rows
+    from data.tokenizer import Tokenizer
+    from models.decoder import Decoder
+    from runner.engine.durable import Writer
+    from runner.engine.objective import Objective
+
+
+@dataclass
+class Progress:
+    """How far a run has come. It survives in state.json, every field of it."""
+
+    step: int = 0  # optimizer steps done
+    rows: int = 0  # rows consumed, over all epochs
+    tokens: int = 0  # tokens that carried loss
+    overflows: int = 0  # fp16: steps tried again with a smaller scale
+    nonfinite: int = 0  # steps given up for a non-finite loss or gradient ...
+    nonfinite_in_a_row: int = 0  # ... and how many of them came last
+    best_loss: float | None = None
+    best_step: int | None = None
+    evals_since_best: int = 0
+    eval_loss: float | None = None  # the newest
+    looked_at: int = 0  # the last step whose evaluation and samples are done: a resumed run repeats neither
+    last_losses: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    cfg: Config
+    folder: Path
+    world: World
+    tokenizer: Tokenizer
+    model: Decoder  # the bare model: what is saved
+    wrapped: nn.Module  # the same model as the training step calls it (compiled)
+    objective: Objective
+    loader: StepLoader
+    val_loader: StepLoader | None
+    optimizers: Optimizers
+    precision: Precision
+    track: Track
+    writer: Writer
+    attempt: int  # how many times this folder has been launched, this time included
+    note: Callable[..., None]  # puts facts into the run's record, run.json
+    identity: dict[str, Any]  # what a checkpoint must agree with to be continued
+    progress: Progress = field(default_factory=Progress)
+    saved_step: int = 0  # the newest step handed to the writer
+    failed_saves: int = 0  # in a row
+    save_stall: float = 0.0  # seconds training stood still for saving since the last log line
+
+    @property
+    def total_steps(self) -> int:
+        return self.cfg.train.max_steps or self.cfg.train.epochs * self.loader.steps_per_epoch
+
+    @property
+    def stopped_early(self) -> bool:
+        return 0 < self.cfg.train.patience <= self.progress.evals_since_best
+
+    @property
+    def finished(self) -> bool:
+        return self.progress.step >= self.total_steps or self.stopped_early
+
+
+def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> Run:
+    """All parts of a run, cheapest first, so that what cannot work is refused before the model is built.
+
+    `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
+    """
+    from data.tokenizer import Tokenizer
+    from runner.engine.durable import Writer
+    from runner.engine.identity import identity
+    from runner.engine.randomness import seed_all
+
+    world = join_world(cfg.device)
+    precision = Precision(cfg.precision, world.device)
+    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
+    if tokenizer.vocab_size > cfg.model.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}", f"model.vocab_size={cfg.model.vocab_size}", f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer")
+    rows, val_rows = read_rows(cfg, tokenizer)
+    seed_all(cfg.seed + world.rank)
+    model = build_model(cfg, world)
+    objective = prepare(cfg.stage, model)
+    model.to(world.device)
+    return Run(
+        cfg=cfg,
+        folder=folder,
+        world=world,
+        tokenizer=tokenizer,
+        model=model,
+        wrapped=wrap(model, cfg),
+        objective=objective,
+        loader=loader_of(rows, cfg, tokenizer, cfg.train.accumulation_steps),
+        val_loader=loader_of(val_rows, cfg, tokenizer, accumulation_steps=1) if val_rows else None,
+        optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
+        precision=precision,
+        track=Track(folder, cfg.tracker, world.leads),
+        writer=Writer(),
+        attempt=attempt,
+        note=note,
+        identity=identity(cfg, model, tokenizer.fingerprint, rows.fingerprint),
+    )
+
+
+def read_rows(cfg: Config, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
+    """Training rows and held-out rows (from a file of their own, or a share of the training file)."""
+    import numpy as np
+
+    from data.order import shuffled
+    from data.rows import build_rows
+
+    def read(path: str) -> Rows:
+        return build_rows(cfg.stage.rows, Path(path), tokenizer, cfg.data.max_length)
+
+    rows = read(cfg.data.path)
+    if cfg.data.val_path:
+        return rows, read(cfg.data.val_path)
+    held_out = round(len(rows) * cfg.data.val_fraction)
+    if not held_out:
+        return rows, None
+    if held_out == len(rows):
+        raise ValueError(f"holding out {held_out} of {len(rows)} rows leaves nothing to train on", f"data.val_fraction={cfg.data.val_fraction}", "choose a smaller share, or give data.val_path")
+    order = shuffled(np.arange(len(rows)), len(rows), seed=0, epoch=0)  # not cfg.seed: repeats over seeds are compared on the same rows
+    return rows.take(np.sort(order[held_out:])), rows.take(np.sort(order[:held_out]))
+
+
+def loader_of(rows: Rows, cfg: Config, tokenizer: Tokenizer, accumulation_steps: int) -> StepLoader:
+    from data.loader import StepLoader
+
+    return StepLoader(rows, batch_size=cfg.train.batch_size, accumulation_steps=accumulation_steps, seed=cfg.seed, pad_id=tokenizer.pad_id, num_workers=cfg.data.num_workers)
+
+
+def build_model(cfg: Config, world: World) -> Decoder:
+    """Random weights from the seed, or those of `cfg.init_from`, loaded strictly."""
+    from models.decoder import Decoder
+    from models.hub import load_into, load_weights
+
+    model = Decoder(cfg.model)
+    if cfg.init_from != "scratch":
+        load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
+    model.activation_checkpointing = cfg.train.activation_checkpointing
+    return model
+
+
+def wrap(model: Decoder, cfg: Config) -> nn.Module:
+    import torch
+
+    if cfg.train.compile == "off":
+        return model
+    return torch.compile(model, mode=cfg.train.compile)
+
+
+def chat_template(run: Run) -> ChatTemplate | None:
+    """How the model is spoken to; None where it only continues text."""
+    from data.chat import ChatTemplate
+
+    return None if run.cfg.stage.rows == "text" else ChatTemplate(run.tokenizer)
