@@ -70,7 +70,7 @@ def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
         return lr * (step + 1) / schedule.warmup_steps
     progress = (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps)
     shape = SHAPES[schedule.name](progress, schedule.decay_fraction)
-    return lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * shape)
+    return lr * (1 - (1 - schedule.min_lr_ratio) * (1 - shape))
 
 
 class Optimizers:
