@@ -56,7 +56,7 @@ class ScheduleConfig:
 SHAPES = {
     "cosine": lambda progress, decay: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress, decay: 1 - progress,
-    "wsd": lambda progress, decay: min(1.0, (1 - progress) / decay),
+    "wsd": lambda progress, decay: 1.0 if progress <= 1 - decay else (1 - progress) / decay,
     "constant": lambda progress, decay: 1.0,
 }
 
