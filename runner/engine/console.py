@@ -18,7 +18,7 @@ SHOWN = {
     "grad_norm": "gnorm {:.2f}",
     "perplexity": "perplexity {:.2f}",
 }
-HIDDEN = ("epoch", "tokens", "tokens_per_second")
+HIDDEN = ("epoch", "tokens", "tokens_per_second", "save_stall")
 # Format characters (direction overrides among them), surrogates and unassigned codes may rewrite a terminal as control codes do.
 UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
