@@ -1,0 +1,156 @@
+"""The few calls that touch the disk, and what is built from them: files and entries that survive a power cut."""
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Bytes = bytes | bytearray | memoryview
+
+CHUNK = 4 << 20  # bytes a single write or read asks for
+
+
+class FileSystem:
+    """Every call that touches the disk goes through here, so that a test can kill, fail or record at each of them."""
+
+    mkdir = staticmethod(os.mkdir)
+    open = staticmethod(os.open)
+    read = staticmethod(os.read)
+    write = staticmethod(os.write)
+    fsync = staticmethod(os.fsync)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.rename)
+    unlink = staticmethod(os.unlink)
+    rmdir = staticmethod(os.rmdir)
+
+    @staticmethod
+    def free(folder: Path) -> int:
+        """Bytes that a user without privileges may still write."""
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+
+fs = FileSystem()
+
+
+def make_folder(path: Path) -> None:
+    """mkdir -p whose entries survive a power cut."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        fs.mkdir(path)
+    except FileExistsError:  # another process was faster
+        if not path.is_dir():
+            raise
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    fd = fs.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fs.fsync(fd)
+    finally:
+        fs.close(fd)
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file; a link, a pipe, a device or a longer file is an OSError."""
+    fd, size = _open_regular(path)
+    try:
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are believed", str(path))
+        return b"".join(_chunks(fd))
+    finally:
+        fs.close(fd)
+
+
+def write_file(path: Path, data: Bytes) -> dict[str, Any]:
+    """Write and sync a new file; returns its size and sha256. `data` must not change meanwhile: it is read twice."""
+    view = memoryview(data).cast("B")
+    with ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(lambda: hashlib.sha256(view).hexdigest())  # lets go of the GIL: it hides behind the disk
+        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            done = 0
+            while done < len(view):
+                done += fs.write(fd, view[done:done + CHUNK])
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+        return {"size": len(view), "sha256": digest.result()}
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Put `data` at `path`: readers see the old file or the new one, and the new one survives a power cut."""
+    temp = path.parent / hidden_name("tmp", path.name)
+    try:
+        write_file(temp, data)
+        fs.rename(temp, path)
+        sync_folder(path.parent)
+    except BaseException:
+        remove_quietly(temp)
+        raise
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """`replace` with readable JSON; NaN and infinities are a ValueError, JSON has no word for them."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    replace(path, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
+def checksum(path: Path, size: int) -> str:
+    """sha256 of a regular file of exactly `size` bytes; another size is an OSError, found without reading."""
+    fd, found = _open_regular(path)
+    try:
+        if found != size:
+            raise OSError(errno.EIO, f"{found:,} bytes instead of {size:,}", str(path))
+        digest = hashlib.sha256()
+        for chunk in _chunks(fd):
+            digest.update(chunk)
+        return digest.hexdigest()
+    finally:
+        fs.close(fd)
+
+
+def _open_regular(path: Path) -> tuple[int, int]:
+    fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NONBLOCK: a pipe put in its place would hold us forever
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        fs.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return fd, found.st_size
+
+
+def _chunks(fd: int) -> Iterator[bytes]:
+    while chunk := fs.read(fd, CHUNK):
+        yield chunk
+
+
+def hidden_name(kind: str, name: str) -> str:
+    """A name no other writer takes, for what is not there yet (tmp) or no longer (del)."""
+    return f".{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def remove(path: Path) -> None:
+    """rm -r, following no link."""
+    if stat.S_ISDIR(os.lstat(path).st_mode):
+        for name in os.listdir(path):
+            remove(path / name)
+        fs.rmdir(path)
+    else:
+        fs.unlink(path)
+
+
+def remove_quietly(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError:
+        return  # not made yet, already renamed, or a broken disk: what stays is swept by the next holder of the lock

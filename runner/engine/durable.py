@@ -1,0 +1,201 @@
+"""Folders that are whole or do not exist, whatever is killed, fails or loses power meanwhile.
+
+A folder is written beside its place, every file is synced, a manifest of checksums comes last, then one rename and one
+fsync of the parent make it real. Whoever reads it back believes the checksums and nothing else. What stands in the
+files is the business of the caller: see checkpoint.py.
+"""
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.engine import disk
+from runner.engine.disk import Bytes, checksum, hidden_name, read_file, remove, remove_quietly, replace, sync_folder, write_file
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+RESERVE = 1 << 20  # bytes that stay free beside a new folder: its entries, metrics.jsonl, run.json
+MANIFEST_LIMIT = 1 << 20  # a longer manifest is not one of ours
+STEP_NAME = re.compile(r"step-[0-9]{8}")
+FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+
+
+class DiskTrouble(OSError):
+    """A folder could not be committed; nothing of it is left behind. `need` and `free` are bytes (free: None if unknown)."""
+
+    def __init__(self, cause: OSError, folder: Path, need: int):
+        try:
+            self.free: int | None = disk.fs.free(folder.parent)
+        except OSError:
+            self.free = None
+        self.need = need
+        free = "an unknown number of" if self.free is None else f"{self.free:,}"
+        super().__init__(cause.errno, f"{folder.name} was not saved: {cause.strerror or cause}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[], Bytes]], manifest: dict[str, Any]) -> None:
+    """Commit `parent/name` with these files; once this returns, not even a power cut takes it away.
+
+    A callable is asked for its bytes when its turn comes, so that only one file's bytes need be held at a time. The fields
+    of `manifest` stand in MANIFEST.json beside the checksums. A good folder of that name is left as it is, a bad one is
+    replaced. Raises DiskTrouble, after clearing up, when the disk is full, read-only or broken.
+    """
+    assert all(FILE_NAME.fullmatch(file) and file != MANIFEST for file in files), f"file names we would refuse to read back: {list(files)}"
+    assert not manifest.keys() & {"format", "files", "sha256"}, f"fields the manifest needs for itself: {list(manifest)}"
+    target, temp = parent / name, parent / hidden_name("tmp", name)
+    need = sum(_size(data) for data in files.values() if not callable(data))
+    try:
+        if os.path.lexists(target):
+            if verify(target) is None:
+                sync_folder(parent)  # whoever wrote it may have died between its rename and this
+                return
+            discard(target)
+        _require_room(parent, need)
+        disk.fs.mkdir(temp)
+        entries = {}
+        for file, data in files.items():
+            if callable(data):
+                data = data()
+                need += _size(data)
+                _require_room(parent, _size(data))
+            entries[file] = write_file(temp / file, data)
+        write_file(temp / MANIFEST, _seal({**manifest, "format": FORMAT, "files": entries}))
+        sync_folder(temp)
+        disk.fs.rename(temp, target)
+        sync_folder(parent)  # the commit point
+    except BaseException as error:
+        remove_quietly(temp)
+        if isinstance(error, OSError):
+            raise DiskTrouble(error, target, need) from error
+        raise
+
+
+def verify(folder: Path) -> str | None:
+    """None for a folder that is byte for byte what was committed, otherwise the reason why it is not."""
+    try:
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return "not a folder"
+        entries = _unseal(read_file(folder / MANIFEST, MANIFEST_LIMIT))
+        present = set(os.listdir(folder)) - {MANIFEST}
+        for word, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
+            if names:
+                return f"{word}: {', '.join(sorted(names)[:4])!r}"
+        for file, entry in sorted(entries.items()):
+            if checksum(folder / file, entry["size"]) != entry["sha256"]:
+                return f"{file}: the checksum differs"
+    except OSError as error:
+        return f"{Path(error.filename).name if error.filename else folder.name}: {error.strerror or error}"
+    except ValueError as error:
+        return f"{MANIFEST}: {error}"
+    return None
+
+
+def newest(parent: Path) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The newest good step folder under `parent`, and every newer one that was passed over, with the reason."""
+    passed: list[tuple[str, str]] = []
+    for name in _steps(parent):
+        reason = verify(parent / name)
+        if reason is None:
+            return parent / name, passed
+        passed.append((name, reason))
+    return None, passed
+
+
+def prune(parent: Path, keep: int, protect: set[str]) -> list[str]:
+    """Delete good step folders beyond the newest `keep` and the protected ones; returns the names deleted.
+
+    Only folders proven good are counted and only such are deleted: at least two stay, whatever `keep` says.
+    """
+    good = [name for name in _steps(parent) if _proven(parent / name)]
+    gone = [name for name in good[max(keep, 2):] if name not in protect]
+    for name in reversed(gone):  # oldest first: an interruption leaves the newer ones
+        discard(parent / name)
+    return gone
+
+
+def discard(folder: Path) -> None:
+    """Delete a step folder. Its renaming is made durable first, so that nothing half deleted ever bears its name."""
+    dead = folder.parent / hidden_name("del", folder.name)
+    disk.fs.rename(folder, dead)
+    sync_folder(folder.parent)
+    remove(dead)
+
+
+def sweep_litter(parent: Path) -> list[str]:
+    """Remove what interrupted writers left behind. Only for the holder of the lock: a living writer's folder looks the same."""
+    litter = sorted(name for name in os.listdir(parent) if name.startswith((".tmp-", ".del-")))
+    for name in litter:
+        remove(parent / name)
+    return litter
+
+
+def hint(parent: Path, kind: str, name: str) -> None:
+    """Note `name` in the file `parent/kind` (latest, best). For people and for speed: `newest` never asks it."""
+    replace(parent / kind, f"{name}\n".encode())
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    return _canonical({**body, "sha256": hashlib.sha256(_canonical(body)).hexdigest()})
+
+
+def _unseal(raw: bytes) -> dict[str, dict[str, Any]]:
+    """The `files` of a sealed manifest; ValueError when it is not exactly what `_seal` wrote."""
+    try:
+        body = json.loads(raw)
+        sealed = _canonical(body) == raw  # one spelling only: even a changed space is a change
+        digest = body.pop("sha256")
+        sealed &= hashlib.sha256(_canonical(body)).hexdigest() == digest
+        entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError("not a manifest") from error
+    if not sealed:
+        raise ValueError("it was changed after it was written")
+    if body.get("format") != FORMAT:
+        raise ValueError(f"format {body.get('format')}, this program reads format {FORMAT}")
+    if not all(FILE_NAME.fullmatch(file) for file in entries):
+        raise ValueError("it names files outside its folder")
+    return entries
+
+
+def _require_room(parent: Path, need: int) -> None:
+    if disk.fs.free(parent) < need * 1.1 + RESERVE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+_seen_good: dict[str, list[tuple[Any, ...]]] = {}
+
+
+def _proven(folder: Path) -> bool:
+    """Verified now, or earlier by this process with no file touched since: pruning must not read gigabytes at every save."""
+    try:
+        mark = sorted((entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for entry in os.scandir(folder) if (found := entry.stat(follow_symlinks=False)))
+    except OSError:
+        return False
+    if _seen_good.get(str(folder)) != mark:
+        if verify(folder) is not None:
+            return False
+        _seen_good[str(folder)] = mark
+    return True
+
+
+def _steps(parent: Path) -> list[str]:
+    names = os.listdir(parent) if parent.is_dir() else []
+    return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)
+
+
+def _size(data: Bytes) -> int:
+    return memoryview(data).nbytes
