@@ -12,15 +12,18 @@ import json
 import os
 import re
 import stat
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.engine import disk
-from runner.engine.disk import Bytes, checksum, hidden_name, read_file, remove, remove_quietly, replace, sync_folder, write_file
+from runner.engine.disk import Bytes, checksum, hidden_name, make_folder, read_file, remove, remove_quietly, replace, sync_folder, write_file
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
 RESERVE = 1 << 20  # bytes that stay free beside a new folder: its entries, metrics.jsonl, run.json
 MANIFEST_LIMIT = 1 << 20  # a longer manifest is not one of ours
 STEP_NAME = re.compile(r"step-[0-9]{8}")
@@ -51,7 +54,7 @@ def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[
     replaced. Raises DiskTrouble, after clearing up, when the disk is full, read-only or broken.
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST for file in files), f"file names we would refuse to read back: {list(files)}"
-    assert not manifest.keys() & {"format", "files", "sha256"}, f"fields the manifest needs for itself: {list(manifest)}"
+    assert not manifest.keys() & {"files", "sha256"}, f"fields the manifest needs for itself: {list(manifest)}"
     target, temp = parent / name, parent / hidden_name("tmp", name)
     need = sum(_size(data) for data in files.values() if not callable(data))
     try:
@@ -60,6 +63,7 @@ def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[
                 sync_folder(parent)  # whoever wrote it may have died between its rename and this
                 return
             discard(target)
+        make_folder(parent)
         _require_room(parent, need)
         disk.fs.mkdir(temp)
         entries = {}
@@ -69,7 +73,7 @@ def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[
                 need += _size(data)
                 _require_room(parent, _size(data))
             entries[file] = write_file(temp / file, data)
-        write_file(temp / MANIFEST, _seal({**manifest, "format": FORMAT, "files": entries}))
+        write_file(temp / MANIFEST, _seal({**manifest, "files": entries}))
         sync_folder(temp)
         disk.fs.rename(temp, target)
         sync_folder(parent)  # the commit point
@@ -144,6 +148,15 @@ def hint(parent: Path, kind: str, name: str) -> None:
     replace(parent / kind, f"{name}\n".encode())
 
 
+def read_hint(parent: Path, kind: str) -> str | None:
+    """The step folder a hint names; None where there is no hint, or none that could be one of ours."""
+    try:
+        name = read_file(parent / kind, 64).decode("ascii", "replace").strip()
+    except OSError:
+        return None
+    return name if STEP_NAME.fullmatch(name) else None
+
+
 def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode()
 
@@ -164,8 +177,6 @@ def _unseal(raw: bytes) -> dict[str, dict[str, Any]]:
         raise ValueError("not a manifest") from error
     if not sealed:
         raise ValueError("it was changed after it was written")
-    if body.get("format") != FORMAT:
-        raise ValueError(f"format {body.get('format')}, this program reads format {FORMAT}")
     if not all(FILE_NAME.fullmatch(file) for file in entries):
         raise ValueError("it names files outside its folder")
     return entries
@@ -199,3 +210,47 @@ def _steps(parent: Path) -> list[str]:
 
 def _size(data: Bytes) -> int:
     return memoryview(data).nbytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job of the Writer ended, and the seconds it took beside the training."""
+
+    seconds: float
+    error: BaseException | None
+    result: Any = None
+
+
+class Writer:
+    """Commits in the background, one job at a time. Its thread is no daemon: leaving the program waits for the last save."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._ended: deque[Outcome] = deque()  # filled by the thread, emptied by the caller
+
+    def submit(self, job: Callable[[], Any]) -> float:
+        """Start `job`; returns the seconds the caller was held up by the one before, still in flight."""
+        start = time.perf_counter()
+        self.wait()
+        waited = time.perf_counter() - start
+        self._thread = threading.Thread(target=self._work, args=(job,), name="writer", daemon=False)
+        self._thread.start()
+        return waited
+
+    def poll(self) -> list[Outcome]:
+        """The jobs that ended since the last call; never waits. An error is handed over, not raised: training may go on."""
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def wait(self) -> None:
+        """Until nothing is in flight; `poll` then says how it ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _work(self, job: Callable[[], Any]) -> None:
+        start, error, result = time.perf_counter(), None, None
+        try:
+            result = job()
+        except BaseException as caught:  # noqa: BLE001  whatever it is, the training thread must hear of it
+            error = caught
+        self._ended.append(Outcome(time.perf_counter() - start, error, result))
