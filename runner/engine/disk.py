@@ -7,8 +7,8 @@ import json
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,26 @@ def read_file(path: Path, limit: int) -> bytes:
 def write_file(path: Path, data: Bytes) -> dict[str, Any]:
     """Write and sync a new file; returns its size and sha256. `data` must not change meanwhile: it is read twice."""
     view = memoryview(data).cast("B")
-    with ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(lambda: hashlib.sha256(view).hexdigest())  # lets go of the GIL: it hides behind the disk
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            done = 0
-            while done < len(view):
-                done += fs.write(fd, view[done:done + CHUNK])
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
-        return {"size": len(view), "sha256": digest.result()}
+    digest = hashlib.sha256()
+    # update() lets go of the GIL, so it hides behind the disk. No executor: those refuse work while the program is leaving.
+    hashing = threading.Thread(target=digest.update, args=(view,))
+    hashing.start()
+    try:
+        _write_and_sync(path, view)
+    finally:
+        hashing.join()
+    return {"size": len(view), "sha256": digest.hexdigest()}
+
+
+def _write_and_sync(path: Path, view: memoryview) -> None:
+    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        done = 0
+        while done < len(view):
+            done += fs.write(fd, view[done:done + CHUNK])
+        fs.fsync(fd)
+    finally:
+        fs.close(fd)
 
 
 def replace(path: Path, data: bytes) -> None:
