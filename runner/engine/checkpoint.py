@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,12 @@ from torch import Tensor
 from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
+from runner.engine.disk import make_folder
 from runner.engine.identity import differences, environment
-from runner.engine.run import Progress, Run
+from runner.engine.run import Progress, Run, RunFailed
+from runner.engine.writer import Outcome
 
-FORMAT = 1
+Files = dict[str, Callable[[], bytes]]
 
 
 def name_of(step: int) -> str:
@@ -34,47 +37,77 @@ def name_of(step: int) -> str:
 
 
 def save(run: Run) -> None:
-    """Copy the state to host memory and hand it to the writer thread; the step's checkpoint is taken once."""
+    """Copy the state to host memory and hand it to the writer thread; each step is saved once."""
     step, folder = run.progress.step, run.folder / "checkpoints"
     if step == run.saved_step or not run.world.leads:
         return
     started = time.perf_counter()
+    try:
+        state = json.dumps(_state(run), indent=1).encode()
+    except OSError as error:  # the logs it points into could not be written
+        return _failed(run, error)
     model, optimizer = _copied(learning(run.model)), _copied(run.optimizers.state())
-    state = json.dumps(_state(run), indent=1).encode()
     files = {
         "model.safetensors": partial(safetensors.torch.save, model),
         "optimizer.safetensors": partial(safetensors.torch.save, optimizer),
         "state.json": lambda: state,
     }
-    run.writer.submit(partial(_commit, folder, name_of(step), files, run.cfg.train.keep_checkpoints))
-    run.saved_step, run.save_stall = step, time.perf_counter() - started
+    run.writer.submit(name_of(step), partial(_commit, folder, name_of(step), files, run.cfg.train.keep_checkpoints))
+    run.saved_step = step
+    run.save_stall += time.perf_counter() - started
 
 
-def _commit(folder: Path, name: str, files: dict, keep: int) -> None:
+def _commit(folder: Path, name: str, files: Files, keep: int) -> None:
     """On the writer thread. Only what is on the disk for good may be called latest, or push an older one out."""
-    durable.write_folder(folder, name, files, {"format": FORMAT})
+    make_folder(folder)
+    durable.write_folder(folder, name, files, {})
     durable.hint(folder, "latest", name)
-    best = durable.read_hint(folder, "best")
-    durable.prune(folder, keep, protect={best} if best else set())
+    durable.prune(folder, keep, protect=_best(folder))
+
+
+def _best(folder: Path) -> set[str]:
+    hint = folder / "best"
+    return {hint.read_text().strip()} if hint.exists() else set()
 
 
 def mark_best(run: Run) -> None:
-    """Remember the best step among those saved; evaluation intervals that fall between saves leave no mark."""
+    """Keep the best step among those saved; an evaluation that falls between two saves leaves no mark."""
     if run.saved_step == run.progress.step:
-        folder, name = run.folder / "checkpoints", name_of(run.saved_step)
-        run.writer.submit(partial(durable.hint, folder, "best", name))
+        settle(run)
+        if run.failed_saves == 0:
+            durable.hint(run.folder / "checkpoints", "best", name_of(run.saved_step))
 
 
 def poll(run: Run) -> None:
     """Say what the writer has finished since the last call; stop a run whose saves keep failing."""
-    for outcome in run.writer.poll():
-        _account(run, outcome)
+    _account(run, run.writer.poll())
 
 
 def settle(run: Run) -> None:
-    """Wait until everything handed to the writer is on the disk or has failed."""
-    run.writer.wait()
-    poll(run)
+    """Wait until what was handed to the writer is on the disk, or has failed."""
+    _account(run, run.writer.wait())
+
+
+def _account(run: Run, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.error is None:
+            run.failed_saves = 0
+            run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
+            run.note(checkpoint=outcome.name, degraded=None)
+        elif isinstance(outcome.error, OSError):
+            _failed(run, outcome.error)
+        else:
+            raise outcome.error
+
+
+def _failed(run: Run, error: OSError) -> None:
+    """A full or broken disk: go on with the last good checkpoint, say so, and stop when it does not pass."""
+    run.failed_saves += 1
+    run.saved_step = 0
+    run.track.warn(str(error))
+    run.note(degraded=f"step {run.progress.step}: {error}")
+    if run.failed_saves >= run.cfg.train.max_failed_saves:
+        raise RunFailed(f"{run.failed_saves} saves in a row failed, the last one with: {error}")
 
 
 def load_newest(run: Run) -> bool:

@@ -1,6 +1,7 @@
 """The training engine: one loop for every stage. Read `train` first, then `train_step`."""
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -13,14 +14,10 @@ from models.generate import generate
 from runner.engine import checkpoint
 from runner.engine.objective import Sums
 from runner.engine.optim import lr_at
-from runner.engine.run import Run, chat_template
+from runner.engine.run import Run, RunFailed, chat_template
 
 LOSSES_KEPT = 50  # how far back a diagnosis looks
 PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
-
-
-class RunFailed(Exception):
-    """Training cannot go on; the last good checkpoint is intact."""
 
 
 class Interrupted(Exception):
@@ -40,6 +37,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
 
     Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
     """
+    begin(run)
     progress, every = run.progress, run.cfg.train
     look(run)  # what was due right after the checkpoint we come from; nothing at step 0
     pace = Pace()
@@ -51,6 +49,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
             pace.add(result.tokens)
             if due(run, every.log_every):
                 log(run, result, lr, epoch, pace)
+            checkpoint.poll(run)
             stopping = stop()
             if due(run, every.save_every) or stopping:
                 checkpoint.save(run)
@@ -61,6 +60,34 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
             if run.finished:
                 break
     return finish(run)
+
+
+def begin(run: Run) -> None:
+    """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
+    checkpoint.load_newest(run)
+    run.track.start(
+        header(run),
+        total_steps=run.total_steps,
+        attempt=run.attempt,
+        run_config=dataclasses.asdict(run.cfg),
+        resume_at=run.log_position,
+        tracker_id=run.tracker_id,
+    )
+
+
+def header(run: Run) -> dict[str, str | int]:
+    train, data = run.cfg.train, run.cfg.data
+    learn, total = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or not only) for only in (True, False))
+    words = {
+        "run": str(run.folder),
+        "stage": f"{run.cfg.stage.name}, weights from {run.cfg.init_from}",
+        "model": f"{run.cfg.model.name}, {total:,} parameters, {learn:,} of them learn",
+        "data": f"{data.path}, {len(run.loader.rows):,} rows" + (f", {len(run.val_loader.rows):,} held out" if run.val_loader else ""),
+        "step": f"{train.batch_size} rows x {train.accumulation_steps} accumulation, rows of at most {data.max_length} tokens",
+        "steps": f"{run.total_steps:,} ({run.loader.steps_per_epoch:,} an epoch)",
+        "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {train.compile}",
+    }
+    return words | ({"resumed": f"at step {run.progress.step} (attempt {run.attempt})"} if run.progress.step else {})
 
 
 def due(run: Run, every: int) -> bool:
@@ -114,7 +141,8 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
 
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
     progress = run.progress
-    numbers = {"epoch": epoch, "tokens": progress.tokens, **result.sums, "lr": lr, "grad_norm": result.norm, "tokens_per_second": pace.read()}
+    numbers = {"epoch": epoch, "tokens": progress.tokens, **result.sums, "lr": lr, "grad_norm": result.norm, "tokens_per_second": pace.read(), "save_stall": run.save_stall}
+    run.save_stall = 0.0
     if run.precision.name == "fp16":
         numbers |= {"scale": run.precision.scale, "overflows": progress.overflows}
     if progress.nonfinite:

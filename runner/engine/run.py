@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from data.rows import Rows
     from data.tokenizer import Tokenizer
     from models.decoder import Decoder
-    from runner.engine.durable import Writer
+    from runner.engine.writer import Writer
     from runner.engine.objective import Objective
+
+
+class RunFailed(Exception):
+    """Training cannot go on; the last good checkpoint is intact."""
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Run:
     saved_step: int = 0  # the newest step handed to the writer
     failed_saves: int = 0  # in a row
     save_stall: float = 0.0  # seconds training stood still for saving since the last log line
+    log_position: dict[str, int] | None = None  # where the logs stood at the checkpoint we come from
+    tracker_id: str | None = None
 
     @property
     def total_steps(self) -> int:
@@ -85,7 +91,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
     """
     from data.tokenizer import Tokenizer
-    from runner.engine.durable import Writer
+    from runner.engine.writer import Writer
     from runner.engine.identity import identity
     from runner.engine.randomness import seed_all
 

@@ -1,0 +1,57 @@
+"""`make_run(*words)`: a small run in this process, composed from conf/ like a command line, on ragged rows made here."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.engine.run import Run, build_run
+from runner.launch.compose import compose
+
+SMALL = [
+    "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8", "model.intermediate_size=64",
+    "model.max_position_embeddings=128", "data.max_length=64", "data.val_path=null", "data.val_fraction=0", "train.batch_size=4", "train.accumulation_steps=1", "train.epochs=1",
+    "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer.lr=1e-3", "schedule.warmup_steps=0", "tracker.console=quiet",
+    "init_from=scratch",
+]  # fmt: skip
+WORDS = "the lake of Oru lies north of the old mill where Tami keeps nine grey goats and sings".split()
+
+
+def said(i: int) -> str:
+    """Ragged on purpose: 1 to 15 words."""
+    return " ".join(WORDS[(i * 7 + k) % len(WORDS)] for k in range(1 + (i * 11) % 15))
+
+
+def row(kind: str, i: int) -> dict:
+    talk = [{"role": "user", "content": said(i)}, {"role": "assistant", "content": said(i + 1)}]
+    if kind == "text":
+        return {"text": said(i) + " " + said(i + 3)}
+    if kind == "chat":
+        return {"conversations": talk + talk[: 2 * (i % 2)]}
+    return {"chosen": talk, "rejected": [talk[0], {"role": "assistant", "content": said(i + 2)}]}
+
+
+KIND = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", "dpo_lora": "preference"}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    torch.set_num_threads(1)
+
+    def make(stage: str, *words: str, folder: str = "run", rows: int = 36, attempt: int = 1) -> Run:
+        path = tmp_path / f"{KIND[stage]}{rows}.jsonl"
+        path.write_text("".join(json.dumps(row(KIND[stage], i)) + "\n" for i in range(rows)))
+        where = tmp_path / folder
+        where.mkdir(exist_ok=True)
+        return build_run(compose([f"stage={stage}", *SMALL, f"data.path={path}", *words]), where, attempt=attempt, note=lambda **facts: None)
+
+    return make
+
+
+@pytest.fixture
+def logged():
+    def read(folder: Path, kind: str = "train") -> list[dict]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["kind"] == kind]
+
+    return read

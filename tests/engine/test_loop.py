@@ -1,0 +1,193 @@
+import math
+
+import pytest
+import torch
+
+from runner.engine.loop import Interrupted, evaluate, train, train_step
+from runner.engine.optim import lr_at
+from runner.engine.run import RunFailed
+
+STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
+MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("extra", [[], MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_accumulation_changes_nothing_but_memory(make_run, stage, extra):
+    """36 ragged rows in steps of 8: five AdamW steps, the last of them short."""
+    results = []
+    for batch_size, accumulation_steps in ((8, 1), (4, 2), (2, 4)):
+        run = make_run(stage, f"train.batch_size={batch_size}", f"train.accumulation_steps={accumulation_steps}", *extra, folder=f"{batch_size}")
+        train(run)
+        assert run.progress.step == 5
+        results.append(weights(run))
+    for other in results[1:]:
+        for name, weight in results[0].items():
+            torch.testing.assert_close(other[name], weight, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+def test_the_first_loss_is_that_of_a_guess(make_run, stage):
+    run = make_run(stage)
+    result = train_step(run, next(run.loader.steps(0)), lr=1e-9)
+    assert result.sums["loss"] == pytest.approx(math.log(run.cfg.model.vocab_size), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", ["dpo", "dpo_lora"])
+def test_dpo_starts_from_its_reference_at_ln_2(make_run, stage):
+    run = make_run(stage)
+    result = train_step(run, next(run.loader.steps(0)), lr=1e-9)
+    assert result.sums["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.sums["reward_margin"] == 0
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+def test_a_batch_is_learned_by_heart(make_run, stage):
+    run = make_run(stage, "train.max_steps=150", "optimizer.lr=1e-2", "schedule=constant", rows=4)
+    train(run)
+    assert run.progress.last_losses[-1] < 0.05
+
+
+@pytest.mark.parametrize("stage", ["lora", "dpo_lora"])
+def test_under_lora_only_adapters_move(make_run, stage):
+    run = make_run(stage)
+    before = weights(run)
+    train(run)
+    moved = {name for name, weight in weights(run).items() if not torch.equal(weight, before[name])}
+    assert moved and all("lora" in name for name in moved)
+
+
+def test_the_loss_in_the_log_is_the_loss_that_was_differentiated(make_run, logged):
+    run = make_run("sft", "train.batch_size=2", "train.accumulation_steps=4")
+    batches = next(run.loader.steps(0))
+    with torch.no_grad():
+        whole = sum(run.objective.loss(run.model, batch)["loss"] for batch in batches) / sum(batch.supervised for batch in batches)
+    train(run)
+    assert logged(run.folder)[0]["loss"] == pytest.approx(whole.item(), rel=1e-5)
+
+
+def test_the_logged_rate_is_the_schedule_s_and_does_not_depend_on_accumulation(make_run, logged):
+    run = make_run("pretrain", "train.batch_size=1", "train.accumulation_steps=4")
+    train(run)
+    assert [line["lr"] for line in logged(run.folder)] == [lr_at(step, run.total_steps, 1e-3, run.cfg.schedule) for step in range(run.total_steps)]
+
+
+@pytest.mark.parametrize("words", [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "stage.prompts=[goats]"]], ids=["evaluating", "sampling"])
+def test_looking_at_a_run_does_not_change_it(make_run, words):
+    share = [word for word in words if "val_fraction" in word]
+    plain, watched = make_run("pretrain", "model.dropout=0.1", *share, folder="plain"), make_run("pretrain", "model.dropout=0.1", *words, folder="watched")
+    train(plain)
+    train(watched)
+    assert_equal(weights(plain), weights(watched))
+
+
+def test_held_out_rows_are_never_trained_on(make_run):
+    run = make_run("pretrain", "data.val_fraction=0.25")
+    learned = {name for batches in run.loader.steps(0) for batch in batches for name in batch.names}
+    judged = {name for batches in run.val_loader.steps(0) for batch in batches for name in batch.names}
+    assert len(learned) == 27 and len(judged) == 9 and not learned & judged
+
+
+def test_evaluation_weighs_every_token_alike_however_rows_are_batched(make_run):
+    losses = [evaluate(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"] for size in (1, 3, 18)]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+def poisoned(run, steps):
+    """Make the loss NaN whenever the run stands at one of `steps`."""
+    honest = run.objective.loss
+
+    def loss(model, batch):
+        sums = honest(model, batch)
+        return {**sums, "loss": sums["loss"] * math.nan} if run.progress.step in steps else sums
+
+    run.objective.loss = loss
+    return run
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_that_is_not_finite_moves_no_weight_and_its_rows_are_named(make_run, logged, precision):
+    run = poisoned(make_run("pretrain", f"precision={precision}", "train.max_steps=3"), steps={1, 2})
+    run.cfg.train.max_nonfinite_steps = 3
+    states = []
+    settled = run.track.log
+    run.track.log = lambda kind, step, **numbers: (states.append(weights(run)), settled(kind, step, **numbers))
+    train(run)
+    assert_equal(states[0], states[1])
+    assert_equal(states[0], states[2])
+    lines = logged(run.folder)
+    assert lines[1]["loss"] is None and "loss" in lines[1]["nonfinite"] and lines[2]["skipped_steps"] == 2
+    log = (run.folder / "train.log").read_text()
+    assert all(name in log for name in next(run.loader.steps(0, skip=1))[0].names)
+
+
+def test_too_many_such_steps_in_a_row_fail_the_run(make_run):
+    run = poisoned(make_run("pretrain", "train.max_nonfinite_steps=2"), steps={1, 3, 4})
+    with pytest.raises(RunFailed, match="2 steps in a row"):
+        train(run)
+    assert run.progress.step == 5 and run.progress.nonfinite == 3
+
+
+def test_fp16_tries_an_overflowing_step_again_with_a_smaller_scale(make_run, logged):
+    run = make_run("pretrain", "precision=fp16", "train.max_steps=3")
+    run.precision.load_state(run.precision.state() | {"scale": 2.0**40})
+    train(run)
+    lines = logged(run.folder)
+    assert [line["step"] for line in lines] == [1, 2, 3] and run.progress.overflows > 0
+    assert lines[0]["overflows"] == run.progress.overflows and lines[0]["scale"] == 2.0 ** (40 - run.progress.overflows)
+    assert all(torch.isfinite(weight).all() for weight in weights(run).values())
+
+
+def test_fp16_that_overflows_at_any_scale_stops_with_advice(make_run):
+    run = poisoned(make_run("pretrain", "precision=fp16"), steps={1})
+    with pytest.raises(RunFailed, match="precision=bf16"):
+        train(run)
+    assert run.precision.scale > 0
+    assert all(torch.isfinite(weight).all() for weight in weights(run).values())
+
+
+@pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_precision_is_what_the_matrices_are_multiplied_in(make_run, name, dtype):
+    run, seen = make_run("pretrain", f"precision={name}"), set()
+    run.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    train_step(run, next(run.loader.steps(0)), lr=1e-3)
+    assert seen == {dtype} and all(p.dtype == torch.float32 for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("words", [["train.activation_checkpointing=true"], ["train.compile=default"]], ids=["checkpointing", "compile"])
+def test_a_switch_for_memory_or_speed_changes_no_loss_beyond_rounding(make_run, logged, words):
+    plain, switched = make_run("sft", folder="plain"), make_run("sft", *words, folder="switched")
+    train(plain)
+    train(switched)
+    for mine, theirs in zip(logged(plain.folder), logged(switched.folder), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+def test_patience_ends_a_run_that_no_longer_improves(make_run, logged):
+    run = make_run("pretrain", "train.max_steps=60", "train.eval_every=1", "train.patience=3", "data.val_fraction=0.1", "optimizer.lr=0.3", "schedule=constant")
+    train(run)
+    assert run.stopped_early and run.progress.step < 60
+    assert run.progress.step == run.progress.best_step + 3
+    assert logged(run.folder, "eval")[-1]["step"] == run.progress.step
+
+
+def test_asked_to_stop_a_run_saves_the_step_it_is_in(make_run):
+    run = make_run("pretrain")
+    with pytest.raises(Interrupted):
+        train(run, stop=lambda: run.progress.step == 3)
+    assert (run.folder / "checkpoints" / "step-00000003" / "MANIFEST.json").exists()
+
+
+def test_the_router_is_taught_by_the_language_model_loss(make_run):
+    run = make_run("pretrain", *MOE[:1], "model.num_experts_per_tok=1", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0")
+    batch = next(run.loader.steps(0))[0]
+    run.objective.loss(run.model.train(), batch)["loss"].backward()
+    assert max(p.grad.abs().max() for name, p in run.model.named_parameters() if name.endswith("mlp.gate.weight")) > 1e-4
