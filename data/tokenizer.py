@@ -1,0 +1,151 @@
+"""Byte-level BPE: train a tokenizer folder that `AutoTokenizer` loads, and read one with the `tokenizers` library alone."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Engine
+
+PAD, BOS, EOS = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+# Whole tokens too, but words of the assistant: decoding keeps them.
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+SMALLEST = len(SPECIAL) + len(TAGS) + 256  # the control tokens and one symbol a byte
+LONGEST_WORD = 16  # bytes; Chinese is written without spaces, and a sentence seen often must not become one token
+MODEL_MAX_LENGTH = 32768
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template: str) -> Tokenizer:
+    """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    if vocab_size < SMALLEST:
+        raise ValueError(f"{SMALLEST} words are taken by the control tokens and the 256 bytes", f"vocab_size={vocab_size}", f"choose at least {SMALLEST}, e.g. 6400")
+    engine = Engine(models.BPE())
+    # Digits stay apart: a number is read digit by digit, whatever numbers the training text held.
+    engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, normalized=False, special=token in SPECIAL) for token in SPECIAL + TAGS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=LONGEST_WORD,
+        show_progress=False,
+    )
+    engine.train_from_iterator(texts, trainer)
+    _write(folder, engine, chat_template)
+    return Tokenizer.load(folder)
+
+
+def _write(folder: Path, engine: Engine, chat_template: str) -> None:
+    stored = json.loads(engine.to_str())
+    for token in stored["added_tokens"]:
+        token["special"] = token["content"] in SPECIAL  # the trainer marks every reserved token special
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # the one name that transformers 4 and 5 both know
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": PAD,
+        "model_max_length": MODEL_MAX_LENGTH,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(stored, ensure_ascii=False, indent=1), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer folder, ready for use. Text is text: only `control_ids` names control tokens, `encode` never makes one."""
+
+    folder: Path
+    vocab_size: int
+    named: dict[str, str]  # bos_token, eos_token, pad_token as a chat template asks for them
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    control_ids: dict[str, int]  # every added token and its id
+    special: frozenset[str]  # those that `decode` leaves out
+    chat_template: str | None
+    fingerprint: str
+    _full: Engine  # knows the control tokens: decodes
+    _plain: Engine  # cannot produce one: encodes
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        folder = Path(folder)
+        stored, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json")
+        # The threads of `tokenizers` are at rest when a loader forks its workers; say so, or it warns at each fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored), folder)
+        named = {word: _content(config[word]) for word in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(word)}
+        ids = {word: full.token_to_id(named.get(word, "")) for word in ("bos_token", "eos_token", "pad_token")}
+        for word, token_id in ids.items():
+            if token_id is None:
+                raise ValueError(f"the tokenizer has no {word}", f"{folder}/tokenizer_config.json", f"name one of its tokens there, or train a tokenizer: python runner/tokenizer.py")
+        template = _chat_template(folder, config)
+        return cls(
+            folder=folder,
+            vocab_size=full.get_vocab_size(),
+            named=named,
+            bos_id=ids["bos_token"],
+            eos_id=ids["eos_token"],
+            pad_id=ids["pad_token"],
+            control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
+            special=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+            chat_template=template,
+            fingerprint=hashlib.sha256(json.dumps([stored, ids, template], sort_keys=True).encode()).hexdigest(),
+            _full=full,
+            _plain=plain,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: `<|im_end|>` in it is nine ordinary characters and more, never the token."""
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return self._full.decode(list(ids), skip_special_tokens=skip_special)
+
+
+def _without_control_tokens(stored: dict) -> dict:
+    """The same BPE with the added tokens taken out, also as words: a merge that made one would no longer load."""
+    control = {token["content"] for token in stored["added_tokens"]}
+    words = {word: word_id for word, word_id in stored["model"]["vocab"].items() if word not in control}
+    return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": words}}
+
+
+def _engine(stored: dict, folder: Path) -> Engine:
+    try:
+        engine = Engine.from_str(json.dumps(stored))
+    except Exception as error:  # the library raises bare Exception and tells what is wrong only in its text
+        raise ValueError(f"not a byte-level BPE this program can use: {error}", f"{folder}/tokenizer.json", "train one with: python runner/tokenizer.py") from error
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError("not a tokenizer folder: a file is missing", str(path), "point data.tokenizer to a folder with tokenizer.json and tokenizer_config.json") from None
+    except ValueError as error:
+        raise ValueError(f"broken JSON: {error}", str(path), "copy the tokenizer folder again") from error
+
+
+def _content(token: str | dict) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _chat_template(folder: Path, config: dict) -> str | None:
+    """The file wins over the field, as in transformers."""
+    beside = folder / "chat_template.jinja"
+    return beside.read_text(encoding="utf-8") if beside.exists() else config.get("chat_template")
