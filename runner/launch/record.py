@@ -1,0 +1,198 @@
+"""What a run says about itself in run.json, and the lock that lets one process at a time train in its folder.
+
+The lock is a POSIX one (lockf) on `.lock`. Unlike flock it is not inherited by forked children, so data workers that outlive
+a killed trainer do not hold it. Its price: closing *any* descriptor of `.lock` in this process lets go of it. So the file
+is opened once, here, nothing is ever read from it, and who holds it stands in a file of its own.
+"""
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+from runner.engine.disk import make_folder, read_file, write_json
+from runner.engine.durable import STEP_NAME, sweep_litter
+from runner.launch import origin
+
+LOCK, OWNER, RECORD = ".lock", ".owner.json", "run.json"
+STATUSES = ("new", "running", "interrupted", "failed", "completed")
+LIMIT = 16 << 20  # bytes of a run.json we believe
+FRESH: dict[str, Any] = {
+    "status": "new",
+    "attempt": 0,  # launches into this folder
+    "step": 0,
+    "tokens": 0,
+    "metrics": {},
+    "error": None,
+    "exact": True,  # every bit is that of a run that was never stopped
+    "inexact_because": [],
+    "degraded": None,  # the disk trouble training goes on in spite of
+    "init_from": None,
+    "fingerprints": {},
+}
+
+_held: dict[Path, int] = {}  # locks of this process: POSIX would grant it the same lock twice
+
+
+class Record:
+    """A run folder that is ours. `fields` is what run.json says; change it by `running`, `update` and `finish` only."""
+
+    def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
+        self.folder, self.fields, self._lock = folder, fields, lock
+
+    @classmethod
+    def open(cls, folder: Path, resume: bool = False) -> Record:
+        """Lock `folder`, which is made if need be, and read its run.json.
+
+        Raises ValueError(what, where, fix), having changed nothing, if another process trains there, if a run is there that
+        nobody asked to resume, or if there is none to resume.
+        """
+        folder = folder.absolute()
+        if resume and not (folder / RECORD).is_file():
+            raise ValueError("there is no run here", str(folder), "give the folder of a run: it holds a run.json")
+        lock = _lock(folder)
+        try:
+            fields = _read(folder / RECORD)
+            if not resume and (fields["status"] != "new" or _has_steps(folder)):
+                raise ValueError(f"this folder already holds a run: {fields['status']}, step {fields['step']}", str(folder), f"continue it with resume={folder}, or place this one elsewhere with hydra.run.dir=DIR")
+            write_json(folder / OWNER, {**origin.process(), "since": _now()})
+            for place in (folder, folder / "checkpoints"):
+                if place.is_dir():
+                    sweep_litter(place)
+            record = cls(folder, lock, fields)
+            if not (folder / RECORD).exists():
+                record._write()
+        except BaseException as error:
+            _unlock(folder, lock)
+            if isinstance(error, OSError):
+                raise _unusable(folder, error) from error
+            raise
+        return record
+
+    @property
+    def status(self) -> str:
+        """A run that still says running, though its lock was free for us to take, was cut off: interrupted."""
+        cut_off = self.fields["status"] == "running" and not self._is_ours()
+        return "interrupted" if cut_off else self.fields["status"]
+
+    @property
+    def attempt(self) -> int:
+        return self.fields["attempt"]
+
+    def running(self, **fields: Any) -> None:
+        """Training begins, for the first time or again: count the attempt and say who, where, with which code."""
+        about = {**origin.process(), "started": _now(), "code": origin.code(), "versions": origin.versions()}
+        self._put({"status": "running", "attempt": self.attempt + 1, "error": None, "degraded": None, **about, **fields})
+        self._write()
+
+    def update(self, **fields: Any) -> None:
+        """Put facts into run.json. Where the disk refuses they are kept and written with the next: no reason to stop training."""
+        self._put(fields)
+        try:
+            self._write()
+        except OSError:
+            return
+
+    def finish(self, status: str, error: str | None = None, **fields: Any) -> None:
+        """The last word of this attempt: interrupted, failed or completed."""
+        assert status in STATUSES[2:], f"a run does not end as {status}"
+        self._put({"status": status, "error": error, "ended": _now(), **fields})
+        self._write()
+
+    def close(self) -> None:
+        """Let go of the folder. The end of the process does the same, however it comes."""
+        if self._lock >= 0:
+            (self.folder / OWNER).unlink(missing_ok=True)
+            _unlock(self.folder, self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _is_ours(self) -> bool:
+        return all(self.fields.get(word) == value for word, value in origin.process().items())
+
+    def _put(self, fields: Mapping[str, Any]) -> None:
+        self.fields = {**self.fields, **_plain(fields)}
+
+    def _write(self) -> None:
+        write_json(self.folder / RECORD, self.fields)
+
+
+def _lock(folder: Path) -> int:
+    """The descriptor that holds the lock for as long as it is open, or a refusal that names who holds it."""
+    try:
+        make_folder(folder)
+        path = folder.resolve() / LOCK
+        if _held.get(path) == os.getpid():
+            raise _busy(folder)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise (_busy(folder) if error.errno in (errno.EACCES, errno.EAGAIN) else _unusable(folder, error)) from error
+    _held[path] = os.getpid()
+    return lock
+
+
+def _unlock(folder: Path, lock: int) -> None:
+    _held.pop(folder.resolve() / LOCK, None)
+    os.close(lock)
+
+
+def _busy(folder: Path) -> ValueError:
+    try:
+        owner = json.loads(read_file(folder / OWNER, LIMIT))
+        known = origin.lives(owner)
+    except (OSError, ValueError, AttributeError):
+        known = False  # it holds the lock, but has not come to saying who it is
+    who = f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}" if known else "another process"
+    return ValueError(f"this run is being trained by {who}", str(folder), "wait for it to end, or place this one elsewhere with hydra.run.dir=DIR")
+
+
+def _unusable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"a run cannot live here: {error.strerror or error}", str(folder), "place it elsewhere with hydra.run.dir=DIR")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(read_file(path, LIMIT))
+        if fields["status"] not in STATUSES:
+            raise ValueError(f"no such status: {fields['status']}")
+        return {**FRESH, **fields, "attempt": int(fields["attempt"]), "step": int(fields["step"])}
+    except FileNotFoundError:
+        return dict(FRESH)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"this is no run.json of ours: {error}", str(path), "bring back the file, or start a new run with init_from=DIR") from error
+
+
+def _has_steps(folder: Path) -> bool:
+    checkpoints = folder / "checkpoints"
+    return checkpoints.is_dir() and any(STEP_NAME.fullmatch(name) for name in os.listdir(checkpoints))
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can say it: paths as text, NaN and infinities as null."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
