@@ -42,7 +42,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer has no chat template", f"{tokenizer.folder}/chat_template.jinja", f"put one there, e.g. a copy of data/{CHATML.name}")
+            where = f"{tokenizer.folder}/chat_template.jinja"
+            raise ValueError("the tokenizer has no chat template", where, f"put one there, e.g. a copy of data/{CHATML.name}")
         self.tokenizer = tokenizer
         self._template = _compiled(tokenizer.chat_template)
         self._marked = re.search(r"{%[-+]?\s*generation\b", tokenizer.chat_template) is not None
@@ -77,7 +78,8 @@ class ChatTemplate:
                 **self.tokenizer.named,
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses the conversation: {error}", where, f"change the conversation, or {self.tokenizer.folder}/chat_template.jinja") from error
+            fix = f"change the conversation, or {self.tokenizer.folder}/chat_template.jinja"
+            raise ValueError(f"the chat template refuses the conversation: {error}", where, fix) from error
         return self._cut(rendered)
 
     def _breakable(self, message: dict) -> Iterable[str]:
@@ -114,7 +116,7 @@ class ChatTemplate:
 
     def _assemble(self, chats: list[list[Piece]]) -> list[Encoded]:
         texts = list({piece.text: None for pieces in chats for piece in pieces if not piece.control})  # each once: "user\n" comes often
-        known = dict(zip(texts, self.tokenizer.encode_batch(texts)))
+        known = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
         encoded: list[Encoded] = []
         for pieces in chats:
             ids: list[int] = []

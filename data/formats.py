@@ -32,7 +32,8 @@ class Source:
             if path.exists():
                 raise ValueError("not a file", str(path), "give one .jsonl or .json file")
             near = difflib.get_close_matches(path.name, sorted(file.name for file in path.parent.glob("*")), n=3)
-            raise ValueError("there is no such file", str(path), f"did you mean {' or '.join(near)}?" if near else "check the path; a relative one starts where you stand")
+            fix = f"did you mean {' or '.join(near)}?" if near else "check the path; a relative one starts where you stand"
+            raise ValueError("there is no such file", str(path), fix)
         with open(path, "rb") as file:
             first = next((line for line in file if line.strip().removeprefix(BOM).strip()), None)
         if first is None:
@@ -77,7 +78,8 @@ def _parse(raw: bytes, where: str) -> Any:
         raise ValueError("half of a surrogate pair stands for no character", where, "write the whole pair, or take the \\ud... out") from error
     except json.JSONDecodeError as error:
         if not raw.endswith(b"\n"):
-            raise ValueError(f"broken JSON at the end of the file: {error.msg}", f"{where}:{error.colno}", "is the file cut off? Copy it again, or delete the last line") from error
+            fix = "is the file cut off? Copy it again, or delete the last line"
+            raise ValueError(f"broken JSON at the end of the file: {error.msg}", f"{where}:{error.colno}", fix) from error
         raise ValueError(f"broken JSON: {error.msg}", f"{where}:{error.colno}", "mend or delete the line") from error
     except (RecursionError, ValueError) as error:  # nested a thousand deep, a number of five thousand digits
         raise ValueError(f"JSON beyond reason: {error}", where, "mend or delete the line") from error
@@ -110,7 +112,8 @@ def check_text(text: Any, where: str) -> str:
 def check_chat(messages: Any, tools: Any, where: str) -> tuple[list[dict], list[dict] | None]:
     """Messages and tools with what MiniMind stores as JSON strings parsed. Tools may stand beside the messages or on one of them."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"a conversation is a list of messages, found {kind(messages) if messages != [] else 'an empty one'}", where, 'write [{"role": "user", "content": "..."}, ...]')
+        found = "an empty one" if messages == [] else kind(messages)
+        raise ValueError(f"a conversation is a list of messages, found {found}", where, 'write [{"role": "user", "content": "..."}, ...]')
     turns = [_turn(message, f"{where}[{place}]") for place, message in enumerate(messages)]
     for place, turn in enumerate(turns):
         tools = _objects(turn.pop("tools", None), f"{where}[{place}].tools") or tools
@@ -121,8 +124,9 @@ def _turn(message: Any, where: str) -> dict:
     if not isinstance(message, dict):
         raise ValueError(f"a message is a JSON object, found {kind(message)}", where, 'write {"role": "user", "content": "..."}')
     if message.get("role") not in ROLES:
-        near = difflib.get_close_matches(str(message.get("role")), ROLES, n=1)
-        raise ValueError(f"unknown role {json.dumps(message.get('role'), ensure_ascii=False)}", f"{where}.role", f"did you mean {near[0]}?" if near else f"use one of {', '.join(ROLES)}")
+        role = json.dumps(message.get("role"), ensure_ascii=False)
+        near = difflib.get_close_matches(role, ROLES, n=1)
+        raise ValueError(f"unknown role {role}", f"{where}.role", f"did you mean {near[0]}?" if near else f"use one of {', '.join(ROLES)}")
     turn = dict(message)
     turn["tool_calls"] = _objects(message.get("tool_calls"), f"{where}.tool_calls")
     for call in turn["tool_calls"] or []:

@@ -78,7 +78,7 @@ def build_rows(shape: str, path: Path, tokenizer: Tokenizer, max_length: int) ->
 def _texts(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[list], Iterator[Made]]:
     def make(chunk: list) -> Iterator[Made]:
         texts = [check_text(text, source.where(place)) for place, (text,) in chunk]
-        for (place, _), ids in zip(chunk, tokenizer.encode_batch(texts)):
+        for (place, _), ids in zip(chunk, tokenizer.encode_batch(texts), strict=True):
             ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
             for start in range(0, len(ids) - 1, max_length):
                 part = ids[start : start + max_length + 1]
@@ -92,7 +92,7 @@ def _chats(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[l
 
     def make(chunk: list) -> Iterator[Made]:
         encoded = template.encode_batch((messages, None, f"{source.where(place)} conversations") for place, (messages,) in chunk)
-        for (place, _), chat in zip(chunk, encoded):
+        for (place, _), chat in zip(chunk, encoded, strict=True):
             yield place, [_cut(chat, max_length, source.where(place))]
 
     return make
@@ -103,12 +103,12 @@ def _pairs(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[l
     template = ChatTemplate(tokenizer)
 
     def make(chunk: list) -> Iterator[Made]:
-        sides = ((messages, None, f"{source.where(place)} {name}") for place, pair in chunk for name, messages in zip(SHAPES["preference"], pair))
+        sides = ((messages, None, f"{source.where(place)} {name}") for place, pair in chunk for name, messages in zip(SHAPES["preference"], pair, strict=True))
         encoded = template.encode_batch(sides)
         for i, (place, _) in enumerate(chunk):
             where = source.where(place)
             chosen, rejected = (_cut(side, max_length, where) for side in encoded[2 * i : 2 * i + 2])
-            shared = next((t for t, (a, b) in enumerate(zip(chosen[0], rejected[0])) if a != b), min(len(chosen[0]), len(rejected[0])))
+            shared = next((t for t, (a, b) in enumerate(zip(chosen[0], rejected[0], strict=False)) if a != b), min(len(chosen[0]), len(rejected[0])))
             yield place, [_unlearn(side, shared, max_length, where) for side in (chosen, rejected)]
 
     return make
@@ -118,7 +118,8 @@ def _cut(chat: Encoded, max_length: int, where: str) -> Encoded:
     ids, learn = chat[0][: max_length + 1], chat[1][: max_length + 1]
     if not any(learn[1:]):
         if any(chat[1]):
-            raise ValueError(f"the first word of the assistant is token {chat[1].index(True)}: nothing to learn is left", where, f"raise data.max_length={max_length}, or delete the row")
+            what = f"the assistant's first word is token {chat[1].index(True)}: nothing to learn is left"
+            raise ValueError(what, where, f"raise data.max_length={max_length}, or delete the row")
         raise ValueError("no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row")
     return ids, learn
 

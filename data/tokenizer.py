@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -17,12 +17,14 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
 SMALLEST = len(SPECIAL) + len(TAGS) + 256  # the control tokens and one symbol a byte
 LONGEST_WORD = 16  # bytes; Chinese is written without spaces, and a sentence seen often must not become one token
 MODEL_MAX_LENGTH = 32768
+TRAIN_ONE = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template: str) -> Tokenizer:
     """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     if vocab_size < SMALLEST:
-        raise ValueError(f"{SMALLEST} words are taken by the control tokens and the 256 bytes", f"vocab_size={vocab_size}", f"choose at least {SMALLEST}, e.g. 6400")
+        what = f"{SMALLEST} words are taken by the control tokens and the 256 bytes"
+        raise ValueError(what, f"vocab_size={vocab_size}", f"choose at least {SMALLEST}, e.g. 6400")
     engine = Engine(models.BPE())
     # Digits stay apart: a number is read digit by digit, whatever numbers the training text held.
     engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -73,8 +75,8 @@ class Tokenizer:
     special: frozenset[str]  # those that `decode` leaves out
     chat_template: str | None
     fingerprint: str
-    _full: Engine  # knows the control tokens: decodes
-    _plain: Engine  # cannot produce one: encodes
+    _full: Engine = field(repr=False)  # knows the control tokens: decodes
+    _plain: Engine = field(repr=False)  # cannot produce one: encodes
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -82,30 +84,27 @@ class Tokenizer:
         stored, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json")
         # The threads of `tokenizers` are at rest when a loader forks its workers; say so, or it warns at each fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored), folder)
+        full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored, folder), folder)
         named = {word: _content(config[word]) for word in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(word)}
-        ids = {word: full.token_to_id(named.get(word, "")) for word in ("bos_token", "eos_token", "pad_token")}
-        for word, token_id in ids.items():
-            if token_id is None:
-                raise ValueError(f"the tokenizer has no {word}", f"{folder}/tokenizer_config.json", f"name one of its tokens there, or train a tokenizer: python runner/tokenizer.py")
+        bos_id, eos_id, pad_id = (_id(full, named, word, folder) for word in ("bos_token", "eos_token", "pad_token"))
         template = _chat_template(folder, config)
         return cls(
             folder=folder,
             vocab_size=full.get_vocab_size(),
             named=named,
-            bos_id=ids["bos_token"],
-            eos_id=ids["eos_token"],
-            pad_id=ids["pad_token"],
+            bos_id=bos_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
             control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
             special=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
             chat_template=template,
-            fingerprint=hashlib.sha256(json.dumps([stored, ids, template], sort_keys=True).encode()).hexdigest(),
+            fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
             _full=full,
             _plain=plain,
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: `<|im_end|>` in it is nine ordinary characters and more, never the token."""
+        """Ids of plain text: `<|im_end|>` in it is ten ordinary characters, never the token."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -115,8 +114,10 @@ class Tokenizer:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
 
 
-def _without_control_tokens(stored: dict) -> dict:
+def _without_control_tokens(stored: dict, folder: Path) -> dict:
     """The same BPE with the added tokens taken out, also as words: a merge that made one would no longer load."""
+    if stored["model"]["type"] != "BPE":
+        raise ValueError(f"a tokenizer of the kind {stored['model']['type']}; only byte-level BPE is read", f"{folder}/tokenizer.json", TRAIN_ONE)
     control = {token["content"] for token in stored["added_tokens"]}
     words = {word: word_id for word, word_id in stored["model"]["vocab"].items() if word not in control}
     return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": words}}
@@ -126,17 +127,24 @@ def _engine(stored: dict, folder: Path) -> Engine:
     try:
         engine = Engine.from_str(json.dumps(stored))
     except Exception as error:  # the library raises bare Exception and tells what is wrong only in its text
-        raise ValueError(f"not a byte-level BPE this program can use: {error}", f"{folder}/tokenizer.json", "train one with: python runner/tokenizer.py") from error
+        raise ValueError(f"the tokenizer cannot be built: {error}", f"{folder}/tokenizer.json", TRAIN_ONE) from error
     engine.no_truncation()
     engine.no_padding()
     return engine
+
+
+def _id(engine: Engine, named: dict[str, str], word: str, folder: Path) -> int:
+    token_id = engine.token_to_id(named.get(word, ""))
+    if token_id is None:
+        raise ValueError(f"the tokenizer has no {word}", f"{folder}/tokenizer_config.json", f"name one of its tokens there, or {TRAIN_ONE}")
+    return token_id
 
 
 def _read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError("not a tokenizer folder: a file is missing", str(path), "point data.tokenizer to a folder with tokenizer.json and tokenizer_config.json") from None
+        raise ValueError("a file of the tokenizer is missing", str(path), f"point to a tokenizer folder, or {TRAIN_ONE}") from None
     except ValueError as error:
         raise ValueError(f"broken JSON: {error}", str(path), "copy the tokenizer folder again") from error
 

@@ -1,0 +1,57 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from data.corpus import HOLD_OUT_EVERY, Survey, corpus
+from data.tokenizer import Tokenizer
+
+COMMAND = Path(__file__).parents[2] / "runner" / "tokenizer.py"
+
+
+def run(*words, folder):
+    return subprocess.run([sys.executable, str(COMMAND), *words], cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+def test_every_string_of_any_shape_is_read_but_not_who_says_it(write):
+    rows = [{"text": "held out"}, {"conversations": [{"role": "user", "content": "hi"}]}, {"instruction": "do", "input": "", "output": ["it"], "score": 5}]
+    survey = Survey()
+    assert list(corpus([write(rows)], 100, survey)) == ["hi", "do", "it"]
+    assert survey.held_out == {("rows.jsonl", "en"): ["held out"]} and survey.rows == 2
+
+
+def test_bad_and_empty_rows_are_counted_and_the_first_is_named(write):
+    survey = Survey()
+    path = write(b'{"text": "a"}\n{\n{"text": " "}\n{\n{"text": "b"}\n')
+    assert list(corpus([path], 100, survey)) == ["b"]
+    assert sorted(survey.bad.values()) == [1, 2]
+    assert survey.first["a row without text"] == f"{path}:3" and any(where.startswith(f"{path}:2") for where in survey.first.values())
+
+
+def test_the_cap_counts_rows_of_each_file_and_a_file_named_twice_counts_double(write):
+    path = write([{"text": str(number)} for number in range(100)])
+    survey = Survey()
+    assert list(corpus([path, path], 10, survey)) == [str(number) for number in range(1, 10)] * 2
+    assert survey.held_out == {("rows.jsonl", "en"): ["0"]} and HOLD_OUT_EVERY > 10
+
+
+def test_the_languages_are_measured_apart(write):
+    survey = Survey()
+    list(corpus([write([{"conversations": [{"content": "今天天气 good"}, {"content": "A cup of 茶 please"}]}])], 10, survey))
+    assert set(survey.held_out) == {("rows.jsonl", "zh"), ("rows.jsonl", "en")}
+
+
+def test_the_command_trains_a_tokenizer_and_leaves_nothing_else(write, tmp_path):
+    write(b"\n".join(json.dumps({"text": f"the cat and the dog {number}"}).encode() for number in range(50)) + b"\n{")
+    done = run("path=rows.jsonl", "to=new", "vocab_size=280", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "words from 47 rows" in done.stdout and "characters a token" in done.stdout and "left out 1: broken JSON" in done.stdout
+    assert Tokenizer.load(tmp_path / "new").vocab_size <= 280
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "rows.jsonl"]
+
+
+def test_the_command_refuses_without_a_traceback(tmp_path):
+    for words in (["path=none.jsonl", "to=new"], ["to=new"]):
+        done = run(*words, folder=tmp_path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 3
+    assert not list(tmp_path.iterdir())
