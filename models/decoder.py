@@ -1,0 +1,242 @@
+"""A decoder-only transformer of the Qwen3 shape, dense or mixture of experts; parameter names are transformers' own.
+
+Shapes: B rows, T positions, D hidden size, N query heads, K key/value heads, H head width, V vocabulary, E experts.
+"""
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from models.config import ModelConfig, RopeScaling
+
+IGNORE = -100  # the label of a position that carries no loss
+INIT_STD = 0.02
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+
+
+class Output(NamedTuple):
+    logits: Tensor | None  # (B, T, V), when no labels are given
+    nll: Tensor | None  # (B, T) fp32, -log p(label), 0 where there is none
+    aux: Tensor | None  # (B,) each row's load-balancing loss, None for a dense model
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, allocated once. `start` is the first position of the next call."""
+
+    def __init__(self, cfg: ModelConfig, rows: int, positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, positions, cfg.head_dim)
+        self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
+        self.start = 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v: (B, K, T, H) of the new positions -> those of all positions so far."""
+        end = self.start + k.shape[2]
+        self.keys[layer, :, :, self.start : end], self.values[layer, :, :, self.start : end] = k, v
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class Context(NamedTuple):
+    """What every layer needs beside its input."""
+
+    cos: Tensor  # (B or 1, 1, T, H)
+    sin: Tensor
+    mask: Tensor | None  # (B, 1, T, positions seen) True where attention may look; None: causal
+    cache: KVCache | None
+    real: Tensor | None  # (B, T) True where a position is no padding; None: everywhere
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves as pairs. x: (B, heads, T, H)"""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+def rotary_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
+    """Radians a position for each pair of channels (H / 2,), and the factor on cos and sin."""
+    pairs = torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim
+    plain = 1.0 / cfg.rope_theta**pairs
+    if cfg.rope_scaling is None:
+        return plain, 1.0
+    return _yarn(plain, cfg, cfg.rope_scaling)
+
+
+def _yarn(plain: Tensor, cfg: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): fast channels stay, slow ones are stretched, a ramp between."""
+
+    def channel(rotations: float) -> float:
+        """The channel pair that turns this often over the original length."""
+        return cfg.head_dim * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
+
+    low, high = max(math.floor(channel(scaling.beta_fast)), 0), min(math.ceil(channel(scaling.beta_slow)), cfg.head_dim - 1)
+    ramp = ((torch.arange(cfg.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / scaling.factor * ramp, scaling.attention_factor
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245), with RMSNorm on queries and keys where asked."""
+
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.cfg, self.layer = cfg, layer
+        self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=False)
+        self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
+        self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
+        self.o_proj = nn.Linear(cfg.num_attention_heads * cfg.head_dim, cfg.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        B, T, _ = x.shape
+        q, k, v = (project(x).view(B, T, -1, self.cfg.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q = rotate(self.q_norm(q).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
+        k = rotate(self.k_norm(k).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
+        v = v.transpose(1, 2)
+        if context.cache is not None:
+            k, v = context.cache.append(self.layer, k, v)
+        dropout = self.cfg.dropout if self.training else 0.0
+        with self._kernel():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, dropout_p=dropout, is_causal=context.mask is None, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+    def _kernel(self) -> AbstractContextManager:
+        return nullcontext() if self.cfg.attention == "auto" else sdpa_kernel(BACKENDS[self.cfg.attention])
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, cfg: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(cfg.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, cfg.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Experts(nn.Module):
+    """A mixture of feed-forward experts, each token through its best few (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
+
+    def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x: (B, T, D) -> the mixture (B, T, D), and each row's balance loss (B,)."""
+        B, T, D = x.shape
+        flat = x.reshape(-1, D)
+        shares = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
+        weights, chosen = shares.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
+        if self.cfg.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            # index_select and index_add_ give the same bits each time on the CPU; the gradient of flat[tokens] does not.
+            tokens, rank = (chosen == e).nonzero(as_tuple=True)
+            weight = weights.flatten().index_select(0, tokens * weights.shape[1] + rank).unsqueeze(-1)
+            part = expert(flat.index_select(0, tokens)) * weight
+            y = y.index_add(0, tokens, part.to(y.dtype))
+        return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), real)
+
+    def _balance(self, shares: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
+        """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each row by itself
+        as in DeepSeek-V2 (https://arxiv.org/abs/2405.04434, section 2.2.3): so it adds up over micro-batches and ranks."""
+        real = torch.ones_like(chosen[..., 0], dtype=torch.bool) if real is None else real
+        count = real.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
+        visits = F.one_hot(chosen, self.cfg.num_experts).sum(-2) * real.unsqueeze(-1)  # (B, T, E)
+        f = visits.sum(1) / (count * chosen.shape[-1])
+        p = (shares * real.unsqueeze(-1)).sum(1) / count
+        return self.cfg.num_experts * (f * p).sum(-1)
+
+
+class Layer(nn.Module):
+    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.self_attn = Attention(cfg, layer)
+        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.mlp = Experts(cfg) if cfg.num_experts else FeedForward(cfg, cfg.intermediate_size)
+        self.dropout = nn.Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), context))
+        h = self.post_attention_layernorm(x)
+        y, aux = self.mlp(h, context.real) if isinstance(self.mlp, Experts) else (self.mlp(h), None)
+        return x + self.dropout(y), aux
+
+
+class Stack(nn.Module):
+    """All but the head; a module of its own because that is what the names `model.layers...` say."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
+        self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_hidden_layers))
+        self.norm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.activation_checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
+        self.model = Stack(cfg)
+        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.dropout = nn.Dropout(cfg.dropout)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=INIT_STD)
+        if cfg.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        frequencies, self.rope_factor = rotary_frequencies(cfg)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        lengths: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Output:
+        """input_ids, labels, position_ids: (B, T); lengths: (B,) positions that are not padding (which lies on the right).
+
+        labels[b, t] is the token to predict at position t, IGNORE for none. With a cache, `mask` says where to look.
+        """
+        T = input_ids.shape[1]
+        x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
+        context = Context(*self._angles(T, position_ids), mask, cache, None if lengths is None else torch.arange(T, device=x.device) < lengths.unsqueeze(1))
+        balance = []
+        for layer in self.model.layers:
+            if self.activation_checkpointing and self.training:
+                x, aux = checkpoint(layer, x, context, use_reentrant=False)
+            else:
+                x, aux = layer(x, context)
+            balance.append(aux)
+        x = self.model.norm(x)
+        aux = self.cfg.router_aux_loss_coef * torch.stack(balance).sum(0) if self.cfg.num_experts else None
+        if labels is None:
+            return Output(self.lm_head(x), None, aux)
+        return Output(None, self._nll(x, labels), aux)
+
+    def _nll(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.lm_head(x).float()  # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels)
+
+    def _angles(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """cos and sin (B or 1, 1, T, H) in fp32: bf16 cannot tell position 257 from 258."""
+        positions = torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
+        angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
