@@ -97,7 +97,8 @@ def test_markers_in_tools_and_calls_stay_text(tokenizer, template):
 
 def test_reasoning_calls_and_answers_carry_loss_and_results_do_not(tokenizer, template):
     calls = "".join(f'\n<tool_call>\n{{"name": "weather", "arguments": {{"town": "{town}"}}}}\n</tool_call>' for town in ("Pell", "Wick"))
-    assert spans(tokenizer, template.encode(TOOL_TALK, TOOLS)) == [f"<think>\nTwo towns.\n</think>\n\nLet me look.{calls}<|im_end|>", "Only in Wick.<|im_end|>"]
+    first = f"<think>\nTwo towns.\n</think>\n\nLet me look.{calls}<|im_end|>"
+    assert spans(tokenizer, template.encode(TOOL_TALK, TOOLS)) == [first, "Only in Wick.<|im_end|>"]
 
 
 def test_results_of_tools_share_one_user_turn(tokenizer, template):
@@ -111,7 +112,8 @@ def test_tools_and_calls_may_be_json_strings_as_minimind_stores_them(template):
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": '[{"name": "f", "arguments": {"a": 1}}]'},
     ]
-    as_lists = [{"role": "system", "content": "Help."}, as_strings[1], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}]
+    calls = [{"function": {"name": "f", "arguments": {"a": 1}}}]
+    as_lists = [{"role": "system", "content": "Help."}, as_strings[1], {"role": "assistant", "tool_calls": calls}]
     assert template.encode(as_strings) == template.encode(as_lists, [{"name": "f"}]) == template.encode(as_lists, '[{"name": "f"}]')
 
 

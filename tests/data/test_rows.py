@@ -13,7 +13,8 @@ def chat(*turns):
 
 
 def pair(chosen, rejected, question="?"):
-    return {side: [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for side, answer in (("chosen", chosen), ("rejected", rejected))}
+    asked = {"role": "user", "content": question}
+    return {"chosen": [asked, {"role": "assistant", "content": chosen}], "rejected": [asked, {"role": "assistant", "content": rejected}]}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
@@ -23,7 +24,7 @@ def test_cutting_long_text_predicts_every_token_exactly_once(tokenizer, write, t
     whole = [[1, *tokenizer.encode(text), 2] for text in texts]
     targets = [(row.name, token) for row in rows for token in row.sequences[0].ids[1:].tolist()]
     assert [token for _, token in targets] == [token for ids in whole for token in ids[1:]]
-    assert all(len(row.sequences[0].ids) <= max_length + 1 for row in rows)
+    assert all(2 <= len(row.sequences[0].ids) <= max_length + 1 for row in rows)
     assert all(not row.sequences[0].learn[0] and row.sequences[0].learn[1:].all() for row in rows)
 
 
