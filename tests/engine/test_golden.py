@@ -1,0 +1,23 @@
+"""Ten losses a stage. A change that claims not to touch the numbers leaves tests/golden/ alone; one that does, rewrites it
+(`REWRITE_GOLDEN=1 pytest tests/engine/test_golden.py`) in the same commit, with the reason."""
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from runner.engine.loop import train
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "lora", "dpo", "dpo_lora"])
+def test_ten_losses_are_what_they_were(make_run, logged, stage):
+    run = make_run(stage, "train.max_steps=10", "train.batch_size=2", "train.accumulation_steps=2", "optimizer.lr=3e-3")
+    train(run)
+    losses = [line["loss"] for line in logged(run.folder)]
+    file = GOLDEN / f"{stage}.json"
+    if os.environ.get("REWRITE_GOLDEN"):
+        file.write_text(json.dumps(losses, indent=1) + "\n")
+    # 1e-5: another processor may add in another order; a changed formula shows long before that.
+    assert losses == pytest.approx(json.loads(file.read_text()), abs=1e-5)
