@@ -12,11 +12,7 @@ import json
 import os
 import re
 import stat
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -210,47 +206,3 @@ def _steps(parent: Path) -> list[str]:
 
 def _size(data: Bytes) -> int:
     return memoryview(data).nbytes
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job of the Writer ended, and the seconds it took beside the training."""
-
-    seconds: float
-    error: BaseException | None
-    result: Any = None
-
-
-class Writer:
-    """Commits in the background, one job at a time. Its thread is no daemon: leaving the program waits for the last save."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._ended: deque[Outcome] = deque()  # filled by the thread, emptied by the caller
-
-    def submit(self, job: Callable[[], Any]) -> float:
-        """Start `job`; returns the seconds the caller was held up by the one before, still in flight."""
-        start = time.perf_counter()
-        self.wait()
-        waited = time.perf_counter() - start
-        self._thread = threading.Thread(target=self._work, args=(job,), name="writer", daemon=False)
-        self._thread.start()
-        return waited
-
-    def poll(self) -> list[Outcome]:
-        """The jobs that ended since the last call; never waits. An error is handed over, not raised: training may go on."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
-
-    def wait(self) -> None:
-        """Until nothing is in flight; `poll` then says how it ended."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _work(self, job: Callable[[], Any]) -> None:
-        start, error, result = time.perf_counter(), None, None
-        try:
-            result = job()
-        except BaseException as caught:  # noqa: BLE001  whatever it is, the training thread must hear of it
-            error = caught
-        self._ended.append(Outcome(time.perf_counter() - start, error, result))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from runner.engine import disk, durable
+from runner.engine.writer import Writer
 
 ROOT = Path(__file__).parents[2]
 FILES = {"model.safetensors": random.Random(1).randbytes(9_000), "optimizer.safetensors": random.Random(2).randbytes(18_000), "state.json": b'{"step": 1}' * 90}
@@ -239,6 +240,21 @@ def test_a_checkpoint_that_goes_bad_between_two_prunings_stops_counting(tmp_path
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_pruning_begins_with_the_oldest(tmp_path, monkeypatch):
+    class Breaks(disk.FileSystem):
+        @staticmethod
+        def rename(old, new):
+            if Path(old).name == "step-00000002":
+                raise OSError(errno.EIO, "broken")
+            os.rename(old, new)
+
+    fill(tmp_path, 5)
+    monkeypatch.setattr(disk, "fs", Breaks())
+    with pytest.raises(OSError):
+        durable.prune(tmp_path, 2, set())
+    assert steps(tmp_path) == [2, 3, 4, 5]
+
+
 def test_pruning_reads_each_checkpoint_once(tmp_path, monkeypatch):
     asked = []
     verify = durable.verify
@@ -274,22 +290,25 @@ def test_json_is_replaced_whole(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text()) == {"error": "no such file: b\udcff 文"}
     with pytest.raises(ValueError):
         disk.write_json(tmp_path / "run.json", {"loss": float("nan")})
-    assert os.listdir(tmp_path) == ["run.json"]
+    (tmp_path / "in the way").mkdir()
+    for refused in (lambda: disk.write_json(tmp_path / "in the way", {}), lambda: durable.hint(tmp_path, "in the way", "step-00000001")):
+        with pytest.raises(OSError):
+            refused()
+    assert sorted(os.listdir(tmp_path)) == ["in the way", "run.json"]
 
 
 # --- the writer -----------------------------------------------------------------------------------------------------
 
 
 def test_the_writer_works_beside_its_caller_and_one_job_at_a_time(tmp_path):
-    writer, gate, order = durable.Writer(), threading.Event(), []
-    assert writer.submit(lambda: (gate.wait(10), order.append(1))) < 1
+    writer, gate, order = Writer(), threading.Event(), []
+    assert writer.submit("first", lambda: (gate.wait(10), order.append(1))) < 1
     assert writer.poll() == [] and order == []
     threading.Timer(0.2, gate.set).start()
-    waited = writer.submit(lambda: order.append(2) or "second")
+    waited = writer.submit("second", lambda: order.append(2) or "done")
     assert waited > 0.1 and order[0] == 1, "the second save waits for the first, and says how long"
-    writer.wait()
-    first, second = writer.poll()
-    assert order == [1, 2] and second.result == "second" and first.error is second.error is None and first.seconds > 0.1
+    first, second = writer.wait()
+    assert order == [1, 2] and (first.name, second.name, second.result) == ("first", "second", "done") and first.error is second.error is None and first.seconds > 0.1
     assert writer.poll() == []
 
 
@@ -297,11 +316,10 @@ def test_the_writer_hands_errors_over(tmp_path):
     def fail():
         raise OSError(errno.EIO, "gone")
 
-    writer = durable.Writer()
-    writer.submit(fail)
-    writer.submit(lambda: None)
-    writer.wait()
-    assert [type(outcome.error) for outcome in writer.poll()] == [OSError, type(None)]
+    writer = Writer()
+    writer.submit("bad", fail)
+    writer.submit("good", lambda: None)
+    assert [(outcome.name, type(outcome.error)) for outcome in writer.wait()] == [("bad", OSError), ("good", type(None))]
 
 
 def test_leaving_the_program_does_not_lose_the_last_save(tmp_path):
@@ -309,10 +327,11 @@ def test_leaving_the_program_does_not_lose_the_last_save(tmp_path):
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from runner.engine import durable
+from runner.engine.writer import Writer
 def late():
     time.sleep(0.3)
     return bytes(9000)
-durable.Writer().submit(lambda: durable.write_folder(Path(sys.argv[1]), "step-00000001", {{"model": late}}, {{}}))
+Writer().submit("last", lambda: durable.write_folder(Path(sys.argv[1]), "step-00000001", {{"model": late}}, {{}}))
 sys.exit(3)
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, capture_output=True, text=True, timeout=30)
