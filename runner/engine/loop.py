@@ -14,14 +14,10 @@ from models.generate import generate
 from runner.engine import checkpoint
 from runner.engine.objective import Sums
 from runner.engine.optim import lr_at
-from runner.engine.run import Run, RunFailed, chat_template
+from runner.engine.run import Interrupted, Run, RunFailed, chat_template
 
 LOSSES_KEPT = 50  # how far back a diagnosis looks
 PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
-
-
-class Interrupted(Exception):
-    """Training was asked to stop, and has saved."""
 
 
 class StepResult(NamedTuple):
@@ -55,7 +51,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
                 checkpoint.save(run)
             if stopping:
                 checkpoint.settle(run)
-                raise Interrupted(f"stopped after step {progress.step}")
+                raise Interrupted(progress.step, run.folder)
             pace.pause(look, run)
             if run.finished:
                 break

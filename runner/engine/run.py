@@ -29,6 +29,14 @@ class RunFailed(Exception):
     """Training cannot go on; the last good checkpoint is intact."""
 
 
+class Interrupted(Exception):
+    """Training was asked to stop, and has saved."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        super().__init__(f"stopped after step {step}, saved")
+        self.folder = folder
+
+
 @dataclass
 class Progress:
     """How far a run has come. It survives in state.json, every field of it."""

@@ -1,0 +1,100 @@
+"""The door of train.py: words are checked, a folder is taken, Hydra is let in, and every end gets its exit code."""
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from runner.launch import folders, help, refusal, relaunch, words
+from runner.launch.compose import compose_with_folder, register, translated
+from runner.launch.record import Record
+
+LOOKING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
+SWEEPING = {"--multirun", "-m"}
+RESUME = "resume="
+
+opened: list[Record] = []  # the run of this process, its lock held since before Hydra wrote into its folder
+
+
+def enter(app: Callable[[], None]) -> None:
+    """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
+    traceback_wanted = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    try:
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            return print(help.page())
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
+        _let_in(app)
+    except Exception as error:
+        code = _code(error)
+        if traceback_wanted or code is None:
+            raise
+        sys.exit(code)
+
+
+def _let_in(app: Callable[[], None]) -> None:
+    typed, flags = words.split(sys.argv[1:])
+    if {flag.split("=")[0] for flag in flags} & LOOKING:
+        if not {"--shell-completion", "-sc"} & set(flags):
+            words.check(typed)
+        register()
+        with translated(typed):
+            return app()
+    resume = [word.removeprefix(RESUME) for word in typed if word.startswith(RESUME)]
+    typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
+    if resume and resume[-1] != "null":
+        return _continue(resume[-1], typed)
+    sweep = bool(SWEEPING & set(flags))
+    place = "hydra.sweep.dir=" if sweep else "hydra.run.dir="
+    jobs = _jobs(typed) if sweep else [typed]
+    folder = [compose_with_folder(job)[1] for job in jobs][0]
+    if not any(word.startswith(place) for word in typed):
+        folders.claim(sweep)
+        folder = compose_with_folder(jobs[0])[1]
+    if not sweep:
+        opened.append(Record.open(folder))
+    sys.argv[1:] = [*flags, *typed]
+    app()
+
+
+def _continue(name: str, extra: list[str]) -> None:
+    from runner.launch.start import start
+
+    folder = relaunch.find(name)
+    with Record.open(folder, resume=True) as record:
+        if record.status == "completed" and not extra:
+            return print(f"{folder}: already complete at step {record.fields['step']}")
+        loss = start(relaunch.continued(folder, extra), record)
+    print(f"{folder}: completed, loss {loss:.4f}")
+
+
+def record_of(folder: Path) -> Record:
+    """The record of the run Hydra has just placed in `folder`: opened at the door, or, for a job of a sweep, now."""
+    return opened.pop() if opened else Record.open(folder)
+
+
+def _jobs(typed: list[str]) -> list[list[str]]:
+    """Every combination a basic sweep will run, so that job 7 cannot fail on a typo after six have trained."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    with translated(typed):
+        parsed = OverridesParser.create().parse_overrides(typed)
+    choices = [list(override.sweep_string_iterator()) if override.is_choice_sweep() else None for override in parsed]
+    values = [[f"{override.get_key_element()}={value}" for value in choice] if choice else [word] for word, override, choice in zip(typed, parsed, choices, strict=True)]
+    return [list(job) for job in itertools.product(*values)]
+
+
+def _code(error: Exception) -> int | None:
+    """The exit code of an end that has been explained; None for a bug, which shows its traceback."""
+    from runner.engine.run import Interrupted, RunFailed
+
+    if refusal.is_refusal(error):
+        return refusal.report(error)
+    if isinstance(error, Interrupted):
+        print(f"{error}; continue with: python runner/train.py resume={error.folder}", file=sys.stderr)
+        return refusal.INTERRUPTED
+    if isinstance(error, RunFailed):
+        print(f"error: {error}", file=sys.stderr)
+        return refusal.FAILED
+    return None

@@ -1,0 +1,36 @@
+"""Where runs go: outputs/<date>/<time>, never twice the same, even for two launches in one second."""
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from itertools import count
+from pathlib import Path
+
+from runner.launch.words import ROOT
+
+_claimed: list[str] = []
+
+
+def run_id() -> str:
+    """<date>/<time> of this launch; the same at every call in a process once it is claimed."""
+    return _claimed[0] if _claimed else datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+
+
+def claim(sweep: bool) -> None:
+    """Take a folder of outputs/ for this launch by making it: of two launches in one second the later gets a suffix."""
+    root = ROOT / "outputs" / "multirun" if sweep else ROOT / "outputs"
+    now = run_id()
+    for n in count(1):
+        name = now if n == 1 else f"{now}-{n}"
+        os.makedirs((root / name).parent, exist_ok=True)
+        try:
+            os.mkdir(root / name)
+        except FileExistsError:
+            continue
+        _claimed[:] = [name]
+        return
+
+
+def finished_runs(*roots: Path) -> list[Path]:
+    """Folders under `roots` that hold a run.json: single runs, and jobs of a sweep."""
+    return [record.parent for root in roots for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json") for record in root.glob(pattern)]

@@ -1,0 +1,63 @@
+"""Where a run's first weights come from: resume > init_from=DIR > the newest finished run of the stage before > random."""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from models.config import ModelConfig
+from runner.engine.config import Config
+from runner.launch.folders import finished_runs
+from runner.launch.refusal import nearest
+from runner.launch.words import ROOT
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """What two runs must share for one to start from the other's weights: the model's shape and the tokenizer."""
+    from data.tokenizer import Tokenizer
+
+    return {"model": model_fingerprint(config.model), "tokenizer": Tokenizer.load(Path(config.data.tokenizer)).fingerprint}
+
+
+def model_fingerprint(model: ModelConfig) -> str:
+    shape = {word: value for word, value in dataclasses.asdict(model).items() if word not in ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")}
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+
+
+def resolve(config: Config, folder: Path, shared: dict[str, str]) -> str:
+    """`config.init_from` as a path or "scratch"; `auto` looks under outputs/ and beside `folder`."""
+    if config.init_from == "auto":
+        return _newest(config, folder, shared)
+    if config.init_from == "scratch" or Path(config.init_from).exists():
+        return config.init_from
+    beside = [str(path) for path in Path(config.init_from).parent.glob("*")]
+    raise ValueError("there is nothing to take weights from", f"init_from={config.init_from}", nearest(config.init_from, beside, "give a run, a model folder, a .pth file, auto or scratch"))
+
+
+def _newest(config: Config, folder: Path, shared: dict[str, str]) -> str:
+    before = config.stage.after
+    if before is None:
+        return "scratch"
+    roots = {ROOT / "outputs", ROOT / "outputs" / "multirun", folder.parent}
+    found = [(record["ended"], run) for run in finished_runs(*roots) if _fits(record := _record(run), before, shared)]
+    if not found:
+        print(f"warning: no finished {before} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
+        return "scratch"
+    newest = str(max(found, key=lambda pair: pair[0])[1])
+    print(f"init_from=auto: weights of the newest {before} run, {newest}", file=sys.stderr)
+    return newest
+
+
+def _fits(record: dict[str, Any], stage: str, shared: dict[str, str]) -> bool:
+    return record.get("status") == "completed" and record.get("stage") == stage and record.get("fingerprints") == shared
+
+
+def _record(run: Path) -> dict[str, Any]:
+    try:
+        record = json.loads((run / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}  # a run that is just writing it, or a damaged one: no candidate
+    return record if isinstance(record, dict) else {}

@@ -1,0 +1,26 @@
+"""How a program says no: what is wrong, where, and what to do. Exit codes are the contract of every command."""
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 75
+
+
+def is_refusal(error: BaseException) -> bool:
+    """A refusal is ValueError(what, where, fix); any other ValueError is a bug and keeps its traceback."""
+    return isinstance(error, ValueError) and len(error.args) == 3 and all(isinstance(part, str) for part in error.args)
+
+
+def report(error: BaseException) -> int:
+    """Print a refusal in three lines; returns the exit code."""
+    what, where, fix = error.args
+    print(f"error: {what}\n  where: {where}\n  fix:   {fix}", file=sys.stderr)
+    return WRONG
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write instead of `word`."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"did you mean {found[0]}?" if found else otherwise

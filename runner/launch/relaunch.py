@@ -1,0 +1,87 @@
+"""Continuing a run from what stands in its folder. The stored config is read as data: nothing in it is ever run."""
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from runner.engine.config import Config
+from runner.launch import words as words_of
+from runner.launch.compose import register, translated, typed
+from runner.launch.folders import finished_runs
+from runner.launch.words import CONF, ROOT
+
+STORED = Path(".hydra") / "config.yaml"
+REPO = "${repo:}"
+
+
+def find(name: str) -> Path:
+    """The run that `resume=` names: its folder, anything inside it, or `last`."""
+    if name == "last":
+        runs = finished_runs(ROOT / "outputs")
+        if not runs:
+            raise ValueError("there is no run yet", "resume=last", "start one: python runner/train.py")
+        return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
+    path = Path(name).expanduser().absolute()
+    for place in (path, *path.parents):
+        if (place / "run.json").is_file():
+            return place
+    raise ValueError("there is no run here", f"resume={name}", "give the folder of a run: it holds a run.json")
+
+
+def continued(folder: Path, extra: list[str]) -> Config:
+    """The run's own config with the extra words on top, which are written back beside a copy of the former one."""
+    words_of.check(extra)
+    register()
+    stored = _stored(folder / STORED)
+    with translated(extra):
+        tree = OmegaConf.merge(OmegaConf.structured(Config), stored)
+        for override in OverridesParser.create().parse_overrides(extra):
+            key = override.key_or_group
+            if key in ("stage", "model", "data", "experiment"):
+                raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
+            value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()
+            OmegaConf.update(tree, key, value, merge=False)
+        config = typed(tree)
+    if extra:
+        _keep(folder, tree, extra)
+    return config
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    try:
+        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"the run's config cannot be read: {error}", str(path), "start a new run with init_from=DIR") from error
+    return {key: _plain(value, key, path) for key, value in stored.items()}
+
+
+def _plain(value: Any, word: str, path: Path) -> Any:
+    """Values only: an interpolation could read the environment, `_target_` could name code."""
+    if isinstance(value, dict):
+        if bad := next((key for key in value if str(key).startswith("_") and str(key).endswith("_")), None):
+            raise ValueError("a run's config names code", f"{path}: {word}.{bad}", "do not resume this folder; nothing in it was run")
+        return {key: _plain(part, f"{word}.{key}", path) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part, word, path) for part in value]
+    if isinstance(value, str) and value.startswith(REPO):
+        value = str(ROOT) + value.removeprefix(REPO)
+    if isinstance(value, str) and "${" in value:
+        raise ValueError("a run's config reaches outside", f"{path}: {word}={value}", "write the value itself there")
+    return value
+
+
+def _keep(folder: Path, tree: Any, extra: list[str]) -> None:
+    hydra = folder / ".hydra"
+    former = hydra / "history" / f"{len(list((hydra / 'history').glob('*'))):03d}"
+    former.mkdir(parents=True)
+    for name in ("config.yaml", "overrides.yaml"):
+        if (hydra / name).exists():
+            shutil.copy2(hydra / name, former / name)
+    (hydra / "config.yaml").write_text(OmegaConf.to_yaml(tree, resolve=True), encoding="utf-8")
+    words = yaml.safe_load((former / "overrides.yaml").read_text()) if (former / "overrides.yaml").exists() else []
+    (hydra / "overrides.yaml").write_text(yaml.safe_dump([*words, *extra]), encoding="utf-8")

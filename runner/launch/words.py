@@ -1,0 +1,108 @@
+"""The words of a command line, checked against the schema before anything is composed."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner.engine.config import Config
+from runner.launch.refusal import nearest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONF = ROOT / "conf"
+PATHS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relative to where they are typed, wherever the run is resumed
+VALUE_FLAGS = {"-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "-i", "--info"}
+
+
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(words, flags): `key=value` and `group=option` on one side, Hydra's own flags with their values on the other."""
+    words: list[str] = []
+    flags: list[str] = []
+    for i, arg in enumerate(argv):
+        is_flag = arg.startswith("-") or (i > 0 and argv[i - 1] in VALUE_FLAGS)
+        (flags if is_flag else words).append(arg)
+    return words, flags
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """Every dotted word and its type; a section stands there too, with its dataclass."""
+    return dict(_walk(Config, ""))
+
+
+def _walk(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, kind in typing.get_type_hints(section).items():
+        inner = _without_none(kind)
+        yield prefix + name, inner
+        if dataclasses.is_dataclass(inner):
+            yield from _walk(typing.cast(type, inner), f"{prefix}{name}.")
+
+
+def _without_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(part for part in typing.get_args(kind) if part is not type(None))
+    return kind
+
+
+@cache
+def groups() -> dict[str, list[str]]:
+    """{"precision": ["bf16", "fp16", "fp32"], ...}: the folders of conf/ and their files."""
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra"}
+
+
+def check(words: list[str]) -> None:
+    """Refuse a word that nothing would read. Hydra lets `+train.typo=1` pass in silence."""
+    for word in words:
+        if "=" not in word:
+            if not word.startswith("~"):
+                raise ValueError("a word needs a value", word, f"write {word}=<value>; python runner/train.py --help lists the words")
+            raise ValueError("a setting cannot be taken away", word, "give it a value instead, e.g. null")
+        key, value = word.split("=", 1)
+        name = key.lstrip("+")
+        if name.startswith(("hydra.", "hydra/")):
+            continue
+        if name in groups():
+            _check_options(name, value)
+        elif name not in schema():
+            raise ValueError("no such word", name, _nearest_word(name))
+        elif key.startswith("+"):
+            raise ValueError("the word is there already, it needs no +", word, f"write {word.lstrip('+')}")
+
+
+def _check_options(group: str, value: str) -> None:
+    options = groups()[group]
+    for option in value.split(","):
+        if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
+            listed = ", ".join(options)
+            raise ValueError(f"no such {group}", f"{group}={option}", f"{nearest(option, options, "")} the options are {listed}".strip())
+
+
+def _nearest_word(name: str) -> str:
+    """The nearest whole word; failing that, a known word that ends alike: lr -> optimizer.lr."""
+    last = name.rsplit(".", 1)[-1]
+    same = [word for word in schema() if word.rsplit(".", 1)[-1] == last]
+    if same:
+        return f"did you mean {same[0]}?"
+    return nearest(name, [*schema(), *groups()], "python runner/train.py --help lists the words")
+
+
+def absolute(words: list[str]) -> list[str]:
+    """Paths as seen from here, so that they mean the same wherever the run is continued from."""
+    return [_absolute(word) for word in words]
+
+
+def _absolute(word: str) -> str:
+    key, _, value = word.partition("=")
+    if key not in PATHS or value.startswith(("/", "$", "~", "[", "'", '"')) or not os.path.exists(value):
+        return word
+    return f"{key}={quoted(os.path.abspath(value))}"
+
+
+def quoted(text: str) -> str:
+    """As Hydra's grammar reads it back, whatever stands in it."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,29 @@
+"""Train one model: `python runner/train.py stage=sft precision=bf16`."""
+import os
+import sys
+
+if not __package__:  # run by path: Python put runner/ first on the path, the repo root belongs there
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from runner.launch import door
+from runner.launch.compose import typed
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def app(cfg: DictConfig) -> float:
+    """What Hydra calls for a run, and for each job of a sweep; the loss it returns is what a sweep compares."""
+    from runner.launch.start import start
+
+    config = typed(cfg)
+    with door.record_of(Path(HydraConfig.get().runtime.output_dir)) as record:
+        return start(config, record)
+
+
+if __name__ == "__main__":
+    door.enter(app)
