@@ -109,6 +109,7 @@ def killed_at(call: int, folder: Path, promises: int) -> int:
         os._exit(99)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the child runs nothing but our few calls, then dies
 def test_a_kill_at_any_call_costs_nothing_committed(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "CHUNK", 8_000)
     spare = os.open(os.devnull, os.O_WRONLY)
