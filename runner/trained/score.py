@@ -148,7 +148,8 @@ def _questions(trained: Trained, cfg: EvaluateConfig) -> Iterator[dict[str, Any]
     room = trained.model.cfg.max_position_embeddings - cfg.max_new_tokens
     for place, row in source.rows():
         where = source.where(place)
-        messages, tools = check_chat(*fields(row, "chat", where), None, where)
+        (conversation,) = fields(row, "chat", where)
+        messages, tools = check_chat(conversation, None, where)
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"the conversation ends with the {messages[-1]['role']}", where, "end it with the answer that is expected")
         prompt = template.prompt(messages[:-1], tools)

@@ -1,0 +1,97 @@
+"""The small commands: free text arrives as typed, and a wrong word is named with the right one, at once."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from runner.launch import small
+from runner.launch.small import find, literal, typed
+from runner.trained.talk import ChatConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, cwd="/", timeout=60)
+
+
+@given(st.text(alphabet=st.sampled_from("\\'\"${}[]a ,=:?#你\n"), max_size=12) | st.text(max_size=30))
+def test_free_text_reaches_the_program_to_the_character(text: str) -> None:
+    if text == "null":
+        return
+    (argument,) = literal([f"prompt={text}"], ("prompt",))
+    override = OverridesParser.create().parse_override(argument)
+    cfg = OmegaConf.create({"prompt": override.value()})
+    assert OmegaConf.to_container(cfg, resolve=True) == {"prompt": text}
+
+
+def test_other_words_and_flags_are_left_alone() -> None:
+    given_words = ["top_k=5", "--cfg", "job", "prompt", "prompt=null", "data.path=a,b"]
+    assert literal(given_words, ("prompt",)) == given_words
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["chat.py", "run=x", "promt=hi"], ["no such word", "promt", "did you mean prompt?"]),
+        (["chat.py", "run=x", "temperature=warm"], ["temperature", "give it as float"]),
+        (["chat.py", "run=x", "top_p=3"], ["top_p=3", "keeps every token"]),
+        (["chat.py"], ["no value yet", "add run=<value>"]),
+        (["evaluate.py", "run=x", "data.path=y", "metric=blue"], ["unknown metric", "perplexity, exact_match, preference"]),
+    ],
+)
+def test_wrong_words_are_refused_at_once(words: list[str], parts: list[str]) -> None:
+    begin = time.monotonic()
+    done = run(str(ROOT / "runner" / words[0]), *words[1:])
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    assert all(part in done.stderr for part in parts), done.stderr
+    assert time.monotonic() - begin < 5
+
+
+def test_the_commands_show_their_words_without_torch() -> None:
+    for command in ("chat", "evaluate"):
+        probe = f"import sys; import runner.{command}; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", probe], check=False, cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_every_word_of_conf_is_in_the_schema_and_the_other_way_round() -> None:
+    from runner.trained.score import EvaluateConfig
+
+    for name, schema in (("chat", ChatConfig), ("evaluate", EvaluateConfig)):
+        tree = yaml.safe_load((ROOT / "conf" / f"{name}.yaml").read_text())
+        del tree["defaults"], tree["hydra"]
+        inner = {f"{key}.{word}" for key, value in tree.items() if isinstance(value, dict) for word in value}
+        flat = inner | {key for key, value in tree.items() if not isinstance(value, dict)}
+        assert flat == set(small._kinds(schema))
+
+
+def test_last_is_the_model_that_was_finished_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="no run has finished"):
+        find("last")
+    for age, name in ((30, "2026-01-01/10-00-00"), (10, "2026-01-01/09-00-00"), (20, "multirun/2026-01-02/10-00-00/lr=1")):
+        model = tmp_path / "outputs" / name / "model"
+        model.mkdir(parents=True)
+        (model.parent / "run.json").write_text("{}")
+        os.utime(model, (time.time() - age, time.time() - age))
+    unfinished = tmp_path / "outputs" / "2026-01-03" / "10-00-00"
+    unfinished.mkdir(parents=True)
+    (unfinished / "run.json").write_text("{}")
+    assert find("last") == tmp_path / "outputs" / "2026-01-01" / "09-00-00"
+    assert find("some/folder") == Path("some/folder")
+
+
+def test_words_become_their_types() -> None:
+    tree = yaml.safe_load((ROOT / "conf" / "chat.yaml").read_text())
+    del tree["defaults"], tree["hydra"]
+    assert typed(OmegaConf.create({**tree, "run": "x", "temperature": 1}), ChatConfig).temperature == 1.0
