@@ -1,31 +1,33 @@
-# Everything runs from nothing but Python >= 3.11: the first target that needs .venv makes it.
+# make train and make test are all a new machine needs: Python >= 3.11 (PYTHON=python3.12 chooses one) and this folder.
 PYTHON ?= python3
-BIN := .venv/bin
+WORDS ?=
+VENV := .venv
+STAMP := $(VENV)/installed
+PY := $(VENV)/bin/python
 
 .PHONY: setup train test check bench clean
 
-setup: .venv/.ready
+setup: $(STAMP)
 
-.venv/.ready: pyproject.toml requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c requirements.lock -e '.[dev]'
+$(STAMP): pyproject.toml requirements.lock
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old\n$(PYTHON)\nname one that is at least 3.11: make PYTHON=python3.11 setup")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
-train: setup ## the default run, on the shipped sample
-	$(BIN)/python runner/train.py $(WORDS)
+train: $(STAMP) # make train WORDS="stage=sft precision=bf16"
+	$(PY) runner/train.py $(WORDS)
 
-test: setup ## all tests but those marked slow
-	$(BIN)/python -m pytest -q -m "not slow"
+test: $(STAMP)
+	$(PY) -m pytest -m "not slow"
 
-check: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+check: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
 
-bench: setup
-	$(BIN)/python -m benchmarks
+bench: $(STAMP)
+	@for file in benchmarks/*.py; do if [ -f "$$file" ]; then echo "python $$file"; $(PY) "$$file" || exit 1; fi; done
 
-clean: ## what can be made again; runs under outputs/ stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find runner models data tests -name __pycache__ -type d -exec rm -rf {} +
+clean: # the runs in outputs/ stay
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
