@@ -62,20 +62,15 @@ def _commit(folder: Path, name: str, files: Files, keep: int) -> None:
     make_folder(folder)
     durable.write_folder(folder, name, files, {})
     durable.hint(folder, "latest", name)
-    durable.prune(folder, keep, protect=_best(folder))
-
-
-def _best(folder: Path) -> set[str]:
-    hint = folder / "best"
-    return {hint.read_text().strip()} if hint.exists() else set()
+    best = durable.read_hint(folder, "best")
+    durable.prune(folder, keep, protect={best} if best else set())
 
 
 def mark_best(run: Run) -> None:
     """Keep the best step among those saved; an evaluation that falls between two saves leaves no mark."""
     if run.saved_step == run.progress.step:
-        settle(run)
-        if run.failed_saves == 0:
-            durable.hint(run.folder / "checkpoints", "best", name_of(run.saved_step))
+        name = name_of(run.saved_step)
+        run.writer.submit(f"best {name}", partial(durable.hint, run.folder / "checkpoints", "best", name))
 
 
 def poll(run: Run) -> None:
@@ -92,8 +87,9 @@ def _account(run: Run, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.error is None:
             run.failed_saves = 0
-            run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
-            run.note(checkpoint=outcome.name, degraded=None)
+            if not outcome.name.startswith("best"):
+                run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
+                run.note(checkpoint=outcome.name, step=run.saved_step, degraded=None)
         elif isinstance(outcome.error, OSError):
             _failed(run, outcome.error)
         else:

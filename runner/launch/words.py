@@ -78,8 +78,8 @@ def _check_options(group: str, value: str) -> None:
     options = groups()[group]
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
-            listed = ", ".join(options)
-            raise ValueError(f"no such {group}", f"{group}={option}", f"{nearest(option, options, "")} the options are {listed}".strip())
+            hint = nearest(option, options, "")
+            raise ValueError(f"no such {group}", f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
 
 
 def _nearest_word(name: str) -> str:
