@@ -79,6 +79,13 @@ def _yarn(plain: Tensor, cfg: ModelConfig, scaling: RopeScaling) -> tuple[Tensor
     return plain * (1 - ramp) + plain / scaling.factor * ramp, scaling.attention_factor
 
 
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm (https://arxiv.org/abs/1910.07467), in fp32 whatever comes in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
+
+
 class Attention(nn.Module):
     """Grouped-query attention (https://arxiv.org/abs/2305.13245), with RMSNorm on queries and keys where asked."""
 
@@ -89,8 +96,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
         self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
         self.o_proj = nn.Linear(cfg.num_attention_heads * cfg.head_dim, cfg.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         B, T, _ = x.shape
@@ -162,9 +169,9 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
-        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.mlp = Experts(cfg) if cfg.num_experts else FeedForward(cfg, cfg.intermediate_size)
         self.dropout = nn.Dropout(cfg.dropout)
 
@@ -182,7 +189,7 @@ class Stack(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_hidden_layers))
-        self.norm = nn.RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.norm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
 
 
 class Decoder(nn.Module):
@@ -212,7 +219,8 @@ class Decoder(nn.Module):
     ) -> Output:
         """input_ids, labels, position_ids: (B, T); lengths: (B,) positions that are not padding (which lies on the right).
 
-        labels[b, t] is the token to predict at position t, IGNORE for none. With a cache, `mask` says where to look.
+        labels[b, t] is the token to predict at position t, IGNORE for none. With a cache, `mask` says where to look, and
+        the logits (B, 1, V) are those of the last position alone: a long prompt would fill the memory with the others.
         """
         T = input_ids.shape[1]
         x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
@@ -224,6 +232,9 @@ class Decoder(nn.Module):
             else:
                 x, aux = layer(x, context)
             balance.append(aux)
+        if cache is not None:
+            cache.start += T
+            x = x[:, -1:]
         x = self.model.norm(x)
         aux = self.cfg.router_aux_loss_coef * torch.stack(balance).sum(0) if self.cfg.num_experts else None
         if labels is None:

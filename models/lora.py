@@ -54,12 +54,15 @@ class AdaptedLinear(nn.Linear):
 
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
     """Freeze `model` in place and put an adapter, active from now on, beside every Linear whose last name is in `cfg.targets`."""
-    model.requires_grad_(False)
-    linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    # A head that shares its weight with the embedding is left out: merging into it would change the embedding too.
+    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and not any(m.weight is e for e in embeddings)}
+    could = sorted({path.rsplit(".", 1)[-1] for path in linears})
+    if not cfg.targets or (unknown := [target for target in cfg.targets if target not in could]):
+        what = f"no linear layer that can be adapted is called {', '.join(unknown)}" if cfg.targets else "no layer is named to be adapted"
+        raise ValueError(what, f"stage.lora.targets={cfg.targets}", f"choose from {', '.join(could)}")
     targets = [module for path, module in linears.items() if path.rsplit(".", 1)[-1] in cfg.targets]
-    if not targets:
-        could = sorted({path.rsplit(".", 1)[-1] for path in linears})
-        raise ValueError("no linear layer of the model has such a name", f"stage.lora.targets={cfg.targets}", f"choose from {', '.join(could)}")
+    model.requires_grad_(False)
     for linear in targets:
         adapted = linear if isinstance(linear, AdaptedLinear) else AdaptedLinear.adapt(linear)
         adapted.lora[name] = Adapter(linear, cfg)
@@ -67,7 +70,13 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:
-    """Make one adapter the active one, or none; layers without an adapter of that name work bare."""
+    """Make one adapter the active one, or none; layers without an adapter of that name work bare.
+
+    Raises ValueError(what, where, fix) if no layer has one.
+    """
+    names = sorted({own for linear in _adapted(model) for own in linear.lora})
+    if name is not None and name not in names:
+        raise ValueError("no layer has an adapter of that name", f"adapter={name}", f"choose from {', '.join(names) or 'none: add one first'}")
     for linear in _adapted(model):
         linear.active = name if name in linear.lora else None
 
@@ -103,10 +112,11 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Fill the adapters strictly: KeyError or RuntimeError names what does not fit."""
+    """Fill the adapters strictly: KeyError names what does not fit."""
     own = adapter_state(model)
-    if own.keys() != state.keys():
-        raise KeyError(f"adapters differ: {sorted(own.keys() ^ state.keys())[:4]}")
+    if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in state.items()}:
+        odd = sorted(name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape)
+        raise KeyError(f"adapters differ in {len(odd)} tensors: {', '.join(odd[:4])}")
     with torch.no_grad():
         for name, p in own.items():
             p.copy_(state[name])
