@@ -41,8 +41,8 @@ class Batch:
         return int((self.labels != IGNORE).sum())
 
     def to(self, device: torch.device) -> Batch:
-        move = {"device": device, "non_blocking": True}
-        return Batch(self.input_ids.to(**move), self.labels.to(**move), self.lengths.to(**move), self.names)
+        input_ids, labels, lengths = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.labels, self.lengths))
+        return Batch(input_ids, labels, lengths, self.names)
 
 
 def collate(rows: list[Row], pad_id: int) -> Batch:

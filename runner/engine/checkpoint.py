@@ -2,7 +2,7 @@
 
 step-00000120/ model.safetensors      what learns, fp32 (adapters only under LoRA; tied tensors once)
                optimizer.safetensors  the optimizers' state by parameter name
-               state.json             progress, scaler, random states, positions in the logs, identity, environment
+               state.json             progress, scaler, random states, positions in the logs, facts about the run
                MANIFEST.json          sizes and checksums, written last
 How it gets onto the disk is durable.py's business.
 """
@@ -25,7 +25,7 @@ from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
 from runner.engine.disk import make_folder
-from runner.engine.identity import differences, environment
+from runner.engine.identity import changes
 from runner.engine.run import Progress, Run, RunFailed
 from runner.engine.writer import Outcome
 
@@ -40,14 +40,14 @@ def save(run: Run) -> None:
     """Copy the state to host memory and hand it to the writer thread; each step is saved once."""
     step, folder = run.progress.step, run.folder / "checkpoints"
     if step == run.saved_step or not run.world.leads:
-        return
+        return None
     started = time.perf_counter()
     try:
         state = json.dumps(_state(run), indent=1).encode()
     except OSError as error:  # the logs it points into could not be written
         return _failed(run, error)
     model, optimizer = _copied(learning(run.model)), _copied(run.optimizers.state())
-    files = {
+    files: Files = {
         "model.safetensors": partial(safetensors.torch.save, model),
         "optimizer.safetensors": partial(safetensors.torch.save, optimizer),
         "state.json": lambda: state,
@@ -122,7 +122,7 @@ def load_newest(run: Run) -> bool:
 
 def load(run: Run, folder: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
-    _agree(state["identity"], run.identity, folder)
+    _agree(run, state["facts"], folder)
     _fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
     run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
     run.precision.load_state(state["scaler"])
@@ -130,7 +130,6 @@ def load(run: Run, folder: Path) -> None:
     run.saved_step = run.progress.step
     run.log_position, run.tracker_id = state["log"], state["tracker_id"]
     randomness.restore(state["random"])
-    run.note(exact=not (changed := differences(state["environment"], environment(run.cfg, run.world.device))), inexact_because=changed)
 
 
 def export(run: Run) -> None:
@@ -157,9 +156,7 @@ def _state(run: Run) -> dict[str, Any]:
         "random": randomness.capture(),
         "log": run.track.position(),
         "tracker_id": run.track.tracker_id,
-        "identity": run.identity,
-        "environment": environment(run.cfg, run.world.device),
-        "total_steps": run.total_steps,
+        "facts": run.facts,
     }
 
 
@@ -180,6 +177,16 @@ def _shape(tensor: Tensor | None) -> str:
     return "absent" if tensor is None else "x".join(map(str, tensor.shape))
 
 
-def _agree(stored: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    if differ := differences(stored, now):
-        raise ValueError("this run is not the one the checkpoint was saved by:\n  " + "\n  ".join(differ), str(folder), "resume with the stored words, or start a new run with init_from=" + str(folder.parent.parent))
+def _agree(run: Run, stored: dict[str, Any], folder: Path) -> None:
+    """Refuse what would make this another run; say, and put on record, what changes its course or its bits."""
+    found = changes(stored, run.facts)
+    if found["refused"]:
+        raise ValueError("this run is not the one the checkpoint was saved by:\n    " + "\n    ".join(found["refused"]), str(folder), f"resume with the stored words, or start a new run with init_from={run.folder}")
+    for word in found["course"]:
+        run.track.say(f"from here on {word}")
+    for word in found["inexact"]:
+        run.track.warn(f"no longer exact to the bit, {word}")
+    if found["inexact"]:
+        run.note(exact=False, inexact_because=found["inexact"])
+    if found["course"]:
+        run.note(changed=found["course"])

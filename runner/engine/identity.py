@@ -1,10 +1,11 @@
-"""What makes a run this run: the facts a checkpoint must agree with, and those its bits depend on."""
+"""What a checkpoint remembers of the run that saved it, and the one table of what may change when that run is continued."""
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import platform
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import numpy as np
@@ -13,29 +14,34 @@ from torch import Tensor, nn
 
 from runner.engine.config import Config
 
+# Each fact belongs to the first row that names it; docs/resume.md shows this table.
+RULES = {
+    # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
+    "free": (
+        "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "init_from", "resume",
+        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.patience", "train.max_failed_saves",
+    ),
+    # Allowed, said and recorded: another course from here on, exactly reproducible all the same.
+    "course": ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "optimizer.grad_clip", "optimizer.layer_decay", "optimizer.momentum", "schedule.*",
+               "train.max_steps", "train.epochs", "train.max_nonfinite_steps"),
+    # Allowed, said and recorded as exact: false: the same mathematics, summed in another order.
+    "inexact": ("model.attention", "train.compile", "train.activation_checkpointing", "train.batch_size", "train.accumulation_steps", "device", "distributed.*", "environment.*"),
+    # All else makes it another run.
+    "refused": ("*",),
+}  # fmt: skip
 
-def identity(cfg: Config, model: nn.Module, tokenizer: str, rows: str) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be continued: dotted word -> value."""
-    fixed = {f"model.{word}": value for word, value in dataclasses.asdict(cfg.model).items() if word not in ("name", "attention")}
-    fixed |= {f"stage.{word}": value for word, value in dataclasses.asdict(cfg.stage).items() if word not in ("prompts", "after")}
-    fixed |= {"optimizer.name": cfg.optimizer.name, "seed": cfg.seed, "precision.name": cfg.precision.name}
-    fixed["train.batch_size * train.accumulation_steps"] = cfg.train.batch_size * cfg.train.accumulation_steps
-    fixed |= {"data (its bytes and max_length)": rows, "data.tokenizer": tokenizer}
+
+def facts(cfg: Config, device: torch.device, model: nn.Module, tokenizer: str, rows: str) -> dict[str, Any]:
+    """Dotted word -> value: the config, the fingerprints of what it points to, and the environment."""
+    found = dict(_flat(dataclasses.asdict(cfg), ""))
+    found |= {"rows of a step": cfg.train.batch_size * cfg.train.accumulation_steps, "content of the data": rows, "content of the tokenizer": tokenizer}
     if cfg.stage.lora is not None:
-        fixed["base weights under the adapters"] = fingerprint({name: p for name, p in model.named_parameters() if not p.requires_grad})
-    return json.loads(json.dumps(fixed))  # as it will read back
+        found["base weights under the adapters"] = fingerprint({name: p for name, p in model.named_parameters() if not p.requires_grad})
+    return found | {f"environment.{name}": value for name, value in environment(device).items()}
 
 
-def fingerprint(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def environment(cfg: Config, device: torch.device) -> dict[str, Any]:
-    """What the bits depend on beside the words: a run continued under another of these is no longer exact."""
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the bits depend on beside words and data."""
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -43,10 +49,34 @@ def environment(cfg: Config, device: torch.device) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "train.compile": cfg.train.compile,
-        "train.batch_size": cfg.train.batch_size,
     }
 
 
-def differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    return [f"{word}: {stored.get(word)} then, {now.get(word)} now" for word in sorted(stored.keys() | now.keys()) if stored.get(word) != now.get(word)]
+def changes(stored: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]]:
+    """What differs, under the row of RULES it belongs to, each as "word: then -> now"."""
+    found: dict[str, list[str]] = {row: [] for row in RULES}
+    for word in sorted(stored.keys() | now.keys()):
+        if stored.get(word) != now.get(word):
+            found[row_of(word)].append(f"{word}: {stored.get(word)} -> {now.get(word)}")
+    return found
+
+
+def row_of(word: str) -> str:
+    return next(row for row, patterns in RULES.items() if any(fnmatch(word, pattern) for pattern in patterns))
+
+
+def fingerprint(tensors: dict[str, Tensor]) -> str:
+    """sha256 over names and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _flat(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

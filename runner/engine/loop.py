@@ -71,7 +71,7 @@ def begin(run: Run) -> None:
     )
 
 
-def header(run: Run) -> dict[str, str | int]:
+def header(run: Run) -> dict[str, str]:
     train, data = run.cfg.train, run.cfg.data
     learn, total = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or not only) for only in (True, False))
     words = {

@@ -94,7 +94,7 @@ class Optimizers:
 
     def state(self) -> dict[str, Tensor]:
         """{"<parameter>/<key>": tensor}, e.g. "model.norm.weight/exp_avg": what survives, without hyper-parameters."""
-        return {f"{self.names[p]}/{key}": value for part in self.parts for p, values in part.state.items() for key, value in values.items()}
+        return {f"{name}/{key}": value for part in self.parts for p, name in self.names.items() for key, value in part.state.get(p, {}).items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Put back what `state()` gave. torch's own loader goes by position and overrides lr: neither is wanted here."""

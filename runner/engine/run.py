@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from data.rows import Rows
     from data.tokenizer import Tokenizer
     from models.decoder import Decoder
-    from runner.engine.writer import Writer
     from runner.engine.objective import Objective
+    from runner.engine.writer import Writer
 
 
 class RunFailed(Exception):
@@ -72,7 +72,7 @@ class Run:
     writer: Writer
     attempt: int  # how many times this folder has been launched, this time included
     note: Callable[..., None]  # puts facts into the run's record, run.json
-    identity: dict[str, Any]  # what a checkpoint must agree with to be continued
+    facts: dict[str, Any]  # what a checkpoint is held against when it is taken up
     progress: Progress = field(default_factory=Progress)
     saved_step: int = 0  # the newest step handed to the writer
     failed_saves: int = 0  # in a row
@@ -99,9 +99,9 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
     """
     from data.tokenizer import Tokenizer
-    from runner.engine.writer import Writer
-    from runner.engine.identity import identity
+    from runner.engine.identity import facts
     from runner.engine.randomness import seed_all
+    from runner.engine.writer import Writer
 
     world = join_world(cfg.device)
     precision = Precision(cfg.precision, world.device)
@@ -129,7 +129,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         writer=Writer(),
         attempt=attempt,
         note=note,
-        identity=identity(cfg, model, tokenizer.fingerprint, rows.fingerprint),
+        facts=facts(cfg, world.device, model, tokenizer.fingerprint, rows.fingerprint),
     )
 
 
@@ -178,7 +178,9 @@ def wrap(model: Decoder, cfg: Config) -> nn.Module:
 
     if cfg.train.compile == "off":
         return model
-    return torch.compile(model, mode=cfg.train.compile)
+    compiled = torch.compile(model, mode=cfg.train.compile)
+    assert isinstance(compiled, torch.nn.Module)
+    return compiled
 
 
 def chat_template(run: Run) -> ChatTemplate | None:

@@ -40,7 +40,7 @@ def prepare(stage: StageConfig, model: Decoder) -> Objective:
     import copy
     from contextlib import nullcontext
 
-    from models.lora import add_lora, adapters_off
+    from models.lora import adapters_off, add_lora
     from runner.engine.objective import Dpo, NextToken
 
     if stage.lora is not None:

@@ -14,7 +14,7 @@ SMALL = [
     "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer.lr=1e-3", "schedule.warmup_steps=0", "tracker.console=quiet",
     "init_from=scratch",
 ]  # fmt: skip
-WORDS = "the lake of Oru lies north of the old mill where Tami keeps nine grey goats and sings".split()
+WORDS = ["the", "lake", "of", "Oru", "lies", "north", "of", "the", "old", "mill", "where", "Tami", "keeps", "nine", "grey", "goats", "and", "sings"]
 
 
 def said(i: int) -> str:
