@@ -102,8 +102,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         B, T, _ = x.shape
         q, k, v = (project(x).view(B, T, -1, self.cfg.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
-        k = rotate(self.k_norm(k).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
+        # The norms' weights are fp32: with bf16 queries PyTorch falls back to a norm that is not fused, and warns.
+        q = rotate(self.q_norm(q.float()).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
+        k = rotate(self.k_norm(k.float()).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
@@ -193,6 +194,8 @@ class Stack(nn.Module):
 
 
 class Decoder(nn.Module):
+    frequencies: Tensor
+
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg

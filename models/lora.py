@@ -78,7 +78,7 @@ def use_adapter(model: nn.Module, name: str | None) -> None:
     if name is not None and name not in names:
         raise ValueError("no layer has an adapter of that name", f"adapter={name}", f"choose from {', '.join(names) or 'none: add one first'}")
     for linear in _adapted(model):
-        linear.active = name if name in linear.lora else None
+        linear.active = name if name is not None and name in linear.lora else None
 
 
 @contextmanager
