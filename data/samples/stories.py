@@ -48,7 +48,7 @@ class Teller:
         for person in self.people:
             other = self.rng.choice([name for name in self.people if name != person])
             middle = [self.tell(fact) for name in (person, other) for fact in self.rng.sample(self.by_subject[name], 2)]
-            yield self.text([self.one_of("scene"), self.one_of("meeting").format(a=person, b=other), *middle, self.one_of("ending")])
+            yield self.text([self.one_of("scene"), self.one_of("meeting").format(a=person, b=other), *middle, self.one_of("lore"), self.one_of("ending")])
 
     def lessons(self) -> Iterator[str]:
         for facts in self.by_lesson.values():
