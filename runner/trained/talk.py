@@ -122,7 +122,7 @@ class Speaker:
                 repetition_penalty=cfg.repetition_penalty,
                 stop_ids=[tokenizer.eos_id],
                 generator=self._generator,
-                on_token=voice.hear,
+                on_token=lambda row, token: voice.hear(token),
             )
         finally:
             # An answer that was cut short has still been said.

@@ -1,6 +1,7 @@
-"""`hf_folder`: a small random model with the shipped tokenizer, as a folder on disk."""
+"""`write_model`: a small random model with the shipped tokenizer, as a folder on disk; `hf_folder`: one of them."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,12 @@ from models.decoder import Decoder
 from models.hub import save_model
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
-VOCABULARY = 6400
 
 
 def small() -> ModelConfig:
     return ModelConfig(
         name="small",
-        vocab_size=VOCABULARY,
+        vocab_size=6400,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -40,7 +40,7 @@ def small() -> ModelConfig:
     )
 
 
-def write_model(folder: Path, seed: int, spread: float = 0.02) -> Path:
+def write(folder: Path, seed: int, spread: float = 0.02) -> Path:
     """`spread`: standard deviation of the weights; large ones make a model that is sure of its nonsense."""
     torch.manual_seed(seed)
     model = Decoder(small())
@@ -52,10 +52,10 @@ def write_model(folder: Path, seed: int, spread: float = 0.02) -> Path:
 
 
 @pytest.fixture(scope="session")
+def write_model() -> Callable[..., Path]:
+    return write
+
+
+@pytest.fixture(scope="session")
 def hf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("trained") / "hf", seed=0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+    return write(tmp_path_factory.mktemp("trained") / "hf", seed=0)

@@ -1,8 +1,10 @@
 """Scores: the same whatever the batch size, and equal to what one would compute by hand."""
 from __future__ import annotations
 
+import ast
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import torch
 
 from runner.trained.open import open_trained
 from runner.trained.score import EvaluateConfig, ScoredData, evaluate
-from tests.trained.conftest import VOCABULARY, write_model
 
 TEXTS = ["Ludo lives in Sarro.", "托洛最喜欢棕色。", "The opposite of loud is quiet, and the opposite of north is south.", "é 🙂"]
 
@@ -56,7 +57,7 @@ def test_the_batch_size_changes_no_score(hf_folder: Path, tmp_path: Path) -> Non
 def test_a_model_that_knows_nothing_is_as_perplexed_as_its_vocabulary_is_large(hf_folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "chat.jsonl", [{"conversations": chat("Where does Ludo live?", text)} for text in TEXTS])
     numbers = evaluate(words("perplexity", data), hf_folder)
-    assert numbers["perplexity"] == pytest.approx(VOCABULARY, rel=0.15) and "bits_per_byte" not in numbers
+    assert numbers["perplexity"] == pytest.approx(6400, rel=0.15) and "bits_per_byte" not in numbers
 
 
 def test_text_longer_than_a_row_is_scored_to_its_last_token(hf_folder: Path, tmp_path: Path) -> None:
@@ -65,12 +66,12 @@ def test_text_longer_than_a_row_is_scored_to_its_last_token(hf_folder: Path, tmp
     assert evaluate(words("perplexity", data, max_length=32), hf_folder)["tokens"] == len(trained.tokenizer.encode("Ludo lives in Sarro. " * 100)) + 1
 
 
-def test_exact_match_counts_answers_and_shows_the_wrong_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exact_match_counts_answers_and_shows_the_wrong_ones(write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path / "sure", seed=3, spread=0.3)
     questions = ["Where does Ludo live?", "托洛最爱什么颜色？", "8 + 7?", "Who?"]
     empty = write(tmp_path / "empty.jsonl", [{"conversations": chat(question, "x")} for question in questions])
     evaluate(words("exact_match", empty, show=9), folder)
-    answers = [eval(line.partition("answered ")[2]) for line in capsys.readouterr().out.splitlines() if "answered" in line]
+    answers = [ast.literal_eval(line.partition("answered ")[2]) for line in capsys.readouterr().out.splitlines() if "answered" in line]
     right = write(tmp_path / "right.jsonl", [{"conversations": chat(q, f" {a.strip() or 'x'}\n")} for q, a in zip(questions, answers, strict=True)])
     blank = sum(not answer.strip() for answer in answers)
     assert evaluate(words("exact_match", right), folder) == {"exact_match": 1 - blank / 4, "right": 4 - blank, "rows": 4}
@@ -83,7 +84,7 @@ def test_exact_match_counts_answers_and_shows_the_wrong_ones(tmp_path: Path, cap
     assert "wrong.jsonl:1" in out and "expected 'Nowhere.'" in out and "wrong.jsonl:2" not in out
 
 
-def test_preferences_are_judged_against_the_reference(tmp_path: Path) -> None:
+def test_preferences_are_judged_against_the_reference(write_model: Callable[..., Path], tmp_path: Path) -> None:
     policy, reference = (write_model(tmp_path / name, seed, spread=0.2) for name, seed in (("policy", 1), ("reference", 2)))
     pairs = [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]]
     data = write(tmp_path / "pairs.jsonl", pairs)
