@@ -21,7 +21,7 @@ def app(cfg: DictConfig) -> float:
     from runner.launch.start import start
 
     config = typed(cfg)
-    with door.record_of(Path(HydraConfig.get().runtime.output_dir)) as record:
+    with door.explained(), door.record_of(Path(HydraConfig.get().runtime.output_dir)) as record:
         return start(config, record)
 
 

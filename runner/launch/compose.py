@@ -1,27 +1,30 @@
 """Words in, a checked Config out: the only place where Hydra's loose tree becomes plain dataclasses."""
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from runner.engine.config import Config
 from runner.launch import words as words_of
-from runner.launch.folders import run_id
+from runner.launch.folders import run_id, swept
 from runner.launch.words import CONF, ROOT
 
 
 def register() -> None:
-    """What conf/ refers to: the schema, and two resolvers."""
+    """What conf/ refers to: the schema, and three resolvers."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("repo", lambda: str(ROOT), replace=True)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
+    OmegaConf.register_new_resolver("swept", swept, replace=True)
 
 
 def compose(words: list[str]) -> Config:
@@ -31,12 +34,13 @@ def compose(words: list[str]) -> Config:
 
 def compose_with_folder(words: list[str]) -> tuple[Config, Path]:
     """The config, and the folder the run will have. Raises ValueError(what, where, fix)."""
+    words = [words_of.whole(word) for word in words]
     words_of.check(words)
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"), translated(words):
         tree = hydra_compose("config", overrides=words, return_hydra_config=True)
         folder = Path(tree.hydra.run.dir).absolute()
-        return typed(OmegaConf.masked_copy(tree, [key for key in tree if key != "hydra"])), folder
+        return typed(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])), folder
 
 
 def typed(tree: DictConfig) -> Config:
@@ -60,14 +64,29 @@ class translated:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, HydraException | OmegaConfBaseException):
             raise self.refusal(error) from error
+        # omegaconf 2.3 stumbles over a word inside a section that is null
+        section = next((word for word in self.words for name in OPTIONAL if re.match(rf"\+*{name}[.=]", word)), None)
+        if isinstance(error, AttributeError | AssertionError) and section:
+            raise ValueError("this section is null here, its words cannot be set one by one", section, "stage.lora: choose stage=lora or stage=dpo_lora; model.rope_scaling: write it into a file of conf/model") from error
 
     def refusal(self, error: BaseException) -> ValueError:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key = getattr(cause, "full_key", None) or ""
+        key = (getattr(cause, "full_key", None) or "").partition("[")[0]
         what = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(error).__name__)
         word = next((word for word in self.words if word.lstrip("+").startswith(f"{key}=")), key or " ".join(self.words))
-        kind = getattr(words_of.schema().get(key), "__name__", None)
-        return ValueError(what, word, EXAMPLES.get(kind or "", "python runner/train.py --help shows how words are written"))
+        kind = words_of.schema().get(key)
+        if isinstance(cause, ConfigKeyError) and key not in words_of.schema():
+            return ValueError("no such word", key, words_of.nearest_word(key))
+        if what.startswith("Ambiguous value"):
+            return ValueError("several values for one run", word, "add --multirun to train once with each, or write a list as [1,2]")
+        if dataclasses.is_dataclass(kind):
+            return ValueError("this is a section, its words are set one by one", word, f"write e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
+        if isinstance(error, OverrideParseException):
+            return ValueError(f"this cannot be read: {what}", error.override, "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'")
+        takes = TAKES.get(getattr(kind, "__name__", ""))
+        return ValueError(f"this word takes {takes.partition(',')[0]}", word, f"give {takes}") if takes else ValueError(what, word, SEE)
 
 
-EXAMPLES = {"int": "give a whole number, e.g. 100", "float": "give a number, e.g. 5e-4", "bool": "give true or false", "list": "give a list in brackets, e.g. [0.9,0.95]"}
+OPTIONAL = ("model.rope_scaling", "stage.lora")
+TAKES = {"int": "a whole number, e.g. 100", "float": "a number, e.g. 5e-4", "bool": "true or false", "list": "a list in brackets, e.g. [0.9,0.95]"}
+SEE = "python runner/train.py --help shows the words, --hydra-help those of Hydra"

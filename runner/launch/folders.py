@@ -1,14 +1,20 @@
 """Where runs go: outputs/<date>/<time>, never twice the same, even for two launches in one second."""
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+from collections.abc import Iterable
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 
 from runner.launch.words import ROOT
 
+NAME_LENGTH = 120  # of a job's folder; file systems end at 255 bytes
+
 _claimed: list[str] = []
+_swept: set[str] = set()
 
 
 def run_id() -> str:
@@ -29,6 +35,20 @@ def claim(sweep: bool) -> None:
             continue
         _claimed[:] = [name]
         return
+
+
+def sweeping(keys: Iterable[str]) -> None:
+    """The words that differ between the jobs of this launch."""
+    _swept.update(keys)
+
+
+def swept(words: Iterable[str]) -> str:
+    """The folder of a sweep's job: the words that set it apart, in an order of their own, as one name."""
+    apart = ",".join(sorted(word for word in words if word.split("=", 1)[0] in _swept)) or "job"
+    name = re.sub(r"[^\w.=,+-]", "-", apart)
+    if name == apart and len(name) <= NAME_LENGTH:
+        return name
+    return f"{name[: NAME_LENGTH - 9]}-{hashlib.sha256(apart.encode()).hexdigest()[:8]}"
 
 
 def finished_runs(*roots: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 from models.config import ModelConfig
 from runner.engine.config import Config
 from runner.launch.folders import finished_runs
-from runner.launch.refusal import nearest
+from runner.launch.refusal import nearest_path
 from runner.launch.words import ROOT
 
 
@@ -31,10 +31,14 @@ def resolve(config: Config, folder: Path, shared: dict[str, str]) -> str:
     """`config.init_from` as a path or "scratch"; `auto` looks under outputs/ and beside `folder`."""
     if config.init_from == "auto":
         return _newest(config, folder, shared)
-    if config.init_from == "scratch" or Path(config.init_from).exists():
-        return config.init_from
-    beside = [str(path) for path in Path(config.init_from).parent.glob("*")]
-    raise ValueError("there is nothing to take weights from", f"init_from={config.init_from}", nearest(config.init_from, beside, "give a run, a model folder, a .pth file, auto or scratch"))
+    check(config)
+    return config.init_from
+
+
+def check(config: Config) -> None:
+    """Refuse an `init_from` that names nothing."""
+    if config.init_from not in ("auto", "scratch") and not Path(config.init_from).exists():
+        raise ValueError("there is nothing to take weights from", f"init_from={config.init_from}", nearest_path(config.init_from))
 
 
 def _newest(config: Config, folder: Path, shared: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 75
 
@@ -22,5 +23,11 @@ def report(error: BaseException) -> int:
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """What to write instead of `word`."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {found[0]}?" if found else otherwise
+
+
+def nearest_path(path: str | Path) -> str:
+    """The file or folder beside `path` that it may have been meant to be."""
+    here = Path(path).absolute()
+    return nearest(str(here), [str(beside) for beside in here.parent.glob("*")] if here.parent.is_dir() else [], "check the path; a relative one starts where you stand")

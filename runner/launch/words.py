@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from runner.launch.refusal import nearest
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PATHS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relative to where they are typed, wherever the run is resumed
+WHOLE = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 VALUE_FLAGS = {"-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "-i", "--info"}
 
 
@@ -27,6 +29,23 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
         is_flag = arg.startswith("-") or (i > 0 and argv[i - 1] in VALUE_FLAGS)
         (flags if is_flag else words).append(arg)
     return words, flags
+
+
+def check_flags(flags: list[str]) -> None:
+    """Refuse `--epochs 3`, as other programs write it; flags that are no words of ours are Hydra's to judge."""
+    for flag in flags:
+        name, equals, value = flag.lstrip("-").partition("=")
+        for word in [*schema(), *groups()] if flag.startswith("--") else []:
+            if name.replace("-", "_") in (word, word.rsplit(".", 1)[-1]):
+                raise ValueError("words have no dashes", flag, f"write {word}={value or '<value>'}")
+
+
+def whole(word: str) -> str:
+    """`train.max_steps=1e3` as `train.max_steps=1000`: Hydra reads 1e3 as a float and refuses it where a whole number is meant."""
+    name, equals, value = word.partition("=")
+    if schema().get(name) is not int:
+        return word
+    return name + equals + ",".join(str(int(float(part))) if WHOLE.fullmatch(part) and float(part).is_integer() else part for part in value.split(","))
 
 
 @cache
@@ -69,7 +88,7 @@ def check(words: list[str]) -> None:
         if name in groups():
             _check_options(name, value)
         elif name not in schema():
-            raise ValueError("no such word", name, _nearest_word(name))
+            raise ValueError("no such word", name, nearest_word(name))
         elif key.startswith("+"):
             raise ValueError("the word is there already, it needs no +", word, f"write {word.lstrip('+')}")
 
@@ -82,7 +101,7 @@ def _check_options(group: str, value: str) -> None:
             raise ValueError(f"no such {group}", f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
 
 
-def _nearest_word(name: str) -> str:
+def nearest_word(name: str) -> str:
     """The nearest whole word; failing that, a known word that ends alike: lr -> optimizer.lr."""
     last = name.rsplit(".", 1)[-1]
     same = [word for word in schema() if word.rsplit(".", 1)[-1] == last]
