@@ -1,0 +1,166 @@
+"""The decoder against transformers' own, and against what its docstrings promise."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import BEST_TWO, EXPERTS, LLAMA, YARN, V, apart, config, random_model, tokens
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.decoder import IGNORE, Decoder
+from models.hub_config import config_json
+from runner.launch.compose import compose
+
+MODELS = Path(__file__).parents[2] / "conf" / "model"
+PARAMETERS = {
+    "tiny": 1_606_016,
+    "minimind_26m": 0,
+    "minimind_64m": 63_912_192,
+    "minimind_104m": 0,
+    "minimind_moe": 198_416_640,
+}
+
+
+def reference(cfg: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
+    """The transformers model of the same weights; its experts lie in one tensor a layer."""
+    import transformers
+
+    settings = config_json(cfg, {})
+    name = settings["architectures"][0]
+    theirs = getattr(transformers, name)(getattr(transformers, name.replace("ForCausalLM", "Config"))(**settings))
+    fused = dict(weights)
+    for layer in range(cfg.num_hidden_layers if cfg.num_experts else 0):
+        place = f"model.layers.{layer}.mlp.experts"
+        gate, up, down = ([fused.pop(f"{place}.{e}.{kind}_proj.weight") for e in range(cfg.num_experts)] for kind in ("gate", "up", "down"))
+        fused[f"{place}.gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
+        fused[f"{place}.down_proj"] = torch.stack(down)
+    theirs.load_state_dict(fused)
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(MODELS.glob("*.yaml"))])
+def test_each_model_has_the_parameters_its_name_promises(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(compose([f"model={name}"]).model)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, EXPERTS, BEST_TWO, YARN, YARN | LLAMA], ids=["qwen3", "llama", "moe", "moe_best_two", "yarn", "yarn_llama"])
+def test_the_logits_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    model, ids = random_model(**changes), tokens(2, 200)
+    assert apart(model(ids).logits, reference(model.cfg, model.state_dict())(ids).logits) < 1e-5
+
+
+def test_yarn_changes_what_the_model_says() -> None:
+    ids = tokens(1, 200)
+    assert apart(random_model()(ids).logits, random_model(**YARN)(ids).logits) > 1e-2
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    torch.manual_seed(0)
+    ids = tokens(4, 65)
+    nll = Decoder(config())(ids[:, :-1], labels=ids[:, 1:]).nll
+    assert abs(nll.mean().item() - math.log(V)) < 0.05
+
+
+def test_the_loss_of_a_position_is_its_labels_and_zero_without_one() -> None:
+    model, ids = random_model(), tokens(2, 33)
+    labels = ids[:, 1:].clone()
+    labels[0, 5:] = IGNORE
+    nll = model(ids[:, :-1], labels=labels).nll
+    expected = -model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    assert torch.equal(nll[0, 5:], torch.zeros(27))
+    torch.testing.assert_close(nll[labels != IGNORE], expected[labels != IGNORE])
+
+
+def test_no_position_sees_a_later_one() -> None:
+    model, ids = random_model(), tokens(1, 32)
+    changed = torch.cat([ids[:, :20], tokens(1, 12, seed=2)], dim=1)
+    assert torch.equal(model(ids).logits[:, :20], model(changed).logits[:, :20])
+
+
+@pytest.mark.parametrize("changes", [{}, BEST_TWO], ids=["dense", "moe"])
+def test_padding_changes_no_real_position(changes: dict[str, Any]) -> None:
+    model, ids = random_model(**changes), tokens(2, 24)
+    alone, padded = model(ids[:1, :10]), model(torch.cat([ids[:, :10], torch.zeros(2, 14, dtype=torch.int64)], dim=1), lengths=torch.tensor([10, 10]))
+    assert apart(alone.logits, padded.logits[:1, :10]) < 1e-5
+    if alone.aux is not None:
+        torch.testing.assert_close(alone.aux, padded.aux[:1])
+
+
+def test_the_dense_forward_compiles_without_a_break() -> None:
+    model, ids = random_model(), tokens(2, 17)
+    model.train()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids[:, :-1], labels=ids[:, 1:]).nll, model(ids[:, :-1], labels=ids[:, 1:]).nll)
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash"])
+def test_attention_kernels_agree(kernel: str) -> None:
+    ids = tokens(2, 40)
+    assert apart(random_model()(ids).logits, random_model(attention=kernel)(ids).logits) < 1e-5
+
+
+def test_recomputing_activations_changes_no_gradient() -> None:
+    def gradients(recompute: bool) -> list[Tensor]:
+        model, ids = random_model(**BEST_TWO).train(), tokens(2, 17)
+        model.activation_checkpointing = recompute
+        output = model(ids[:, :-1], labels=ids[:, 1:])
+        (output.nll.sum() + output.aux.sum()).backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(False), gradients(True), strict=True))
+
+
+def test_dropout_is_for_training_alone() -> None:
+    model, ids = random_model(dropout=0.5), tokens(1, 16)
+    assert torch.equal(model(ids).logits, random_model()(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("changes", [EXPERTS, BEST_TWO], ids=["best_one", "best_two"])
+def test_the_language_model_loss_teaches_the_router(changes: dict[str, Any]) -> None:
+    model, ids = random_model(std=0.02, **changes), tokens(4, 33)
+    model(ids[:, :-1], labels=ids[:, 1:]).nll.sum().backward()
+    for layer in model.model.layers:
+        assert layer.mlp.gate.weight.grad.abs().max() > 1e-4
+
+
+def test_one_renormalised_expert_is_refused() -> None:
+    with pytest.raises(ValueError, match="router learns nothing"):
+        config(**EXPERTS | {"norm_topk_prob": True})
+
+
+def test_the_balance_loss_of_rows_is_their_own() -> None:
+    model, ids = random_model(**BEST_TWO), tokens(3, 20)
+    lengths = torch.tensor([20, 12, 5])
+    together = model(ids, lengths=lengths).aux
+    apart_rows = torch.cat([model(ids[row : row + 1], lengths=lengths[row : row + 1]).aux for row in range(3)])
+    torch.testing.assert_close(together, apart_rows)
+
+
+def test_the_balance_loss_is_least_when_the_experts_share_evenly() -> None:
+    model = random_model(**EXPERTS)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.mlp.gate.weight)  # even shares: E * sum_e f_e / E = 1 a layer
+    torch.testing.assert_close(model(tokens(2, 16)).aux, torch.full((2,), 2 * 1e-2))
+    unbalanced = random_model(std=1.0, **EXPERTS)
+    assert (unbalanced(tokens(2, 16)).aux > 2 * 1e-2).all()
+
+
+def test_experts_are_the_weighted_sum_of_the_chosen() -> None:
+    layer = random_model(**BEST_TWO).model.layers[0].mlp
+    x = torch.randn(1, 5, 48, generator=torch.Generator().manual_seed(0))
+    y, _ = layer(x, None)
+    shares = F.linear(x[0], layer.gate.weight).softmax(-1)
+    for t in range(5):
+        weights, chosen = shares[t].topk(2)
+        expected = sum(w * layer.experts[int(e)](x[0, t]) for w, e in zip(weights / weights.sum(), chosen, strict=True))
+        torch.testing.assert_close(y[0, t], expected)

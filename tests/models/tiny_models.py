@@ -1,0 +1,68 @@
+"""Random models small enough to compare in a blink."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig, RopeScaling
+from models.decoder import Decoder
+
+TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
+V = 6400
+DENSE = ModelConfig(
+    name="dense",
+    vocab_size=V,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    max_position_embeddings=256,
+    rope_theta=1e6,
+    rope_scaling=None,
+    rms_norm_eps=1e-6,
+    qk_norm=True,
+    tie_word_embeddings=True,
+    dropout=0.0,
+    attention="auto",
+    num_experts=0,
+    num_experts_per_tok=1,
+    moe_intermediate_size=0,
+    norm_topk_prob=False,
+    router_aux_loss_coef=0.0,
+)
+LLAMA: dict[str, Any] = {"qk_norm": False, "tie_word_embeddings": False}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 40, "router_aux_loss_coef": 1e-2}
+BEST_TWO: dict[str, Any] = EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True}
+YARN: dict[str, Any] = {"rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)}
+
+
+def config(**changes: Any) -> ModelConfig:
+    return dataclasses.replace(DENSE, **changes)
+
+
+def spread(model: nn.Module, std: float) -> None:
+    """Weights so large that every part of the model shows in its output; norms that are not all one."""
+    for p in model.parameters():
+        nn.init.normal_(p, mean=0.0 if p.ndim > 1 else 1.0, std=std)
+
+
+def random_model(seed: int = 0, std: float = 0.2, **changes: Any) -> Decoder:
+    torch.manual_seed(seed)
+    model = Decoder(config(**changes))
+    spread(model, std)
+    return model.eval()
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
