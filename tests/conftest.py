@@ -1,9 +1,9 @@
-"""Loaded before any test and before torch: what every test and every process a test starts should find."""
+"""Loaded before any test and before torch: what every test, and every process a test starts, should find."""
 import os
 
 from hypothesis import settings
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the network
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other, for minutes on a busy machine
 
 settings.register_profile("house", deadline=None)  # a loaded machine is no counterexample
