@@ -150,11 +150,11 @@ def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tenso
 
 def _merged(folder: Path) -> dict[str, Tensor]:
     weights, (cfg, state) = load_weights(_base_of(folder)), _read_adapter(folder)
-    for linear, matrix in state:
-        if f"{linear}.weight" not in weights:
-            raise ValueError("this adapter was not made for its base", str(folder), f"{_base_of(folder)} has no {linear}.weight")
-        if matrix == "B":
-            weights[f"{linear}.weight"] += cfg.alpha / cfg.rank * state[linear, "B"] @ state[linear, "A"]
+    for linear in {linear for linear, _ in state}:
+        weight, delta = weights.get(f"{linear}.weight"), cfg.alpha / cfg.rank * state[linear, "B"] @ state[linear, "A"]
+        if weight is None or weight.shape != delta.shape:
+            raise ValueError("this adapter was not made for its base", str(folder), f"{linear}.weight of {_base_of(folder)} is not {tuple(delta.shape)}")
+        weight += delta
     return weights
 
 

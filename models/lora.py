@@ -65,7 +65,7 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
     model.requires_grad_(False)
     for linear in targets:
         adapted = linear if isinstance(linear, AdaptedLinear) else AdaptedLinear.adapt(linear)
-        adapted.lora[name] = Adapter(linear, cfg)
+        adapted.lora[name] = Adapter(linear, cfg).train(linear.training)
     use_adapter(model, name)
 
 

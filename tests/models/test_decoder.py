@@ -19,10 +19,10 @@ from runner.launch.compose import compose
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 PARAMETERS = {
-    "tiny": 1_606_016,
-    "minimind_26m": 0,
+    "tiny": 1_607_040,
+    "minimind_26m": 25_830_912,
     "minimind_64m": 63_912_192,
-    "minimind_104m": 0,
+    "minimind_104m": 104_034_048,
     "minimind_moe": 198_416_640,
 }
 

@@ -11,7 +11,7 @@ from tiny_models import BEST_TWO, YARN, random_model, tokens
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.generate import Sampler, generate
-from models.lora import adapter_state, add_lora, adapters_off
+from models.lora import adapter_state, adapters_off, add_lora
 
 PROMPTS = [tokens(5).tolist(), tokens(17, seed=2).tolist(), tokens(1, seed=3).tolist()]
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop_ids": []}

@@ -146,12 +146,14 @@ def test_weights_of_another_model_are_refused_by_name() -> None:
     assert "11 missing" in refusal.value.args[0]
     assert "model.layers.2.self_attn.q_norm.weight" in refusal.value.args[0]
     assert refusal.value.args[1] == "init_from=there"
-    with pytest.raises(ValueError, match=r"11 not of this model\n    model.layers.1.input_layernorm.weight \(48,\)"):
-        fresh(weights, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate_proj.weight \(80, 48\), not \(96, 48\)"):
-        fresh(weights, intermediate_size=96)
-    with pytest.raises(ValueError, match="q_norm.weight"):
-        fresh(weights, qk_norm=False)
+    for changes, line in (
+        ({"num_hidden_layers": 1}, "  11 not of this model\n    model.layers.1.input_layernorm.weight (48,)"),
+        ({"intermediate_size": 96}, "    model.layers.0.mlp.gate_proj.weight (80, 48), not (96, 48)"),
+        ({"qk_norm": False}, "    model.layers.0.self_attn.q_norm.weight (16,)"),
+    ):
+        with pytest.raises(ValueError) as refusal:
+            fresh(weights, **changes)
+        assert line in refusal.value.args[0]
 
 
 def test_a_head_of_its_own_is_never_lost() -> None:
@@ -159,8 +161,9 @@ def test_a_head_of_its_own_is_never_lost() -> None:
     with pytest.raises(ValueError, match="these weights are not tied"):
         fresh(untied)
     del tied["lm_head.weight"]
-    with pytest.raises(ValueError, match="1 missing\n    lm_head.weight"):
+    with pytest.raises(ValueError) as refusal:
         fresh(tied, tie_word_embeddings=False)
+    assert "  1 missing\n    lm_head.weight" in refusal.value.args[0]
 
 
 @pytest.mark.parametrize(
