@@ -18,6 +18,7 @@ SHOWN = {
     "grad_norm": "gnorm {:.2f}",
     "perplexity": "perplexity {:.2f}",
 }
+BESIDE_A_BAR = ("loss", "lr", "tokens_per_second")
 HIDDEN = ("epoch", "tokens", "tokens_per_second", "save_stall")
 # Format characters (direction overrides among them), surrogates and unassigned codes may rewrite a terminal as control codes do.
 UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -54,7 +55,7 @@ class Quiet:
     def begin(self, total_steps: int) -> None: ...
 
     def progress(self, step: int, line: str, shown: str) -> None:
-        """One logged step: `line` is the whole plain line, `shown` its part behind the step counter."""
+        """One logged step: `line` is the whole plain line, `shown` the few numbers that fit beside a bar."""
 
     def say(self, text: str) -> None: ...
 
@@ -92,12 +93,14 @@ class Bar(Quiet):
         self._task: TaskID | None = None
 
     def begin(self, total_steps: int) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
         # Four turns a second are enough for the eye and leave the cores to the training.
-        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=None), TaskProgressColumn()
-        numbers = TextColumn("{task.fields[shown]}", markup=False)
-        self._bar = Progress(*columns, numbers, console=self._console, refresh_per_second=4, expand=True)
+        steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
+        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))  # it gives way, the numbers do not
+        numbers = TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True))
+        self._bar = Progress(steps, bar, numbers, console=self._console, refresh_per_second=4, expand=True)
         self._task = self._bar.add_task("train", total=total_steps, shown="")
         self._bar.start()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.engine.console import Numbers, clean, clock, describe, open_console
+from runner.engine.console import BESIDE_A_BAR, Numbers, clean, clock, describe, open_console
 from runner.engine.journal import Journal
 from runner.engine.mirror import open_mirror
 
@@ -143,8 +143,9 @@ class Track:
             loss = numbers.get("loss")
             self._validation = "" if loss is None else f"val {loss:.2f}@{step}"
             return self.say(f"{where} | validation | {describe(numbers, '')}")
-        shown = describe(numbers, self._validation) + self._eta(step)
-        line = f"{where} | {shown}"
+        eta = self._eta(step)
+        line = f"{where} | {describe(numbers, self._validation)}{eta}"
+        shown = describe({name: numbers[name] for name in BESIDE_A_BAR if name in numbers}, "") + eta
         with self._lock:
             self._write_down(line)
             self._console.progress(step, line, shown)

@@ -47,6 +47,9 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> Numbers:
     """Score the model in `folder`; the result is printed as JSON and appended to `folder/evaluations.jsonl`."""
     import torch
 
+    from data.formats import Source
+
+    Source.open(Path(cfg.data.path))  # a file that is not there is refused before any weight is read
     trained = open_trained(folder, cfg.device)
     with torch.inference_mode():
         numbers = METRICS[cfg.metric](trained, cfg)

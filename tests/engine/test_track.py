@@ -166,14 +166,16 @@ def test_a_console_that_cannot_say_it_or_went_away_stops_nothing() -> None:
     Plain(gone).say("anyone there?")
 
 
-def test_the_bar_shows_loss_and_messages_pass_above_it() -> None:
+def test_on_eighty_columns_the_bar_gives_way_and_the_numbers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
     bar = Bar(stream)
-    bar.begin(20)
-    bar.progress(5, "step 5/20 25.0% | loss 3.412", "loss 3.412")
+    bar.begin(20_000)
+    numbers = "loss 3.412 | lr 4.9e-04 | 41.2k tok/s | eta 00:18:20"
+    bar.progress(5000, f"step 5000/20000 25.0% | {numbers}", numbers)
     bar.say("validation")
     bar.end()
-    assert "loss 3.412" in stream.getvalue() and "step 5/20" in stream.getvalue() and "validation" in stream.getvalue()
+    assert numbers in stream.getvalue() and "5000/20000 " in stream.getvalue() and "validation" in stream.getvalue()
 
 
 def test_a_rank_that_does_not_lead_leaves_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
