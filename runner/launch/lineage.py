@@ -45,8 +45,8 @@ def _newest(config: Config, folder: Path, shared: dict[str, str]) -> str:
     before = config.stage.after
     if before is None:
         return "scratch"
-    roots = {ROOT / "outputs", ROOT / "outputs" / "multirun", folder.parent}
-    found = [(record["ended"], run) for run in finished_runs(*roots) if _fits(record := _record(run), before, shared)]
+    runs = [*finished_runs(ROOT / "outputs"), *(record.parent for record in folder.parent.glob("*/run.json"))]  # one placed by hand has its kin beside it
+    found = [(record["ended"], run) for run in runs if _fits(record := _record(run), before, shared)]
     if not found:
         print(f"warning: no finished {before} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
         return "scratch"
