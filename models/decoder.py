@@ -2,6 +2,7 @@
 
 Shapes: B rows, T positions, D hidden size, N query heads, K key/value heads, H head width, V vocabulary, E experts.
 """
+
 from __future__ import annotations
 
 import math
@@ -109,12 +110,13 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         dropout = self.cfg.dropout if self.training else 0.0
-        with self._kernel():
+        with self._kernel(masked=context.mask is not None):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, dropout_p=dropout, is_causal=context.mask is None, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
-    def _kernel(self) -> AbstractContextManager:
-        return nullcontext() if self.cfg.attention == "auto" else sdpa_kernel(BACKENDS[self.cfg.attention])
+    def _kernel(self, masked: bool) -> AbstractContextManager:
+        # Generation brings a mask, and flash attention on CUDA takes none: the choice is for training and evaluation.
+        return nullcontext() if masked or self.cfg.attention == "auto" else sdpa_kernel(BACKENDS[self.cfg.attention])
 
 
 class FeedForward(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.decoder import IGNORE, Decoder
+from models.generate import generate
 from models.hub_config import config_json
 from runner.launch.compose import compose
 
@@ -105,6 +107,46 @@ def test_the_dense_forward_compiles_without_a_break() -> None:
 def test_attention_kernels_agree(kernel: str) -> None:
     ids = tokens(2, 40)
     assert apart(random_model()(ids).logits, random_model(attention=kernel)(ids).logits) < 1e-5
+
+
+def kernels_of(run: Callable[[], object]) -> set[str]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return {event.name.split("_scaled_dot_product_")[1] for event in profile.events() if "_scaled_dot_product_" in event.name}
+
+
+def test_the_chosen_kernel_is_the_one_that_runs() -> None:
+    ids = tokens(2, 40)
+    assert kernels_of(lambda: random_model(attention="math")(ids)) == {"attention_math"}
+    assert kernels_of(lambda: random_model(attention="flash")(ids)) == {"flash_attention_for_cpu"}
+
+
+def test_generation_is_not_bound_to_the_chosen_kernel() -> None:
+    """Its prompts have a mask, which flash attention on CUDA does not take."""
+    settings: dict[str, Any] = {"max_new_tokens": 2, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop_ids": []}
+    chosen, free = (kernels_of(lambda kernel=kernel: generate(random_model(attention=kernel), [[1, 2, 3], [4]], **settings)) for kernel in ("math", "auto"))
+    assert chosen == free != {"attention_math"}
+
+
+@pytest.mark.parametrize("changes", [{}, BEST_TWO], ids=["dense", "moe"])
+def test_the_same_input_gives_the_same_gradient_bit_for_bit(changes: dict[str, Any]) -> None:
+    model, ids = random_model(**changes), tokens(4, 33)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        output = model(ids[:, :-1], labels=ids[:, 1:])
+        (output.nll.sum() + (0 if output.aux is None else output.aux.sum())).backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients(), strict=True))
+
+
+def test_angles_are_made_in_fp32_under_bf16() -> None:
+    """bf16 itself cannot tell position 257 from 258."""
+    with torch.autocast("cpu", torch.bfloat16):
+        cos, _ = random_model()._angles(259, None)
+    assert cos.dtype == torch.float32
+    assert not torch.equal(cos[..., 257, :], cos[..., 258, :])
 
 
 def test_recomputing_activations_changes_no_gradient() -> None:
