@@ -74,6 +74,8 @@ class ModelConfig:
                 f"model.num_experts_per_tok={self.num_experts_per_tok}",
                 "choose between 1 and model.num_experts",
             )
+        if not self.qk_norm:
+            raise ValueError("no published mixture of experts of this shape goes without query and key norms", "model.qk_norm=false", "set model.qk_norm=true, or model.num_experts=0")
         if self.norm_topk_prob and self.num_experts_per_tok == 1:
             # One renormalised weight is always 1: the language-model loss would give the router no gradient.
             raise ValueError(

@@ -106,6 +106,14 @@ def _failed(run: Run, error: OSError) -> None:
         raise RunFailed(f"{run.failed_saves} saves in a row failed, the last one with: {error}")
 
 
+def newest_of(folder: Path) -> Path:
+    """The newest checkpoint of a run folder that proves whole; FileNotFoundError where none does."""
+    found, _ = durable.newest(folder / "checkpoints")
+    if found is None:
+        raise FileNotFoundError(f"no checkpoint in {folder}")
+    return found
+
+
 def load_newest(run: Run) -> bool:
     """Continue from the newest checkpoint that proves whole; False where there is none yet.
 

@@ -12,6 +12,7 @@ import torch
 from data.loader import Batch
 from models.generate import generate
 from runner.engine import checkpoint
+from runner.engine.disk import write_json
 from runner.engine.objective import Sums
 from runner.engine.optim import lr_at
 from runner.engine.run import Interrupted, Run, RunFailed, chat_template
@@ -24,6 +25,7 @@ class StepResult(NamedTuple):
     sums: dict[str, float]  # the objective's sums over the whole step, each divided by its count
     norm: float  # of the gradient, before clipping
     taken: bool  # False: not finite, no weight moved
+    culprit: str | None  # then, the first parameter with such a gradient
     labels: int  # tokens that carried loss
     tokens: int  # tokens that were no padding
 
@@ -98,7 +100,7 @@ def settle(run: Run, batches: list[Batch], lr: float) -> StepResult:
     progress.step += 1
     progress.rows += sum(len(batch.names) for batch in batches)
     progress.tokens += result.labels
-    progress.last_losses = [*progress.last_losses, result.sums["loss"]][-LOSSES_KEPT:]
+    progress.last_losses = [*progress.last_losses, finite(result.sums["loss"])][-LOSSES_KEPT:]
     progress.nonfinite_in_a_row = 0 if result.taken else progress.nonfinite_in_a_row + 1
     if not result.taken:
         progress.nonfinite += 1
@@ -109,11 +111,35 @@ def settle(run: Run, batches: list[Batch], lr: float) -> StepResult:
 def give_up(run: Run, batches: list[Batch], result: StepResult) -> None:
     names = [name for batch in batches for name in batch.names]
     where = f"step {run.progress.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    run.track.warn(f"loss {result.sums['loss']}, gradient norm {result.norm}: not finite, step not taken ({where})")
+    run.track.warn(f"loss {result.sums['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
+    diagnose(run, names, result)
     if run.precision.name == "fp16":
         raise RunFailed(f"fp16 overflows even at a loss scale of {run.precision.scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
     if run.progress.nonfinite_in_a_row >= run.cfg.train.max_nonfinite_steps:
         raise RunFailed(f"{run.progress.nonfinite_in_a_row} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
+
+
+def diagnose(run: Run, names: list[str], result: StepResult) -> None:
+    """What stood around the newest step that was given up, for whoever looks into it."""
+    found = {
+        "step": run.progress.step,
+        "rows": names,
+        "loss": finite(result.sums["loss"]),
+        "grad_norm": finite(result.norm),
+        "first_parameter": result.culprit,
+        "scale": run.precision.scale,
+        "nonfinite_in_a_row": run.progress.nonfinite_in_a_row,
+        "last_losses": run.progress.last_losses,
+    }
+    try:
+        write_json(run.folder / "diagnosis.json", found)
+    except OSError as error:
+        run.track.warn(f"diagnosis.json could not be written: {error}")
+
+
+def finite(number: float) -> float | None:
+    """As JSON can say it."""
+    return number if math.isfinite(number) else None
 
 
 def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
@@ -132,7 +158,7 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
     means = {name: value.item() / total for name, value in sums.items()}
     run.optimizers.set_lr(lr)
     update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip, math.isfinite(means["loss"]))
-    return StepResult(means, update.norm, update.taken, labels, tokens)
+    return StepResult(means, update.norm, update.taken, update.culprit, labels, tokens)
 
 
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
@@ -160,7 +186,7 @@ def look(run: Run) -> None:
 
 def judge(run: Run, means: dict[str, float]) -> None:
     progress, loss = run.progress, means["loss"]
-    progress.eval_loss = loss
+    progress.eval_loss = finite(loss)
     run.track.log("eval", progress.step, tokens=progress.tokens, **means)
     if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
@@ -217,7 +243,8 @@ def finish(run: Run) -> float:
     checkpoint.export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
-    return run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
+    loss = run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
+    return math.inf if loss is None else loss
 
 
 class Pace:

@@ -29,6 +29,7 @@ SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy ste
 class Update(NamedTuple):
     norm: float  # of the whole gradient, before clipping
     taken: bool  # False: something was not finite, and no weight moved
+    culprit: str | None  # then, the first parameter whose gradient was not finite
 
 
 class Precision:
@@ -61,6 +62,7 @@ class Precision:
         gradients = [p.grad for p in optimizers.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         taken = loss_is_finite and bool(norm.isfinite())
+        culprit = None if taken else next((name for p, name in optimizers.names.items() if p.grad is not None and not bool(p.grad.isfinite().all())), None)
         if taken:
             if clip:
                 torch.nn.utils.clip_grads_with_norm_([p for p in optimizers.parameters if p.grad is not None], clip, norm)
@@ -68,7 +70,7 @@ class Precision:
                 self.scaler.step(part)
         self.scaler.update()
         optimizers.zero_grad()
-        return Update(norm.item(), taken)
+        return Update(norm.item(), taken, culprit)
 
     @property
     def retries(self) -> bool:

@@ -52,7 +52,7 @@ class Progress:
     evals_since_best: int = 0
     eval_loss: float | None = None  # the newest
     looked_at: int = 0  # the last step whose evaluation and samples are done: a resumed run repeats neither
-    last_losses: list[float] = field(default_factory=list)
+    last_losses: list[float | None] = field(default_factory=list)  # None: not finite
 
 
 @dataclass

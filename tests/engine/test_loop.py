@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -126,7 +127,10 @@ def test_a_step_that_is_not_finite_moves_no_weight_and_its_rows_are_named(make_r
     lines = logged(run.folder)
     assert lines[1]["loss"] is None and "loss" in lines[1]["nonfinite"] and lines[2]["skipped_steps"] == 2
     log = (run.folder / "train.log").read_text()
-    assert all(name in log for name in next(run.loader.steps(0, skip=1))[0].names)
+    rows = next(run.loader.steps(0, skip=2))[0].names
+    assert all(name in log for name in rows)
+    found = json.loads((run.folder / "diagnosis.json").read_text())
+    assert found["step"] == 3 and found["rows"] == rows and found["loss"] is None and found["first_parameter"] == "model.embed_tokens.weight"
 
 
 def test_too_many_such_steps_in_a_row_fail_the_run(make_run):
