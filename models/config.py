@@ -1,4 +1,5 @@
 """What a model is made of. No torch here: the words must be checkable before anything heavy is imported."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,7 +20,11 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.factor < 1:
-            raise ValueError("YaRN stretches positions, it cannot shrink them", f"model.rope_scaling.factor={self.factor}", "use a factor of at least 1, or model.rope_scaling=null")
+            raise ValueError(
+                "YaRN stretches positions, it cannot shrink them",
+                f"model.rope_scaling.factor={self.factor}",
+                "use a factor of at least 1, or model.rope_scaling=null",
+            )
 
 
 @dataclass
@@ -49,7 +54,16 @@ class ModelConfig:
     router_aux_loss_coef: float
 
     def __post_init__(self) -> None:
-        for word in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings"):
+        for word in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
             if getattr(self, word) < 1:
                 raise ValueError("a size must be at least 1", f"model.{word}={getattr(self, word)}", "give a positive whole number")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -75,7 +89,11 @@ class ModelConfig:
                 "choose between 1 and model.num_experts",
             )
         if not self.qk_norm:
-            raise ValueError("no published mixture of experts of this shape goes without query and key norms", "model.qk_norm=false", "set model.qk_norm=true, or model.num_experts=0")
+            raise ValueError(
+                "no published mixture of experts of this shape goes without query and key norms",
+                "model.qk_norm=false",
+                "set model.qk_norm=true, or model.num_experts=0",
+            )
         if self.norm_topk_prob and self.num_experts_per_tok == 1:
             # One renormalised weight is always 1: the language-model loss would give the router no gradient.
             raise ValueError(

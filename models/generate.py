@@ -1,4 +1,5 @@
 """Continue prompts token by token. Shapes: B rows, T positions, S positions in the cache, V vocabulary."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

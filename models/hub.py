@@ -1,4 +1,5 @@
 """Models in the formats of others: Hugging Face and PEFT folders, MiniMind's .pth files; and the `model/` of our own runs."""
+
 from __future__ import annotations
 
 import json
@@ -9,11 +10,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from models.config import LoraConfig, ModelConfig
 from models.decoder import Decoder
-from models.hub_config import check, config_json, read_config
+from models.hub_config import check, complete, config_json, read_config, read_json
 from models.lora import AdaptedLinear, add_lora, load_adapter, merge
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
@@ -102,8 +104,10 @@ def load_weights(source: Path) -> dict[str, Tensor]:
         return _merged(folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise ValueError("there are no weights here", str(source), "give the folder of a finished run, a Hugging Face folder with model.safetensors, or a .pth file")
-    return {name: tensor.float() for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+        raise ValueError(
+            "there are no weights here", str(source), "give the folder of a finished run, a Hugging Face folder with model.safetensors, or a .pth file"
+        )
+    return {name: tensor.float() for file in files for name, tensor in _read_tensors(file).items()}
 
 
 def load_into(model: Decoder, state: dict[str, Tensor], source: str) -> None:
@@ -138,14 +142,15 @@ def _table(faults: dict[str, list[str]]) -> str:
 def _read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
     """The adapter's settings, and its matrices by (path of the Linear, A or B)."""
     path = folder / "adapter_config.json"
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
     check(raw, ADAPTER_MUST, path)
     state = {}
-    for name, tensor in safetensors.torch.load_file(folder / "adapter_model.safetensors").items():
+    for name, tensor in _read_tensors(folder / "adapter_model.safetensors").items():
         linear, _, matrix = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         state[linear, matrix] = tensor.float()
     targets = sorted({linear.rsplit(".", 1)[-1] for linear, _ in state})
-    return LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets), state
+    with complete(path):
+        return LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets), state
 
 
 def _merged(folder: Path) -> dict[str, Tensor]:
@@ -180,7 +185,8 @@ def _is_adapter(folder: Path) -> bool:
 
 def _base_of(folder: Path) -> Path:
     path = folder / "adapter_config.json"
-    name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    with complete(path):
+        name = read_json(path)["base_model_name_or_path"]
     for base in (folder / name, Path(name)):
         if base.is_dir():
             return base
@@ -202,6 +208,13 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
         if token in ids:
             control[f"{role}_token_id"] = ids[token]
     return control
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise ValueError("this file of weights is missing or damaged", str(path), f"write or download it again ({error})") from error
 
 
 def _write_tensors(path: Path, state: dict[str, Tensor]) -> None:

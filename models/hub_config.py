@@ -1,8 +1,11 @@
 """config.json of a Hugging Face folder <-> ModelConfig."""
+
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,9 @@ def config_json(cfg: ModelConfig, control: dict[str, int]) -> dict[str, Any]:
     """config.json for transformers 4 and 5, which read the rotary settings and the type under different names."""
     architecture = ARCHITECTURES.get((bool(cfg.num_experts), cfg.qk_norm))
     if architecture is None:
-        raise ValueError("transformers knows no mixture of experts without query/key norm", "model.qk_norm=false", "set model.qk_norm=true or model.num_experts=0")
+        raise ValueError(
+            "transformers knows no mixture of experts without query/key norm", "model.qk_norm=false", "set model.qk_norm=true or model.num_experts=0"
+        )
     scaling = None if cfg.rope_scaling is None else {"rope_type": "yarn", **vars(cfg.rope_scaling)}
     return {
         "architectures": [architecture[0]],
@@ -58,7 +63,34 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.exists():
         raise ValueError("there is no model here", str(path), "give the folder of a finished run, a Hugging Face folder or a PEFT folder")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = read_json(path)
+    with complete(path):
+        return _model_config(raw, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises ValueError(what, where, fix) where the file holds no JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError("this file is not JSON", str(path), f"write the folder again ({error})") from error
+    if not isinstance(raw, dict):
+        raise ValueError("this file holds no fields", str(path), "write the folder again")
+    return raw
+
+
+@contextmanager
+def complete(path: Path) -> Iterator[None]:
+    """Turns a field that is missing or of another type into a refusal that names the file."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"a field is missing or of another type than it should be: {error}", str(path), "correct the file, or write the folder again"
+        ) from error
+
+
+def _model_config(raw: dict[str, Any], path: Path) -> ModelConfig:
     kinds = {kind: (experts, norm) for (experts, norm), (_, kind) in ARCHITECTURES.items()}
     if raw["model_type"] not in kinds:
         raise ValueError(f"a model of type {raw['model_type']} is not one of ours", str(path), f"choose one of {', '.join(kinds)}")
@@ -67,8 +99,11 @@ def read_config(folder: Path) -> ModelConfig:
     rope = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     heads = raw["num_attention_heads"]
     return ModelConfig(
-        name=folder.name,
-        **{word: raw[word] for word in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")},
+        name=path.parent.name,
+        **{
+            word: raw[word]
+            for word in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings")
+        },
         num_key_value_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
         rope_theta=float(rope["rope_theta"]),
@@ -93,7 +128,9 @@ def _read_scaling(rope: dict[str, Any], positions: int, path: Path) -> RopeScali
     if kind == "default" and whole:
         return None
     if kind != "yarn" or not whole or rope.get("mscale") or rope.get("mscale_all_dim") or rope.get("truncate") is False:
-        raise ValueError(f"rotary positions of type {kind}, as set here, are not ours", str(path), "only plain rotary positions over the whole head, and YaRN, are supported")
+        raise ValueError(
+            f"rotary positions of type {kind}, as set here, are not ours", str(path), "only plain rotary positions over the whole head, and YaRN, are supported"
+        )
     return RopeScaling(
         factor=rope["factor"],
         original_max_position_embeddings=rope.get("original_max_position_embeddings") or positions,

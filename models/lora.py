@@ -2,6 +2,7 @@
 
 An adapted Linear keeps its own name and its weight's name; the adapter stands below it as `lora.<adapter>.A` and `.B`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator

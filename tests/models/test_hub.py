@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,22 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
     with pytest.raises(ValueError, match="there are no weights here"):
         load_weights(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda whole: whole[: len(whole) // 2], lambda whole: b"{}", lambda whole: b"[]", lambda whole: b"\xff" * 64],
+    ids=["cut", "empty", "list", "noise"],
+)
+def test_a_damaged_folder_is_refused_by_the_name_of_its_file(file: str, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    save_adapter(tmp_path / "run", adapt(write(tmp_path / "base")), LORA, str(tmp_path / "base"), TOKENIZER)
+    path = tmp_path / ("run" if "adapter" in file else "base") / file
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError) as refusal:
+        load_model(tmp_path / "run")
+    what, where, fix = refusal.value.args
+    assert where == str(path)
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "moe"])
