@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.launch.folders import finished_runs
 from runner.launch.refusal import is_refusal, nearest, report
-from runner.launch.words import ROOT, split
+from runner.launch.words import ROOT, quoted, split
 
 T = TypeVar("T")
 
@@ -66,13 +65,6 @@ def literal(arguments: list[str], words: tuple[str, ...]) -> list[str]:
     """
     pairs = [argument.partition("=") for argument in arguments]
     return [f"{word}={quoted(value)}" if word in words and equals and value != "null" else word + equals + value for word, equals, value in pairs]
-
-
-def quoted(value: str) -> str:
-    """A Hydra string whose value is `value`, to the character: backslashes are doubled only before something special, as both grammars ask."""
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
-    value = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", value) + "'"
 
 
 def _check(word: str, schema: type) -> None:

@@ -122,6 +122,8 @@ def _absolute(word: str) -> str:
     return f"{key}={quoted(os.path.abspath(value))}"
 
 
-def quoted(text: str) -> str:
-    """As Hydra's grammar reads it back, whatever stands in it."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+def quoted(value: str) -> str:
+    """A Hydra string whose value is `value`, to the character: backslashes are doubled only before something special, as both grammars ask."""
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
+    value = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", value) + "'"
