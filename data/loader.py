@@ -80,7 +80,7 @@ class StepLoader:
         batches = iter(
             DataLoader(
                 self.rows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
-                batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),  # type: ignore[arg-type]
+                batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
                 collate_fn=_Collate(self.pad_id),
                 num_workers=self.num_workers,
                 worker_init_fn=_ignore_signals,

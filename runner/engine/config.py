@@ -34,6 +34,7 @@ class TrainConfig:
     max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
     compile: str
     activation_checkpointing: bool
+    verify_resume: bool  # prove, instead of training, that a stop changes no bit of this configuration
 
     def __post_init__(self) -> None:
         for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from runner.engine.config import Config
 
@@ -19,7 +19,7 @@ RULES = {
     # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
     "free": (
         "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "init_from", "resume",
-        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.patience", "train.max_failed_saves",
+        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.patience", "train.max_failed_saves", "train.verify_resume",
     ),
     # Allowed, said and recorded: another course from here on, exactly reproducible all the same.
     "course": ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "optimizer.grad_clip", "optimizer.layer_decay", "optimizer.momentum", "schedule.*",
@@ -31,12 +31,15 @@ RULES = {
 }  # fmt: skip
 
 
-def facts(cfg: Config, device: torch.device, model: nn.Module, tokenizer: str, rows: str) -> dict[str, Any]:
-    """Dotted word -> value: the config, the fingerprints of what it points to, and the environment."""
+def facts(cfg: Config, device: torch.device, frozen: dict[str, Tensor], tokenizer: str, rows: str) -> dict[str, Any]:
+    """Dotted word -> value: the config, the fingerprints of what it points to, and the environment.
+
+    `frozen` are weights the training reads and never changes, a base under adapters or a reference: they are in no checkpoint.
+    """
     found = dict(_flat(dataclasses.asdict(cfg), ""))
     found |= {"rows of a step": cfg.train.batch_size * cfg.train.accumulation_steps, "content of the data": rows, "content of the tokenizer": tokenizer}
-    if cfg.stage.lora is not None:
-        found["base weights under the adapters"] = fingerprint({name: p for name, p in model.named_parameters() if not p.requires_grad})
+    if frozen:
+        found["weights it starts from"] = fingerprint(frozen)
     return found | {f"environment.{name}": value for name, value in environment(device).items()}
 
 

@@ -25,9 +25,15 @@ class Objective(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         """The loss, and what goes with it, summed over these items."""
 
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        """Weights beside the model's own that it reads and nothing changes."""
+
 
 class NextToken:
     """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
+
+    frozen: dict[str, Tensor] = {}
 
     def count(self, batch: Batch) -> int:
         return batch.supervised
@@ -53,6 +59,10 @@ class Dpo:
     beta: float
     reference: nn.Module  # the model the policy must not stray from ...
     as_reference: Callable[[], AbstractContextManager]  # ... and how to enter it: adapters off, or nothing to do
+
+    @property
+    def frozen(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.reference.named_parameters() if not p.requires_grad}
 
     def count(self, batch: Batch) -> int:
         return len(batch.names)

@@ -14,6 +14,7 @@ from runner.engine.stage import prepare
 from runner.engine.track import Track
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from data.chat import ChatTemplate
@@ -105,14 +106,16 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
 
     world = join_world(cfg.device)
     precision = Precision(cfg.precision, world.device)
+    check_kernel(cfg, world.device)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}", f"model.vocab_size={cfg.model.vocab_size}", f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer")
     rows, val_rows = read_rows(cfg, tokenizer)
     seed_all(cfg.seed + world.rank)
-    model = build_model(cfg, world)
-    objective = prepare(cfg.stage, model)
+    model = build_model(cfg, needs_start=not has_checkpoints(folder))
     model.to(world.device)
+    objective = prepare(cfg.stage, model)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
     return Run(
         cfg=cfg,
         folder=folder,
@@ -129,7 +132,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         writer=Writer(),
         attempt=attempt,
         note=note,
-        facts=facts(cfg, world.device, model, tokenizer.fingerprint, rows.fingerprint),
+        facts=facts(cfg, world.device, frozen, tokenizer.fingerprint, rows.fingerprint),
     )
 
 
@@ -161,16 +164,33 @@ def loader_of(rows: Rows, cfg: Config, tokenizer: Tokenizer, accumulation_steps:
     return StepLoader(rows, batch_size=cfg.train.batch_size, accumulation_steps=accumulation_steps, seed=cfg.seed, pad_id=tokenizer.pad_id, num_workers=cfg.data.num_workers)
 
 
-def build_model(cfg: Config, world: World) -> Decoder:
-    """Random weights from the seed, or those of `cfg.init_from`, loaded strictly."""
+def build_model(cfg: Config, needs_start: bool) -> Decoder:
+    """Random weights from the seed, or those of `cfg.init_from`, loaded strictly.
+
+    A run that is resumed reads them again only where its checkpoints do not hold them: under adapters, or as a reference.
+    """
     from models.decoder import Decoder
-    from models.hub import load_into, load_weights
 
     model = Decoder(cfg.model)
-    if cfg.init_from != "scratch":
+    if cfg.init_from != "scratch" and (needs_start or cfg.stage.lora is not None or cfg.stage.objective == "dpo"):
+        from models.hub import load_into, load_weights
+
         load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
+
+
+def has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
+
+
+def check_kernel(cfg: Config, device: torch.device) -> None:
+    """Refuse an attention kernel that does not exist for this device and precision; torch would say so in mid-step."""
+    kernel, where = cfg.model.attention, f"model.attention={cfg.model.attention}"
+    if kernel == "efficient" and device.type == "cpu":
+        raise ValueError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
+    if kernel == "flash" and device.type == "cuda" and cfg.precision.name == "fp32":
+        raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 
 def wrap(model: Decoder, cfg: Config) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
 from runner.launch import words as words_of
@@ -46,6 +46,7 @@ def continued(folder: Path, extra: list[str]) -> Config:
                 raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
             value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()
             OmegaConf.update(tree, key, value, merge=False)
+        assert isinstance(tree, DictConfig)
         config = typed(tree)
     if extra:
         _keep(folder, tree, extra)

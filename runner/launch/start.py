@@ -22,7 +22,7 @@ def start(config: Config, record: Record) -> float:
         config = dataclasses.replace(config, init_from=init_from)
         record.running(stage=config.stage.name, init_from=init_from, fingerprints=shared)
         with StopFlag() as stop:
-            return _train(config, record, stop)
+            return _proven(config, record) if config.train.verify_resume else _train(config, record, stop)
     except BaseException as error:
         _note_end(record, error)
         raise
@@ -52,10 +52,23 @@ def _train(config: Config, record: Record, stop: StopFlag) -> float:
             record.finish("completed")
 
 
+def _proven(config: Config, record: Record) -> float:
+    """train.verify_resume: not a training but a proof that stopping one changes nothing."""
+    from runner.engine.verify import verify
+
+    found = verify(config, record.folder)
+    if found:
+        raise RunFailed("a stopped and resumed run differs from the one that was never stopped: " + "; ".join(found))
+    print("verified: stopped half way and resumed, the run ends in the same bits as the run that was never stopped")
+    record.finish("completed")
+    return 0.0
+
+
 def _note_end(record: Record, error: BaseException) -> None:
     if is_refusal(error):  # nothing was trained: the folder may be used again once the words are right
         untouched = record.fields["step"] == 0
-        return record.update(status="new" if untouched else "interrupted", error=error.args[0])
-    if isinstance(error, Interrupted):
-        return record.finish("interrupted")
-    record.finish("failed", str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")
+        record.update(status="new" if untouched else "interrupted", error=error.args[0])
+    elif isinstance(error, Interrupted):
+        record.finish("interrupted")
+    else:
+        record.finish("failed", str(error) if isinstance(error, RunFailed) else f"{type(error).__name__}: {error}")

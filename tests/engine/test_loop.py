@@ -146,7 +146,7 @@ def test_fp16_tries_an_overflowing_step_again_with_a_smaller_scale(make_run, log
     train(run)
     lines = logged(run.folder)
     assert [line["step"] for line in lines] == [1, 2, 3] and run.progress.overflows > 0
-    assert lines[0]["overflows"] == run.progress.overflows and lines[0]["scale"] == 2.0 ** (40 - run.progress.overflows)
+    assert lines[-1]["overflows"] == run.progress.overflows and lines[-1]["scale"] == 2.0 ** (40 - run.progress.overflows)
     assert all(torch.isfinite(weight).all() for weight in weights(run).values())
 
 

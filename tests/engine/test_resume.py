@@ -56,10 +56,10 @@ def cells():
     every = list(itertools.product(*switches.values()))
     plain = every[::5]  # 5 shares no factor with the sizes: the walk meets every pair
     for number, cell in enumerate(plain):
-        yield pytest.param(dict(zip(switches, cell)), id="-".join(map(str, cell)), marks=[pytest.mark.slow] if number % 3 else [])
+        yield pytest.param(dict(zip(switches, cell, strict=True)), id="-".join(map(str, cell)), marks=[pytest.mark.slow] if number % 3 else [])
     compiled = [("pretrain", "fp32", 1, 0, 0, "adamw"), ("sft", "bf16", 3, 2, 0.1, "adamw"), ("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0.1, "muon")]
     for cell in compiled:
-        yield pytest.param(dict(zip(switches, cell)) | {"train.compile": "default"}, id="-".join(map(str, cell)) + "-compiled", marks=pytest.mark.slow)
+        yield pytest.param(dict(zip(switches, cell, strict=True)) | {"train.compile": "default"}, id="-".join(map(str, cell)) + "-compiled", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("cell", list(cells()))
