@@ -14,6 +14,7 @@ from hydra.types import RunMode
 
 from runner.launch import folders, help, lineage, refusal, relaunch, words
 from runner.launch.compose import compose_with_folder, register, translated
+from runner.launch.origin import share_the_machine
 from runner.launch.record import Record
 from runner.launch.refusal import nearest_path
 
@@ -27,6 +28,7 @@ opened: list[Record] = []  # the run of this process, its lock held since before
 
 def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
+    share_the_machine()
     try:
         if {"--help", "-h"} & set(sys.argv[1:]):
             return print(help.page())

@@ -14,6 +14,12 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "hydra-core", "omegaconf", "swanlab")
 
 
+def share_the_machine() -> None:
+    """Let torch's threads sleep while they wait for each other. They spin otherwise, and on a busy machine a step then takes
+    eight times as long (docs/LOG.md). It has to be said before torch is imported; whoever sets the variable is obeyed."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def process() -> dict[str, Any]:
     """This process, told apart from any later one that is given its number."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "boot_id": boot_id(), "start_ticks": start_ticks(os.getpid())}

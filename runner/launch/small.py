@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.launch.folders import finished_runs
+from runner.launch.origin import share_the_machine
 from runner.launch.refusal import is_refusal, nearest, report
 from runner.launch.words import ROOT, quoted, split
 
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 def start(main: Callable[[], Any], schema: type, free: tuple[str, ...]) -> None:
     """Check the words of this command line, then hand it to Hydra. The values of `free` are taken as they are typed."""
+    share_the_machine()
     sys.argv[1:] = literal(sys.argv[1:], free)
     with refusing():
         for word in split(sys.argv[1:])[0]:
