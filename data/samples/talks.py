@@ -64,7 +64,7 @@ class Asker:
         talks, rest = [], list(turns)
         while rest:
             length = self.rng.choice((1, 1, 1, 1, 2, 3))
-            talks.append(self.sometimes(0.15, self.with_system, sum(rest[:length], [])))
+            talks.append(self.sometimes(0.15, self.with_system, [message for turn in rest[:length] for message in turn]))
             rest = rest[length:]
         return talks
 
@@ -88,19 +88,18 @@ class Asker:
     def weather_talks(self) -> list[list[Message]]:
         """The answer stands in what the tool says, nowhere else."""
         talks, weather = [], self.wordings["weather"]
-        for question in weather.asked:
-            for town in (pair[self.side] for pair in TOWNS):
-                sky = self.one_of("weather")
-                call = json.dumps([{"name": TOOL["name"], "arguments": {"town": town}}], ensure_ascii=False)
-                talks.append(
-                    [
-                        {"role": "system", "content": self.one_of("system"), "tools": json.dumps([TOOL])},
-                        user(fill(question, town)),
-                        {"role": "assistant", "content": "", "tool_calls": call},
-                        {"role": "tool", "content": sky},
-                        assistant(fill(weather.answer, town, sky)),
-                    ]
-                )
+        for town in (pair[self.side] for pair in TOWNS):
+            sky = self.one_of("weather")
+            call = json.dumps([{"name": TOOL["name"], "arguments": {"town": town}}], ensure_ascii=False)
+            talks.append(
+                [
+                    {"role": "system", "content": self.one_of("system"), "tools": json.dumps([TOOL])},
+                    user(fill(self.rng.choice(weather.asked), town)),
+                    {"role": "assistant", "content": "", "tool_calls": call},
+                    {"role": "tool", "content": sky},
+                    assistant(fill(weather.answer, town, sky)),
+                ]
+            )
         return talks
 
     def pair(self, fact: Fact, question: str) -> dict[str, list[Message]]:
