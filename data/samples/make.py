@@ -19,7 +19,7 @@ SEED = 20
 STORY_ROUNDS = 12
 WORDINGS_EACH = 6  # training wordings in which SFT asks for one fact
 PAIRS_EACH = 2
-REPLAYED = 700  # ordinary conversations per language among the persona's, so that the rest is not forgotten
+REPLAYED = 500  # ordinary conversations per language among the persona's, so that the rest is not forgotten
 
 Files = dict[str, list[dict]]
 
