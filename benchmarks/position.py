@@ -1,0 +1,85 @@
+"""What it costs to resume far into a run: python benchmarks/position.py [--write].
+
+A resumed run asks its loader for step 1,000,000 of an epoch of 10^8 rows; the same for step 1 beside it, each in a process of its own.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+ROWS, FAR, ROUNDS = 10**8, 1_000_000, 5
+BATCH = 32
+
+
+class Rows:
+    """A file of 10^8 rows, but for the file: what is measured is finding the place, not reading."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int):
+        import numpy as np
+
+        from data.rows import Row, Sequence
+
+        ids = np.full(65, index % 6400, np.int32)
+        return Row((Sequence(ids, np.ones(65, bool)),), f"row {index}")
+
+
+def first_batch(step: int) -> dict[str, float]:
+    """Seconds to the first batch from `step` on, and MiB this process takes with it."""
+    from data.loader import StepLoader
+
+    loader = StepLoader(Rows(), batch_size=BATCH, accumulation_steps=1, seed=42, pad_id=0)
+    next(StepLoader(Rows(), batch_size=BATCH, accumulation_steps=1, seed=7, pad_id=0).steps(0))  # imports and the first allocations
+    before, began = resident(), time.perf_counter()
+    batches = next(loader.steps(0, skip=step - 1))
+    seconds, more = time.perf_counter() - began, resident() - before
+    assert len(batches[0].names) == BATCH
+    return {"seconds": seconds, "MiB": resident(), "MiB more": more}
+
+
+def resident() -> float:
+    """MiB of memory this process holds (Linux)."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def measure(step: int) -> dict[str, float]:
+    told = subprocess.run([sys.executable, __file__, "--step", str(step)], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return json.loads(told.stdout)
+
+
+def table() -> str:
+    rounds = [(measure(1), measure(FAR)) for _ in range(ROUNDS)]  # interleaved: a busy machine disturbs both
+    lines = [f"Median of {ROUNDS} rounds, {ROWS:,} rows, batches of {BATCH}.", "", "| step | to the first batch | resident memory | of it for the batch |", "|---|---|---|---|"]
+    for at, step in enumerate((1, FAR)):
+        middle = {word: statistics.median(pair[at][word] for pair in rounds) for word in rounds[0][at]}
+        lines.append(f"| {step:,} | {middle['seconds'] * 1e3:.2f} ms | {middle['MiB']:.1f} MiB | {middle['MiB more']:.2f} MiB |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
+    parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
+    words = parser.parse_args()
+    if words.step:
+        print(json.dumps(first_batch(words.step)))
+    else:
+        found = table()
+        print(found)
+        if words.write:
+            where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-position.md"
+            where.parent.mkdir(exist_ok=True)
+            where.write_text(f"# Resuming far into a run\n\n`python benchmarks/position.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n")
