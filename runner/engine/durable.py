@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.engine import disk
-from runner.engine.disk import Bytes, checksum, hidden_name, make_folder, read_file, remove, remove_quietly, replace, sync_folder, write_file
+from runner.engine.disk import Pieces, checksum, hidden_name, make_folder, pieces, read_file, remove, remove_quietly, replace, sync_folder, write_file
 
 MANIFEST = "MANIFEST.json"
 RESERVE = 1 << 20  # bytes that stay free beside a new folder: its entries, metrics.jsonl, run.json
@@ -42,7 +42,7 @@ class DiskTrouble(OSError):
         return str(self.strerror)
 
 
-def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[], Bytes]], manifest: dict[str, Any]) -> None:
+def write_folder(parent: Path, name: str, files: Mapping[str, Pieces | Callable[[], Pieces]], manifest: dict[str, Any]) -> None:
     """Commit `parent/name` with these files; once this returns, not even a power cut takes it away.
 
     A callable is asked for its bytes when its turn comes, so that only one file's bytes need be held at a time. The fields
@@ -73,6 +73,7 @@ def write_folder(parent: Path, name: str, files: Mapping[str, Bytes | Callable[[
         sync_folder(temp)
         disk.fs.rename(temp, target)
         sync_folder(parent)  # the commit point
+        _seen_good[str(target)] = _mark(target)  # pruning need not read back what we have just summed up
     except BaseException as error:
         remove_quietly(temp)
         if isinstance(error, OSError):
@@ -128,6 +129,7 @@ def discard(folder: Path) -> None:
     dead = folder.parent / hidden_name("del", folder.name)
     disk.fs.rename(folder, dead)
     sync_folder(folder.parent)
+    _seen_good.pop(str(folder), None)
     remove(dead)
 
 
@@ -183,14 +185,13 @@ def _require_room(parent: Path, need: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-_seen_good: dict[str, list[tuple[Any, ...]]] = {}
+_seen_good: dict[str, list[tuple[Any, ...]] | None] = {}
 
 
 def _proven(folder: Path) -> bool:
-    """Verified now, or earlier by this process with no file touched since: pruning must not read gigabytes at every save."""
-    try:
-        mark = sorted((entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for entry in os.scandir(folder) if (found := entry.stat(follow_symlinks=False)))
-    except OSError:
+    """Verified now, or written or verified earlier by this process with no file touched since: pruning must not read gigabytes at every save."""
+    mark = _mark(folder)
+    if mark is None:
         return False
     if _seen_good.get(str(folder)) != mark:
         if verify(folder) is not None:
@@ -199,10 +200,18 @@ def _proven(folder: Path) -> bool:
     return True
 
 
+def _mark(folder: Path) -> list[tuple[Any, ...]] | None:
+    """What changes whenever a file in `folder` does; None where it cannot be looked at."""
+    try:
+        return sorted((entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for entry in os.scandir(folder) if (found := entry.stat(follow_symlinks=False)))
+    except OSError:
+        return None
+
+
 def _steps(parent: Path) -> list[str]:
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)
 
 
-def _size(data: Bytes) -> int:
-    return memoryview(data).nbytes
+def _size(data: Pieces) -> int:
+    return sum(map(len, pieces(data)))

@@ -255,14 +255,31 @@ def test_pruning_begins_with_the_oldest(tmp_path, monkeypatch):
     assert steps(tmp_path) == [2, 3, 4, 5]
 
 
-def test_pruning_reads_each_checkpoint_once(tmp_path, monkeypatch):
+def test_pruning_reads_what_another_process_wrote_once_and_our_own_never(tmp_path, monkeypatch):
     asked = []
     verify = durable.verify
     monkeypatch.setattr(durable, "verify", lambda folder: asked.append(folder.name) or verify(folder))
     for step in range(1, 6):
         save(tmp_path, step)
-        durable.prune(tmp_path, 2, set())
-    assert sorted(asked) == [f"step-{step:08d}" for step in range(1, 6)]
+        durable.prune(tmp_path, 3, set())
+    assert asked == []
+    durable._seen_good.clear()
+    durable.prune(tmp_path, 3, set())
+    durable.prune(tmp_path, 3, set())
+    assert sorted(asked) == [f"step-{step:08d}" for step in (3, 4, 5)]
+
+
+def test_our_own_is_read_again_once_it_was_touched(tmp_path):
+    for step in range(1, 5):
+        save(tmp_path, step)
+    (tmp_path / "step-00000004" / "model").write_bytes(b"short")
+    durable.prune(tmp_path, 2, set())
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_a_file_may_come_in_pieces(tmp_path):
+    entry = disk.write_file(tmp_path / "pieces", [b"one", memoryview(b"two"), bytearray(b""), b"three"])
+    assert entry == disk.write_file(tmp_path / "whole", b"onetwothree") and (tmp_path / "pieces").read_bytes() == b"onetwothree"
 
 
 def test_sweeping_takes_litter_only(two, tmp_path):
