@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from runner.launch.compose import compose
 from runner.launch.record import Record
 from runner.launch.start import start
 
+PATIENCE = 120  # seconds; a child that hangs is ended, and its test fails instead of the whole session
 STEPS = 16  # 15 rows to train on in steps of 2, two epochs
 WORDS = [
     "stage=sft", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8",
@@ -67,6 +69,8 @@ def launch(config: Config, folder: Path, before: Callable[[], None] = lambda: No
     if child:
         return child
     code = 1
+    signal.alarm(PATIENCE)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # an earlier test may have started the tokenizers' threads: a fork has none of them, and would wait
     try:
         said = os.open(folder.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(said, 1), os.dup2(said, 2)
