@@ -55,7 +55,16 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    fd = fs.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(path, os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """What somebody else has written there."""
+    _sync(path, os.O_NOFOLLOW)
+
+
+def _sync(path: Path, kind: int) -> None:
+    fd = fs.open(path, os.O_RDONLY | kind)
     try:
         fs.fsync(fd)
     finally:

@@ -16,11 +16,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from runner.engine.disk import make_folder, read_file, write_json
+from runner.engine.disk import make_folder, read_file, sync_file, sync_folder, write_json
 from runner.engine.durable import STEP_NAME, sweep_litter
 from runner.launch import origin
 
-LOCK, OWNER, RECORD = ".lock", ".owner.json", "run.json"
+LOCK, OWNER, RECORD, HYDRA = ".lock", ".owner.json", "run.json", ".hydra"
 STATUSES = ("new", "running", "interrupted", "failed", "completed")
 LIMIT = 16 << 20  # bytes of a run.json we believe
 FRESH: dict[str, Any] = {
@@ -88,6 +88,7 @@ class Record:
     def running(self, **fields: Any) -> None:
         """Training begins, for the first time or again: count the attempt and say who, where, with which code."""
         about = {**origin.process(), "started": _now(), "code": origin.code(), "versions": origin.versions()}
+        _sync_words(self.folder)
         self._put({"status": "running", "attempt": self.attempt + 1, "error": None, "degraded": None, **about, **fields})
         self._write()
 
@@ -126,6 +127,16 @@ class Record:
 
     def _write(self) -> None:
         write_json(self.folder / RECORD, self.fields)
+
+
+def _sync_words(folder: Path) -> None:
+    """Hydra writes the words of a run and syncs nothing: after a power cut there would be checkpoints that no word leads to."""
+    words = folder / HYDRA
+    if words.is_dir():
+        for path in words.glob("*.yaml"):
+            sync_file(path)
+        sync_folder(words)
+        sync_folder(folder)
 
 
 def _lock(folder: Path) -> int:

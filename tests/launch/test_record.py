@@ -252,3 +252,23 @@ def test_a_process_is_told_from_a_later_one_of_the_same_number():
     assert origin.lives(me)
     if me["start_ticks"] is not None:  # where there is /proc
         assert not origin.lives({**me, "start_ticks": 1}) and not origin.lives({**me, "boot_id": "another"})
+
+
+def test_the_words_of_a_run_are_on_the_disk_before_it_trains(tmp_path, monkeypatch):
+    """Hydra writes them and syncs nothing: after a power cut there would be checkpoints that no word leads to."""
+    words = tmp_path / "run" / ".hydra"
+    words.mkdir(parents=True)
+    (words / "config.yaml").write_text("seed: 42\n")
+    synced = []
+
+    class Watched(disk.FileSystem):
+        @staticmethod
+        def fsync(fd: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            os.fsync(fd)
+
+    with Record.open(tmp_path / "run") as record:
+        monkeypatch.setattr(disk, "fs", Watched())
+        record.running()
+    begun = next(at for at, path in enumerate(synced) if ".tmp-run.json" in path)
+    assert {str(words / "config.yaml"), str(words), str(tmp_path / "run")} <= set(synced[:begun])
