@@ -14,7 +14,7 @@ Pair = tuple[str, str]
 
 def pairs(text: str) -> list[Pair]:
     """One "English name:Chinese name" between commas."""
-    return [tuple(item.strip().split(":")) for item in text.split(",")]
+    return [(english.strip(), chinese.strip()) for english, chinese in (item.split(":") for item in text.split(","))]
 
 
 PEOPLE = pairs(

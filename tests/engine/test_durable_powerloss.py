@@ -68,7 +68,7 @@ def broken(tree, folder: Path, newest_step: int, attempt: int) -> str | None:
 
 
 def failures(log, promises, folder: Path, chances: int):
-    for done, fate, tree in disks(log, fates(chances)):
+    for done, _, tree in disks(log, fates(chances)):
         kept = [promise[1:] for promise in promises if promise[0] <= done]
         yield broken(tree, folder, *(kept[-1] if kept else (0, 0)))
 
