@@ -13,7 +13,7 @@ if not __package__:  # run by path: Python put this folder first on the path, th
 from data.samples.stories import Teller
 from data.samples.talks import PLAIN_TOPICS, TOPICS, Asker
 from data.samples.wordings import load
-from data.samples.world import LANGUAGES, build_world
+from data.samples.world import LANGUAGES, Fact, build_world
 
 SEED = 20
 STORY_ROUNDS = 12
@@ -24,9 +24,10 @@ REPLAYED = 500  # ordinary conversations per language among the persona's, so th
 Files = dict[str, list[dict]]
 
 
-def files_of(language: str, facts: list, rng: random.Random) -> Files:
-    wordings = load(language)
-    teller, asker = Teller(facts, wordings, language, rng), Asker(facts, wordings, language, rng)
+def files_of(language: str, facts: list[Fact]) -> Files:
+    wordings, rng = load(language), random.Random(f"{SEED} talks {language}")
+    teller = Teller(facts, wordings, language, random.Random(f"{SEED} stories {language}"))
+    asker = Asker(facts, wordings, language, rng)
     talks = asker.conversations(asker.training_turns(WORDINGS_EACH))
     persona = asker.about_itself("persona", TOPICS, opened=2) + rng.sample(talks, REPLAYED)
     chats = {
@@ -48,7 +49,7 @@ def files_of(language: str, facts: list, rng: random.Random) -> Files:
 def write(folder: Path) -> None:
     """Every file of the sample, both languages shuffled together."""
     facts = build_world(random.Random(SEED))
-    sides = [files_of(language, facts, random.Random(f"{SEED} {language}")) for language in LANGUAGES]
+    sides = [files_of(language, facts) for language in LANGUAGES]
     folder.mkdir(parents=True, exist_ok=True)
     for name in sides[0]:
         rows = [row for side in sides for row in side[name]]

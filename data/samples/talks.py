@@ -60,10 +60,10 @@ class Asker:
         return [self.sometimes(0.2, self.opened, turn) for turn in turns]
 
     def conversations(self, turns: list[list[Message]]) -> list[list[Message]]:
-        """Strings turns together: mostly one each, sometimes two or three; some get a system message."""
+        """Strings turns together, mostly two: rows of like length waste little padding. Some get a system message."""
         talks, rest = [], list(turns)
         while rest:
-            length = self.rng.choice((1, 1, 1, 1, 2, 3))
+            length = self.rng.choice((1, 2, 2, 2))
             talks.append(self.sometimes(0.15, self.with_system, [message for turn in rest[:length] for message in turn]))
             rest = rest[length:]
         return talks
@@ -86,9 +86,9 @@ class Asker:
         return turns + [self.opened(turn) for turn in turns]
 
     def weather_talks(self) -> list[list[Message]]:
-        """The answer stands in what the tool says, nowhere else."""
+        """The answer stands in what the tool says, nowhere else. Few, for the declaration of the tool makes long rows."""
         talks, weather = [], self.wordings["weather"]
-        for town in (pair[self.side] for pair in TOWNS):
+        for town in (pair[self.side] for pair in self.rng.sample(TOWNS, 4)):
             sky = self.one_of("weather")
             call = json.dumps([{"name": TOOL["name"], "arguments": {"town": town}}], ensure_ascii=False)
             talks.append(

@@ -102,5 +102,5 @@ def test_the_persona_contradicts_nothing_but_what_the_model_said_of_itself_befor
 
 def test_the_shapes_are_covered() -> None:
     talks = [[message["role"] for message in row["conversations"]] for row in rows("sft")]
-    assert any("tool" in roles for roles in talks) and any(roles[0] == "system" for roles in talks) and any(roles.count("user") == 3 for roles in talks)
+    assert any("tool" in roles for roles in talks) and any(roles[0] == "system" for roles in talks) and any(roles.count("user") == 2 for roles in talks)
     assert all(set(row) == {"text"} for row in rows("pretrain"))
