@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_a_pair_asks_one_question_and_its_sides_differ() -> None:
 
 
 def test_the_persona_contradicts_nothing_but_what_the_model_said_of_itself_before() -> None:
-    before = {question: answer for row in rows("sft") for question, answer in zip([m["content"] for m in row["conversations"]], [m["content"] for m in row["conversations"]][1:])}
+    before = {first["content"]: second["content"] for row in rows("sft") for first, second in pairwise(row["conversations"])}
     after = {row["conversations"][0]["content"]: row["conversations"][1]["content"] for row in rows("lora_identity") if len(row["conversations"]) == 2}
     changed = {before[question] for question in before.keys() & after.keys() if before[question] != after[question]}
     assert changed == {load(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")}
