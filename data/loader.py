@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,16 +78,15 @@ class StepLoader:
         return -(-len(self.rows) // self.global_batch)
 
     def steps(self, epoch: int, skip: int = 0) -> Iterator[list[Batch]]:
-        batches = iter(
-            DataLoader(
-                self.rows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
-                batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
-                collate_fn=_Collate(self.pad_id),
-                num_workers=self.num_workers,
-                worker_init_fn=_ignore_signals,
-                generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
-            )
+        loader: DataLoader = DataLoader(
+            self.rows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
+            batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
+            collate_fn=_Collate(self.pad_id),
+            num_workers=self.num_workers,
+            generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
         )
+        with _signals_held():
+            batches = iter(loader)
         for step in range(skip, self.steps_per_epoch):
             yield [next(batches) for _ in self._indices(epoch, step)]
 
@@ -107,7 +107,12 @@ class _Collate:
         return collate(rows, self.pad_id)
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ctrl-C reaches the whole group: workers must outlive it, so that the training process can finish its step."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C reaches the whole group. Workers begin with what is held here and go on holding it: they outlive the signal from their
+    first moment on, so that the training process can finish its step."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

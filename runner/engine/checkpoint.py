@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -24,12 +25,14 @@ from torch import Tensor
 from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
-from runner.engine.disk import make_folder
+from runner.engine.disk import Pieces, make_folder
 from runner.engine.identity import changes
 from runner.engine.run import Progress, Run, RunFailed
 from runner.engine.writer import Outcome
 
-Files = dict[str, Callable[[], bytes]]
+Files = dict[str, Callable[[], Pieces]]
+
+DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
 
 
 def name_of(step: int) -> str:
@@ -48,22 +51,50 @@ def save(run: Run) -> None:
         return _failed(run, error)
     model, optimizer = _copied(learning(run.model)), _copied(run.optimizers.state())
     files: Files = {
-        "model.safetensors": partial(safetensors.torch.save, model),
-        "optimizer.safetensors": partial(safetensors.torch.save, optimizer),
+        "model.safetensors": partial(_pieces, model),
+        "optimizer.safetensors": partial(_pieces, optimizer),
         "state.json": lambda: state,
     }
-    run.writer.submit(name_of(step), partial(_commit, folder, name_of(step), files, run.cfg.train.keep_checkpoints))
+    run.writer.submit(name_of(step), partial(_commit, folder, name_of(step), files, _size(model) + _size(optimizer), run.cfg.train.keep_checkpoints))
     run.saved_step = step
     run.save_stall += time.perf_counter() - started
 
 
-def _commit(folder: Path, name: str, files: Files, keep: int) -> None:
+def _commit(folder: Path, name: str, files: Files, size: int, keep: int) -> None:
     """On the writer thread. Only what is on the disk for good may be called latest, or push an older one out."""
     make_folder(folder)
-    durable.write_folder(folder, name, files, {})
+    durable.write_folder(folder, name, files, {}, expected=size)
     durable.hint(folder, "latest", name)
     best = durable.read_hint(folder, "best")
     durable.prune(folder, keep, protect={best} if best else set())
+
+
+def _pieces(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
+    """A safetensors file (https://huggingface.co/docs/safetensors) as its header and the memory of each tensor: nothing is copied.
+
+    Also on the writer thread. No NaN is ever committed, however it came into the memory of a healthy run.
+    """
+    header: dict[str, Any] = {}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for name, tensor in sorted(tensors.items()):
+        if not _finite(tensor):
+            raise RunFailed(f"{name} is no longer finite and was not saved; resume= continues from the checkpoint before")
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return [len(text).to_bytes(8, "little") + text, *parts]
+
+
+def _finite(tensor: Tensor) -> bool:
+    low, high = tensor.aminmax()  # a NaN anywhere comes out as both; isfinite() takes longer than writing the file
+    return math.isfinite(low.item() + high.item())
+
+
+def _size(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def mark_best(run: Run) -> None:
@@ -78,6 +109,15 @@ def poll(run: Run) -> None:
     _account(run, run.writer.poll())
 
 
+def commit(run: Run) -> None:
+    """Save, and see it on the disk; what fails is tried again until it passes or RunFailed is raised."""
+    while True:
+        save(run)
+        settle(run)
+        if run.saved_step == run.progress.step or not run.world.leads:
+            return
+
+
 def settle(run: Run) -> None:
     """Wait until what was handed to the writer is on the disk, or has failed."""
     _account(run, run.writer.wait())
@@ -89,7 +129,7 @@ def _account(run: Run, outcomes: list[Outcome]) -> None:
             run.failed_saves = 0
             if not outcome.name.startswith("best"):
                 run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
-                run.note(checkpoint=outcome.name, step=run.saved_step, degraded=None)
+                run.note(checkpoint=outcome.name, step=int(outcome.name[5:]), degraded=None)
         elif isinstance(outcome.error, OSError):
             _failed(run, outcome.error)
         else:

@@ -42,17 +42,18 @@ class DiskTrouble(OSError):
         return str(self.strerror)
 
 
-def write_folder(parent: Path, name: str, files: Mapping[str, Pieces | Callable[[], Pieces]], manifest: dict[str, Any]) -> None:
+def write_folder(parent: Path, name: str, files: Mapping[str, Pieces | Callable[[], Pieces]], manifest: dict[str, Any], expected: int = 0) -> None:
     """Commit `parent/name` with these files; once this returns, not even a power cut takes it away.
 
     A callable is asked for its bytes when its turn comes, so that only one file's bytes need be held at a time. The fields
-    of `manifest` stand in MANIFEST.json beside the checksums. A good folder of that name is left as it is, a bad one is
+    of `manifest` stand in MANIFEST.json beside the checksums. Room for `expected` bytes, all the callables will give, is asked for
+    before the first is written. A good folder of that name is left as it is, a bad one is
     replaced. Raises DiskTrouble, after clearing up, when the disk is full, read-only or broken.
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST for file in files), f"file names we would refuse to read back: {list(files)}"
     assert not manifest.keys() & {"files", "sha256"}, f"fields the manifest needs for itself: {list(manifest)}"
     target, temp = parent / name, parent / hidden_name("tmp", name)
-    need = sum(_size(data) for data in files.values() if not callable(data))
+    written, need = 0, max(expected, sum(_size(data) for data in files.values() if not callable(data)))
     try:
         if os.path.lexists(target):
             if verify(target) is None:
@@ -66,8 +67,9 @@ def write_folder(parent: Path, name: str, files: Mapping[str, Pieces | Callable[
         for file, data in files.items():
             if callable(data):
                 data = data()
-                need += _size(data)
-                _require_room(parent, _size(data))
+            written += _size(data)
+            need = max(need, written)
+            _require_room(parent, _size(data))
             entries[file] = write_file(temp / file, data)
         write_file(temp / MANIFEST, _seal({**manifest, "files": entries}))
         sync_folder(temp)

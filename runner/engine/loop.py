@@ -49,11 +49,11 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
                 log(run, result, lr, epoch, pace)
             checkpoint.poll(run)
             stopping = stop()
-            if due(run, every.save_every) or stopping:
-                checkpoint.save(run)
             if stopping:
-                checkpoint.settle(run)
+                checkpoint.commit(run)
                 raise Interrupted(progress.step, run.folder)
+            if due(run, every.save_every):
+                checkpoint.save(run)
             pace.pause(look, run)
             if run.finished:
                 break
@@ -238,8 +238,7 @@ def samples(run: Run) -> list[dict[str, str]]:
 
 def finish(run: Run) -> float:
     """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
-    checkpoint.save(run)
-    checkpoint.settle(run)
+    checkpoint.commit(run)
     checkpoint.export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")

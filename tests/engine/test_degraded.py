@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,44 @@ def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_is_whole(
         assert "Traceback" not in (place / "said").read_text()
         assert train(cfg, place / "run") == 0  # there is room again
         assert differences(place / "whole", place / "run") == [] and record_of(place / "run")["degraded"] is None
+
+
+def stop_at(step: int) -> None:
+    """In the child: a SIGTERM while it trains this step."""
+    train_step = loop.train_step
+
+    def stopped(run, *args):
+        if run.progress.step == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(run, *args)
+
+    loop.train_step = stopped
+
+
+@pytest.mark.parametrize("last", [7, STEPS], ids=["asked to stop", "at the end"])
+def test_a_last_save_that_fails_is_tried_again(last, tmp_path):
+    def spoil():
+        disk.fs = Faulty("write", errno.EIO, steps=(last,), times=1)
+        stop_at(last) if last < STEPS else None
+
+    with room(tmp_path) as place:
+        cfg = config(place, "train.save_every=5", "train.max_failed_saves=3")
+        assert train(cfg, place / "run", spoil) == (75 if last < STEPS else 0)
+        assert (steps_of(place / "run")[-1], record_of(place / "run")["degraded"]) == (last, None)
+
+
+@pytest.mark.parametrize("last", [7, STEPS], ids=["asked to stop", "at the end"])
+def test_who_cannot_save_the_last_step_does_not_say_so(last, tmp_path):
+    def spoil():
+        disk.fs = Faulty("write", errno.ENOSPC, steps=(last,))
+        stop_at(last) if last < STEPS else None
+
+    with room(tmp_path) as place:
+        cfg = config(place, "train.save_every=5", "train.max_failed_saves=3")
+        assert train(cfg, place / "run", spoil) == 1
+        record = record_of(place / "run")
+        assert record["status"] == "failed" and "3 saves in a row failed" in record["error"]
+        assert steps_of(place / "run")[-1] == last - last % 5 - (5 if last % 5 == 0 else 0)
 
 
 def small_disk(folder: Path, size: str) -> str | None:
@@ -203,3 +242,23 @@ def test_no_number_that_is_not_finite_is_ever_saved(precision, tmp_path):
         assert len(steps_of(place / "run")) == STEPS and all_finite(place / "run")
         assert train(cfg, place / "lost", lambda: poison(4, 5, 6)) == 1
         assert record_of(place / "lost")["status"] == "failed" and all_finite(place / "lost")
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    """However they came to be: a bad bit of memory, a bad file of weights."""
+
+    def spoil():
+        step = loop.train_step
+
+        def spoilt(run, *args):
+            if run.progress.step == 5:
+                run.model.model.embed_tokens.weight.data[6000] = math.inf
+            return step(run, *args)
+
+        loop.train_step = spoilt
+
+    with room(tmp_path) as place:
+        cfg = config(place, "train.keep_checkpoints=2", "train.max_nonfinite_steps=9", "train.sample_every=0")
+        assert train(cfg, place / "run", spoil) == 1
+        assert steps_of(place / "run")[-1] == 5 and all_finite(place / "run")
+        assert "embed_tokens.weight" in record_of(place / "run")["error"]

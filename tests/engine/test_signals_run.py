@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from torch.utils.data._utils import signal_handling
 from trainee import STEPS, SlowDisk, code_of, config, launch, litter, record_of, room, steps_of, train
 
 from runner.engine import checkpoint, disk, loop
@@ -155,6 +156,28 @@ def test_a_signal_at_any_moment_saves_within_a_step_and_costs_no_bit(signals, tm
     print(f"{dict(seen)}, at most {longest:.2f} s from the signal to the end")
     assert longest < HELD and seen.total() == signals
     assert signals < 50 or seen.keys() == set(MOMENTS)
+
+
+def test_a_signal_to_the_group_finds_data_workers_that_only_just_start(tmp_path):
+    def start_slowly():
+        os.setpgid(0, 0)
+        handle = signal_handling._set_worker_signal_handlers
+
+        def handle_and_wait():  # torch's own handlers are in place, ours may not be yet
+            handle()
+            (place / "starting").touch()
+            time.sleep(1)
+
+        signal_handling._set_worker_signal_handlers = handle_and_wait
+
+    with room(tmp_path) as place:
+        cfg = config(place, "data.num_workers=2")
+        child = launch(cfg, place / "run", start_slowly)
+        while not (place / "starting").exists():
+            time.sleep(0.01)
+        os.killpg(child, signal.SIGTERM)
+        assert code_of(child) == 75, (place / "said").read_text()[-2000:]
+        assert steps_of(place / "run") == [1]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
