@@ -84,7 +84,8 @@ def _continue(name: str, extra: list[str]) -> None:
     with Record.open(folder, resume=True) as record:
         if record.status == "completed" and not extra:
             return print(f"{folder}: already complete at step {record.fields['step']}")
-        loss = start(relaunch.continued(folder, extra), record)
+        with relaunch.continued(folder, extra) as config:
+            loss = start(config, record)
     print(f"{folder}: completed, loss {loss:.4f}")
 
 

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
+from runner.engine.disk import replace
 from runner.launch import words as words_of
 from runner.launch.compose import register, translated, typed
 from runner.launch.folders import finished_runs
+from runner.launch.refusal import is_refusal
 from runner.launch.words import CONF, ROOT
 
 STORED = Path(".hydra") / "config.yaml"
+KEPT = ("config.yaml", "overrides.yaml")
 REPO = "${repo:}"
 
 
@@ -33,8 +38,21 @@ def find(name: str) -> Path:
     raise ValueError("there is no run here", f"resume={name}", "give the folder of a run: it holds a run.json")
 
 
-def continued(folder: Path, extra: list[str]) -> Config:
-    """The run's own config with the extra words on top, which are written back beside a copy of the former one."""
+@contextmanager
+def continued(folder: Path, extra: list[str]) -> Iterator[Config]:
+    """The run's own config with the extra words on top. They stay in its folder, the former ones under `.hydra/history/`,
+    unless the run refuses them inside: then its folder is as it was."""
+    config, tree = _with(folder, extra)
+    former = _keep(folder, tree, extra) if extra else None
+    try:
+        yield config
+    except ValueError as error:
+        if former and is_refusal(error):
+            _take_back(folder, former)
+        raise
+
+
+def _with(folder: Path, extra: list[str]) -> tuple[Config, DictConfig]:
     words_of.check(extra)
     register()
     stored = _stored(folder / STORED)
@@ -45,19 +63,18 @@ def continued(folder: Path, extra: list[str]) -> Config:
             if key in ("stage", "model", "data", "experiment"):
                 raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
             value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()
-            OmegaConf.update(tree, key, value, merge=False)
+            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
         assert isinstance(tree, DictConfig)
-        config = typed(tree)
-    if extra:
-        _keep(folder, tree, extra)
-    return config
+        return typed(tree), tree
 
 
 def _stored(path: Path) -> dict[str, Any]:
     try:
         stored = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"the run's config cannot be read: {error}", str(path), "start a new run with init_from=DIR") from error
+        raise ValueError(f"the run's config cannot be read: {error}", str(path), f"give its first words again, with hydra.run.dir={path.parents[1]}") from error
+    if not isinstance(stored, dict):  # killed before its words were written
+        raise ValueError("the run has no config yet", str(path), f"give its first words again, with hydra.run.dir={path.parents[1]}")
     return {key: _plain(value, key, path) for key, value in stored.items()}
 
 
@@ -76,13 +93,20 @@ def _plain(value: Any, word: str, path: Path) -> Any:
     return value
 
 
-def _keep(folder: Path, tree: Any, extra: list[str]) -> None:
+def _keep(folder: Path, tree: DictConfig, extra: list[str]) -> Path:
+    """Put config and words of this launch in the place of the former ones; returns where those are now."""
     hydra = folder / ".hydra"
     former = hydra / "history" / f"{len(list((hydra / 'history').glob('*'))):03d}"
     former.mkdir(parents=True)
-    for name in ("config.yaml", "overrides.yaml"):
-        if (hydra / name).exists():
-            shutil.copy2(hydra / name, former / name)
-    (hydra / "config.yaml").write_text(OmegaConf.to_yaml(tree, resolve=True), encoding="utf-8")
-    words = yaml.safe_load((former / "overrides.yaml").read_text()) if (former / "overrides.yaml").exists() else []
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump([*words, *extra]), encoding="utf-8")
+    for name in KEPT:
+        shutil.copy2(hydra / name, former / name)
+    words = yaml.safe_load((former / "overrides.yaml").read_text())
+    replace(hydra / "config.yaml", OmegaConf.to_yaml(tree, resolve=True).encode())
+    replace(hydra / "overrides.yaml", yaml.safe_dump([*words, *extra]).encode())
+    return former
+
+
+def _take_back(folder: Path, former: Path) -> None:
+    for name in KEPT:
+        replace(folder / ".hydra" / name, (former / name).read_bytes())
+    shutil.rmtree(former)
