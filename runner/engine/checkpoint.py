@@ -25,13 +25,14 @@ from torch import Tensor
 from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
-from runner.engine.disk import Pieces, make_folder
+from runner.engine.disk import Pieces, make_folder, sync_folder, sync_tree
 from runner.engine.identity import changes
 from runner.engine.run import Progress, Run, RunFailed
 from runner.engine.writer import Outcome
 
 Files = dict[str, Callable[[], Pieces]]
 
+FORMAT = 1  # of state.json
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
 
 
@@ -55,18 +56,37 @@ def save(run: Run) -> None:
         "optimizer.safetensors": partial(_pieces, optimizer),
         "state.json": lambda: state,
     }
-    run.writer.submit(name_of(step), partial(_commit, folder, name_of(step), files, _size(model) + _size(optimizer), run.cfg.train.keep_checkpoints))
+    retention = Retention(run.cfg.train.keep_checkpoints, run.cfg.train.keep_every, run.progress.best_step)
+    run.writer.submit(name_of(step), partial(_commit, folder, name_of(step), files, _size(model) + _size(optimizer), retention))
     run.saved_step = step
     run.save_stall += time.perf_counter() - started
 
 
-def _commit(folder: Path, name: str, files: Files, size: int, keep: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest few, every so many steps, and the best."""
+
+    newest: int
+    every: int  # steps; 0: none
+    best: int | None  # step of the best evaluation, if it was saved
+
+    def protects(self, step: int) -> bool:
+        return step == self.best or (self.every > 0 and step % self.every == 0)
+
+
+def _commit(folder: Path, name: str, files: Files, size: int, retention: Retention) -> None:
     """On the writer thread. Only what is on the disk for good may be called latest, or push an older one out."""
     make_folder(folder)
     durable.write_folder(folder, name, files, {}, expected=size)
     durable.hint(folder, "latest", name)
-    best = durable.read_hint(folder, "best")
-    durable.prune(folder, keep, protect={best} if best else set())
+    note_best(folder, retention.best)
+    durable.prune(folder, retention.newest, protect={path.name for path in folder.glob("step-*") if retention.protects(int(path.name[5:]))})
+
+
+def note_best(folder: Path, step: int | None) -> None:
+    """`best` names the best step among those saved; an evaluation that falls between two saves leaves no mark."""
+    if step is not None and (folder / name_of(step)).is_dir():
+        durable.hint(folder, "best", name_of(step))
 
 
 def _pieces(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
@@ -97,13 +117,6 @@ def _size(tensors: dict[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def mark_best(run: Run) -> None:
-    """Keep the best step among those saved; an evaluation that falls between two saves leaves no mark."""
-    if run.saved_step == run.progress.step:
-        name = name_of(run.saved_step)
-        run.writer.submit(f"best {name}", partial(durable.hint, run.folder / "checkpoints", "best", name))
-
-
 def poll(run: Run) -> None:
     """Say what the writer has finished since the last call; stop a run whose saves keep failing."""
     _account(run, run.writer.poll())
@@ -127,9 +140,8 @@ def _account(run: Run, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         if outcome.error is None:
             run.failed_saves = 0
-            if not outcome.name.startswith("best"):
-                run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
-                run.note(checkpoint=outcome.name, step=int(outcome.name[5:]), degraded=None)
+            run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
+            run.note(checkpoint=outcome.name, step=int(outcome.name[5:]), degraded=None)
         elif isinstance(outcome.error, OSError):
             _failed(run, outcome.error)
         else:
@@ -163,6 +175,8 @@ def load_newest(run: Run) -> bool:
     for name, reason in passed_over:
         run.track.warn(f"checkpoint {name} passed over: {reason}")
     if folder is None:
+        if passed_over:
+            raise ValueError("no checkpoint of this run is whole: " + "; ".join(f"{name}: {reason}" for name, reason in passed_over), str(run.folder / "checkpoints"), "bring one back, or start a new run")
         return False
     load(run, folder)
     return True
@@ -170,6 +184,10 @@ def load_newest(run: Run) -> bool:
 
 def load(run: Run, folder: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(f"the checkpoint has format {state.get('format')}, this program reads format {FORMAT}", str(folder), "use the version of the program that wrote it, or init_from= for its weights")
+    if state["progress"]["step"] > run.total_steps:
+        raise ValueError(f"the run already stands at step {state['progress']['step']}", f"train.max_steps={run.total_steps}", "give a larger number; a run does not go back")
     _agree(run, state["facts"], folder)
     _fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
     run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
@@ -181,15 +199,20 @@ def load(run: Run, folder: Path) -> None:
 
 
 def export(run: Run) -> None:
-    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Whole or not at all."""
-    target, fresh = run.folder / "model", run.folder / ".model-new"
-    shutil.rmtree(fresh, ignore_errors=True)
+    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays."""
+    target, fresh, former = (run.folder / name for name in ("model", ".tmp-model", ".del-model"))
+    for leftover in (fresh, former):
+        shutil.rmtree(leftover, ignore_errors=True)
     if run.cfg.stage.lora is not None:
         hub.save_adapter(fresh, run.model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
     else:
         hub.save_model(fresh, run.model, run.cfg.model, Path(run.cfg.data.tokenizer))
-    shutil.rmtree(target, ignore_errors=True)
+    sync_tree(fresh)
+    if target.exists():
+        target.rename(former)
     fresh.rename(target)
+    sync_folder(run.folder)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def learning(model: Decoder) -> dict[str, Tensor]:
@@ -199,6 +222,7 @@ def learning(model: Decoder) -> dict[str, Tensor]:
 
 def _state(run: Run) -> dict[str, Any]:
     return {
+        "format": FORMAT,
         "progress": dataclasses.asdict(run.progress),
         "scaler": run.precision.state(),
         "random": randomness.capture(),

@@ -28,7 +28,8 @@ class TrainConfig:
     save_every: int
     sample_every: int
     sample_tokens: int  # longest generated answer
-    keep_checkpoints: int
+    keep_checkpoints: int  # the newest so many stay ...
+    keep_every: int  # ... and those of every so many steps; the best one stays in any case
     patience: int  # evaluations without a better loss before the run ends early; 0: never
     max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
     max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
@@ -40,14 +41,14 @@ class TrainConfig:
         for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
             if getattr(self, word) < 1:
                 raise ValueError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
-        for word in ("max_steps", "eval_every", "save_every", "sample_every", "patience"):
+        for word in ("max_steps", "eval_every", "save_every", "sample_every", "keep_every", "patience"):
             if getattr(self, word) < 0:
                 raise ValueError("a count cannot be negative", f"train.{word}={getattr(self, word)}", "choose 0 (off) or more")
         if self.keep_checkpoints < 2:
             # Should the newest turn out torn or rotten, the one before it is what the run continues from.
             raise ValueError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
         if self.compile not in COMPILE_MODES:
-            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(COMPILE_MODES)}")
+            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(COMPILE_MODES)}, e.g. default")
 
 
 @dataclass
@@ -73,5 +74,9 @@ class Config:
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
+        if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
+            raise ValueError("patience counts evaluations, and there are none", f"train.patience={self.train.patience}", "set train.eval_every, and data.val_path or data.val_fraction")
         if self.train.max_steps and self.schedule.warmup_steps > self.train.max_steps:
             raise ValueError("the warmup is longer than the run", f"schedule.warmup_steps={self.schedule.warmup_steps}", f"choose at most train.max_steps={self.train.max_steps}")

@@ -71,6 +71,20 @@ def _sync(path: Path, kind: int) -> None:
         fs.close(fd)
 
 
+def sync_tree(folder: Path) -> None:
+    """Files that a library has written, and the folders they stand in, onto the disk."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            sync_tree(path)
+            continue
+        fd = fs.open(path, os.O_RDONLY)
+        try:
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
+    sync_folder(folder)
+
+
 def read_file(path: Path, limit: int) -> bytes:
     """At most `limit` bytes of a regular file; a link, a pipe, a device or a longer file is an OSError."""
     fd, size = _open_regular(path)

@@ -19,7 +19,7 @@ RULES = {
     # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
     "free": (
         "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "init_from", "resume",
-        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.patience", "train.max_failed_saves", "train.verify_resume",
+        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.keep_every", "train.patience", "train.max_failed_saves", "train.verify_resume",
     ),
     # Allowed, said and recorded: another course from here on, exactly reproducible all the same.
     "course": ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "optimizer.grad_clip", "optimizer.layer_decay", "optimizer.momentum", "schedule.*",

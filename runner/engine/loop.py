@@ -3,9 +3,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -27,7 +28,7 @@ class StepResult(NamedTuple):
     taken: bool  # False: not finite, no weight moved
     culprit: str | None  # then, the first parameter with such a gradient
     labels: int  # tokens that carried loss
-    tokens: int  # tokens that were no padding
+    positions: int  # of the input, without padding
 
 
 def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
@@ -43,15 +44,13 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
         epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
         for batches in run.loader.steps(epoch, skip=done):
             lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
-            result = settle(run, batches, lr)
-            pace.add(result.tokens)
+            result = take_step(run, batches, lr, stop)
+            pace.add(result.positions)
             if due(run, every.log_every):
                 log(run, result, lr, epoch, pace)
             checkpoint.poll(run)
-            stopping = stop()
-            if stopping:
-                checkpoint.commit(run)
-                raise Interrupted(progress.step, run.folder)
+            if stop():
+                leave(run)
             if due(run, every.save_every):
                 checkpoint.save(run)
             pace.pause(look, run)
@@ -63,6 +62,8 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
 def begin(run: Run) -> None:
     """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
     checkpoint.load_newest(run)
+    if not run.finished:
+        shutil.rmtree(run.folder / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
     run.track.start(
         header(run),
         total_steps=run.total_steps,
@@ -92,11 +93,19 @@ def due(run: Run, every: int) -> bool:
     return every > 0 and (run.progress.step % every == 0 or run.progress.step == run.total_steps)
 
 
-def settle(run: Run, batches: list[Batch], lr: float) -> StepResult:
+def leave(run: Run) -> NoReturn:
+    """Save the step the run stands at, and stop."""
+    checkpoint.commit(run)
+    raise Interrupted(run.progress.step, run.folder)
+
+
+def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> StepResult:
     """One step of the schedule: taken, tried again while an fp16 overflow can be scaled away, or given up."""
     progress = run.progress
     while not (result := train_step(run, batches, lr)).taken and run.precision.retries:
         progress.overflows += 1
+        if stop():
+            leave(run)  # no weight has moved: the step before is where the run stands
     progress.step += 1
     progress.rows += sum(len(batch.names) for batch in batches)
     progress.tokens += result.labels
@@ -146,8 +155,8 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
     """One update from its micro-batches: count first, then divide every part by the same number."""
     run.wrapped.train()
     counts = [run.objective.count(batch) for batch in batches]
-    labels, tokens = sum(batch.supervised for batch in batches), sum(int(batch.lengths.sum()) for batch in batches)
-    total = sum(counts)
+    labels, positions = sum(batch.supervised for batch in batches), sum(int(batch.lengths.sum()) for batch in batches)
+    total = run.world.sum(sum(counts))
     sums: Sums = {}
     for batch in batches:
         with run.precision.autocast():
@@ -155,10 +164,10 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
         run.precision.backward(parts["loss"] / total)
         for name, part in parts.items():
             sums[name] = sums.get(name, 0.0) + part.detach()
-    means = {name: value.item() / total for name, value in sums.items()}
+    means = {name: run.world.sum(value.item()) / total for name, value in sums.items()}
     run.optimizers.set_lr(lr)
     update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip, math.isfinite(means["loss"]))
-    return StepResult(means, update.norm, update.taken, update.culprit, labels, tokens)
+    return StepResult(means, update.norm, update.taken, update.culprit, labels, positions)
 
 
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
@@ -190,7 +199,6 @@ def judge(run: Run, means: dict[str, float]) -> None:
     run.track.log("eval", progress.step, tokens=progress.tokens, **means)
     if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
         progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
-        checkpoint.mark_best(run)
     else:
         progress.evals_since_best += 1
 
@@ -239,6 +247,7 @@ def samples(run: Run) -> list[dict[str, str]]:
 def finish(run: Run) -> float:
     """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
     checkpoint.commit(run)
+    checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
     checkpoint.export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
@@ -250,10 +259,10 @@ class Pace:
     """Tokens per second of training, without the time spent on evaluation and samples."""
 
     def __init__(self) -> None:
-        self.tokens, self.since = 0, time.perf_counter()
+        self.positions, self.since = 0, time.perf_counter()
 
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
+    def add(self, positions: int) -> None:
+        self.positions += positions
 
     def pause(self, work: Callable[[Run], None], run: Run) -> None:
         before = time.perf_counter()
@@ -263,6 +272,6 @@ class Pace:
     def read(self) -> float:
         """Since the last reading."""
         now = time.perf_counter()
-        rate = self.tokens / max(now - self.since, 1e-9)
-        self.tokens, self.since = 0, now
+        rate = self.positions / max(now - self.since, 1e-9)
+        self.positions, self.since = 0, now
         return rate

@@ -31,6 +31,10 @@ class OptimizerConfig:
             raise ValueError("Adam takes two decay rates in [0, 1)", f"optimizer.betas={self.betas}", "give e.g. optimizer.betas=[0.9,0.95]")
         if not (self.weight_decay >= 0 and self.grad_clip >= 0):
             raise ValueError("weight decay and clipping cannot be negative", f"optimizer.weight_decay={self.weight_decay} optimizer.grad_clip={self.grad_clip}", "choose 0 or more")
+        if not self.eps > 0:
+            raise ValueError("eps keeps a division from failing", f"optimizer.eps={self.eps}", "choose e.g. 1e-8")
+        if not 0 <= self.momentum < 1:
+            raise ValueError("momentum is a decay rate in [0, 1)", f"optimizer.momentum={self.momentum}", "choose e.g. 0.95")
         if not 0 < self.layer_decay <= 1:
             raise ValueError("layer decay is a factor in (0, 1]", f"optimizer.layer_decay={self.layer_decay}", "1 gives every layer the same lr")
 

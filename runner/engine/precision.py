@@ -68,7 +68,8 @@ class Precision:
                 torch.nn.utils.clip_grads_with_norm_([p for p in optimizers.parameters if p.grad is not None], clip, norm)
             for part in optimizers.parts:
                 self.scaler.step(part)
-        self.scaler.update()
+        # A loss can overflow while its gradients do not; the scaler, which sees only these, would never lower its scale.
+        self.scaler.update(None if taken or not self.scaler.is_enabled() else self.scale * self.scaler.get_backoff_factor())
         optimizers.zero_grad()
         return Update(norm.item(), taken, culprit)
 

@@ -149,10 +149,10 @@ def read_rows(cfg: Config, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
     rows = read(cfg.data.path)
     if cfg.data.val_path:
         return rows, read(cfg.data.val_path)
-    held_out = round(len(rows) * cfg.data.val_fraction)
-    if not held_out:
+    if not cfg.data.val_fraction:
         return rows, None
-    if held_out == len(rows):
+    held_out = max(1, round(len(rows) * cfg.data.val_fraction))
+    if held_out >= len(rows):
         raise ValueError(f"holding out {held_out} of {len(rows)} rows leaves nothing to train on", f"data.val_fraction={cfg.data.val_fraction}", "choose a smaller share, or give data.val_path")
     order = shuffled(np.arange(len(rows)), len(rows), seed=0, epoch=0)  # not cfg.seed: repeats over seeds are compared on the same rows
     return rows.take(np.sort(order[held_out:])), rows.take(np.sort(order[:held_out]))

@@ -1,6 +1,7 @@
 """A stage is three choices: which rows, which objective, which parameters learn. The loop knows none of their names."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
@@ -31,7 +32,7 @@ class StageConfig:
             raise ValueError("unknown objective", f"stage.objective={self.objective}", f"choose one of {', '.join(OBJECTIVES)}")
         if (self.rows == "preference") != (self.objective == "dpo"):
             raise ValueError("preference rows and the dpo objective go together", f"stage.rows={self.rows} stage.objective={self.objective}", "use stage=dpo")
-        if self.beta <= 0:
+        if not 0 < self.beta < math.inf:
             raise ValueError("beta is a positive number", f"stage.beta={self.beta}", "choose e.g. 0.1")
 
 

@@ -54,6 +54,8 @@ def _let_in(app: Callable[[], None]) -> None:
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
         return _continue(resume[-1], typed)
+    if nowhere := next((word for word in typed if word in ("hydra.run.dir=", "hydra.sweep.dir=")), None):
+        raise ValueError("a run needs a folder", nowhere, "give one, or leave the word out")
     sweep = bool(SWEEPING & set(flags))
     place = "hydra.sweep.dir=" if sweep else "hydra.run.dir="
     jobs = _jobs(typed) if sweep else [typed]

@@ -46,7 +46,7 @@ def _newest(config: Config, folder: Path, shared: dict[str, str]) -> str:
     if before is None:
         return "scratch"
     runs = [*finished_runs(ROOT / "outputs"), *(record.parent for record in folder.parent.glob("*/run.json"))]  # one placed by hand has its kin beside it
-    found = [(record["ended"], run) for run in runs if _fits(record := _record(run), before, shared)]
+    found = [(record["ended"], run) for run in runs if _fits(record := _record(run), before, shared) and (run / "model").is_dir()]
     if not found:
         print(f"warning: no finished {before} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
         return "scratch"
@@ -56,7 +56,7 @@ def _newest(config: Config, folder: Path, shared: dict[str, str]) -> str:
 
 
 def _fits(record: dict[str, Any], stage: str, shared: dict[str, str]) -> bool:
-    return record.get("status") == "completed" and record.get("stage") == stage and record.get("fingerprints") == shared
+    return record.get("status") == "completed" and record.get("stage") == stage and shared.items() <= record.get("fingerprints", {}).items()
 
 
 def _record(run: Path) -> dict[str, Any]:

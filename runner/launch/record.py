@@ -100,6 +100,11 @@ class Record:
         except OSError:
             return
 
+    def undo(self, before: dict[str, Any]) -> None:
+        """Put run.json back to what it was: this launch was refused and has not happened."""
+        self.fields = before
+        self._write()
+
     def finish(self, status: str, error: str | None = None, **fields: Any) -> None:
         """The last word of this attempt: interrupted, failed or completed."""
         assert status in STATUSES[2:], f"a run does not end as {status}"

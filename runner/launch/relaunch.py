@@ -13,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
 from runner.engine.disk import replace
+from runner.engine.durable import verify
 from runner.launch import words as words_of
 from runner.launch.compose import register, translated, typed
 from runner.launch.folders import finished_runs
-from runner.launch.refusal import is_refusal
+from runner.launch.refusal import is_refusal, nearest_path
 from runner.launch.words import CONF, ROOT
 
 STORED = Path(".hydra") / "config.yaml"
@@ -32,10 +33,26 @@ def find(name: str) -> Path:
             raise ValueError("there is no run yet", "resume=last", "start one: python runner/train.py")
         return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
     path = Path(name).expanduser().absolute()
+    if not path.exists():
+        raise ValueError("there is no such file or folder", f"resume={name}", nearest_path(name))
     for place in (path, *path.parents):
         if (place / "run.json").is_file():
+            _check_checkpoint(place, path)
             return place
     raise ValueError("there is no run here", f"resume={name}", "give the folder of a run: it holds a run.json")
+
+
+def _check_checkpoint(run: Path, path: Path) -> None:
+    """A run continues from its newest checkpoint: one that is named must be that one, and whole."""
+    inside = path.relative_to(run).parts
+    if len(inside) < 2 or inside[0] != "checkpoints":
+        return
+    named = run / "checkpoints" / inside[1]
+    if reason := verify(named):
+        raise ValueError(f"this checkpoint is not whole: {reason}", str(named), f"resume={run} continues from the newest that is")
+    newer = [other.name for other in named.parent.glob("step-*") if other.name > named.name]
+    if newer:
+        raise ValueError(f"there are newer checkpoints: {', '.join(sorted(newer))}", str(named), f"resume={run}, or start a new run from these weights")
 
 
 @contextmanager

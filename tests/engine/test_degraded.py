@@ -139,10 +139,10 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
         if forbidden := small_disk(place / "small", "24m"):
             (place / "forbidden").write_text(forbidden)
             os._exit(0)
-        settle = loop.settle
+        take_step = loop.take_step
 
         def filling(run, *args):
-            result = settle(run, *args)
+            result = take_step(run, *args)
             if run.progress.step == 5:
                 fill(place / "small" / "filler")
             if run.progress.step == 9:
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
                 (place / "small" / "filler").unlink()
             return result
 
-        loop.settle = filling
+        loop.take_step = filling
 
     def keep_a_copy():
         """The disk goes with the child that has mounted it."""

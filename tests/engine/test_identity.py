@@ -92,3 +92,25 @@ def test_a_checkpoint_that_does_not_prove_whole_is_passed_over_by_name(make_run)
     log = (run.folder / "train.log").read_text()
     assert "step-00000003 passed over" in log and "at step 2" in log
     assert json.loads((run.folder / "checkpoints" / "step-00000006" / "state.json").read_text())["progress"]["step"] == 6
+
+
+def test_a_run_none_of_whose_checkpoints_is_whole_does_not_begin_anew_in_silence(make_run):
+    run = stopped(make_run, "pretrain")
+    for folder in (run.folder / "checkpoints").glob("step-*"):
+        (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="no checkpoint of this run is whole"):
+        train(make_run("pretrain", "train.max_steps=6"))
+
+
+def test_a_run_does_not_go_back(make_run):
+    stopped(make_run, "pretrain")
+    with pytest.raises(ValueError, match="already stands at step 3"):
+        train(make_run("pretrain", "train.max_steps=2"))
+
+
+def test_the_newest_the_best_and_every_so_many_steps_stay(make_run, monkeypatch):
+    monkeypatch.setattr("runner.engine.loop.evaluate", lambda run: {"loss": abs(run.progress.step - 3.0)})
+    run = make_run("pretrain", "train.max_steps=12", "train.save_every=1", "train.eval_every=1", "train.keep_checkpoints=2", "train.keep_every=5", "data.val_fraction=0.1")
+    train(run)
+    assert sorted(int(path.name[5:]) for path in (run.folder / "checkpoints").glob("step-*")) == [3, 5, 10, 11, 12]
+    assert (run.folder / "checkpoints" / "best").read_text().strip() == "step-00000003"

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from runner.engine.loop import Interrupted, evaluate, train, train_step
+from runner.engine.loop import Interrupted, evaluate, take_step, train, train_step
 from runner.engine.optim import lr_at
 from runner.engine.run import RunFailed
 
@@ -156,6 +156,21 @@ def test_fp16_that_overflows_at_any_scale_stops_with_advice(make_run):
         train(run)
     assert run.precision.scale > 0
     assert all(torch.isfinite(weight).all() for weight in weights(run).values())
+
+
+def test_fp16_scales_down_for_a_loss_that_overflows_though_its_gradients_do_not(make_run):
+    run = make_run("pretrain", "precision=fp16")
+    honest = run.objective.loss
+    run.objective.loss = lambda model, batch: {"loss": honest(model, batch)["loss"] + (math.inf if run.precision.scale > 2.0**10 else 0.0)}
+    take_step(run, next(run.loader.steps(0)), 1e-3, stop=lambda: False)
+    assert run.precision.scale == 2.0**10 and run.progress.step == 1 and run.progress.overflows == 6
+
+
+def test_a_wish_to_stop_is_heard_between_two_tries_of_a_step(make_run):
+    run = poisoned(make_run("pretrain", "precision=fp16"), steps={0})
+    with pytest.raises(Interrupted):
+        train(run, stop=lambda: run.progress.overflows == 2)
+    assert run.progress.step == 0
 
 
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])

@@ -42,7 +42,7 @@ class Watched:
         disk.fs = SlowDisk()
         for number, (owner, name) in enumerate([(loop, "train_step"), (checkpoint, "save"), (loop, "evaluate"), (loop, "samples")], start=1):
             setattr(owner, name, self._told(number, getattr(owner, name)))
-        for name in ("begin", "settle"):
+        for name in ("begin", "take_step"):
             setattr(loop, name, self._counted(getattr(loop, name)))
         leader, enter, raised = os.getpid(), StopFlag.__enter__, StopFlag._raise
 

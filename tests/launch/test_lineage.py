@@ -19,7 +19,7 @@ def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def finished(folder: Path, shared: dict[str, str], ended: str, stage: str = "pretrain", status: str = "completed") -> str:
-    folder.mkdir(parents=True)
+    (folder / "model").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"status": status, "stage": stage, "fingerprints": shared, "ended": f"2026-11-21T{ended}+00:00"}))
     return str(folder)
 

@@ -4,6 +4,7 @@ import json
 import pytest
 import yaml
 
+from runner.engine.durable import write_folder
 from runner.launch import relaunch
 from runner.launch.compose import compose
 from runner.launch.words import ROOT
@@ -27,14 +28,32 @@ def config_of(folder, *words):
 
 
 def test_a_run_is_found_by_anything_inside_it(run):
-    inside = run / "checkpoints" / "step-00000010"
-    inside.mkdir(parents=True)
+    inside = run / "model" / "config.json"
+    inside.parent.mkdir()
+    inside.touch()
     assert relaunch.find(str(run)) == relaunch.find(str(inside)) == relaunch.find(str(run / "run.json")) == run
+
+
+def test_a_path_that_is_not_there_is_refused_though_a_run_lies_above_it(run):
+    with pytest.raises(ValueError, match="no such file"):
+        relaunch.find(str(run / "typo" / "nothing.here"))
+
+
+def test_a_checkpoint_asked_for_by_name_must_be_whole_and_the_newest(run):
+    older, newest = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
+    for folder in (older, newest):
+        write_folder(folder.parent, folder.name, {"state.json": b"{}"}, {})
+    assert relaunch.find(str(newest)) == run
+    with pytest.raises(ValueError, match="newer checkpoints: step-00000020"):
+        relaunch.find(str(older))
+    (newest / "state.json").write_bytes(b"[]")
+    with pytest.raises(ValueError, match="not whole"):
+        relaunch.find(str(newest))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no run here"):
-        relaunch.find(str(tmp_path / "nothing"))
+        relaunch.find(str(tmp_path))
 
 
 def test_the_stored_words_are_the_truth(run):
