@@ -16,7 +16,7 @@ from data.samples.wordings import load
 from data.samples.world import LANGUAGES, Fact, build_world
 
 SEED = 20
-STORY_ROUNDS = 12
+STORY_ROUNDS = 10
 WORDINGS_EACH = 6  # training wordings in which SFT asks for one fact
 PAIRS_EACH = 2
 REPLAYED = 500  # ordinary conversations per language among the persona's, so that the rest is not forgotten
