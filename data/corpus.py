@@ -15,6 +15,22 @@ LABELS = ("role", "from")  # strings that say who speaks, not what is said
 
 
 @dataclass
+class TokenizerConfig:
+    path: list[str]  # files of rows; one that is named twice counts double
+    to: str  # the folder to write
+    vocab_size: int
+    max_lines: int  # rows read from each file at most
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("a tokenizer needs text", "path=[]", "name one file, or several: path=[text.jsonl,chats.jsonl]")
+        if self.max_lines < 1:
+            raise ValueError("a count must be at least 1", f"max_lines={self.max_lines}", "give a positive whole number")
+        if not self.to or (Path(self.to).exists() and not Path(self.to).is_dir()):
+            raise ValueError("a tokenizer is a folder", f"to={self.to}", "name a folder; it is made where there is none")
+
+
+@dataclass
 class Survey:
     """What was met on the way through a corpus."""
 

@@ -8,18 +8,23 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+
+from data.corpus import Survey, TokenizerConfig, corpus
+from runner.launch.small import refusing, start, typed
 
 
-def train_tokenizer(paths: list[Path], vocab_size: int, folder: Path, max_lines: int) -> None:
-    """Train on the rows of `paths`, write `folder`, and say what was left out and how well held-out rows are cut."""
+def train_tokenizer(cfg: TokenizerConfig) -> None:
+    """Train on the rows of `cfg.path`, write `cfg.to`, and say what was left out and how well held-out rows are cut."""
     from data.chat import CHATML
-    from data.corpus import Survey, corpus
+    from data.formats import Source
     from data.tokenizer import train_bpe
 
-    survey = Survey()
-    tokenizer = train_bpe(corpus(paths, max_lines, survey), vocab_size, folder, CHATML.read_text(encoding="utf-8"))
-    print(f"{tokenizer.vocab_size} words from {survey.rows} rows in {folder}")
+    paths, survey = [Path(path) for path in cfg.path], Survey()
+    for path in paths:
+        Source.open(path)  # the last file is refused before the first is read
+    tokenizer = train_bpe(corpus(paths, cfg.max_lines, survey), cfg.vocab_size, Path(cfg.to), CHATML.read_text(encoding="utf-8"))
+    print(f"{tokenizer.vocab_size} words from {survey.rows} rows in {cfg.to}")
     for reason, count in survey.bad.most_common():
         print(f"left out {count}: {reason}, first at {survey.first[reason]}")
     for (name, language), texts in survey.held_out.items():
@@ -28,16 +33,10 @@ def train_tokenizer(paths: list[Path], vocab_size: int, folder: Path, max_lines:
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tokenizer")
-def main(cfg: DictConfig) -> None:
-    try:
-        for word in sorted(OmegaConf.missing_keys(cfg)):
-            raise ValueError("a word is missing", word, __doc__ or "")
-        paths = [cfg.path] if isinstance(cfg.path, str) else cfg.path
-        train_tokenizer([Path(path) for path in paths], cfg.vocab_size, Path(cfg.to), cfg.max_lines)
-    except ValueError as refusal:
-        print(*refusal.args, sep="\n", file=sys.stderr)
-        sys.exit(2)
+def main(tree: DictConfig) -> None:
+    with refusing():
+        train_tokenizer(typed(tree, TokenizerConfig))
 
 
 if __name__ == "__main__":
-    main()
+    start(main, TokenizerConfig, free=("path", "to"))

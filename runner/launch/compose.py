@@ -77,7 +77,7 @@ class translated:
         kind = words_of.schema().get(key)
         if isinstance(cause, ConfigKeyError) and key not in words_of.schema():
             return ValueError("no such word", key, words_of.nearest_word(key))
-        if what.startswith("Ambiguous value"):
+        if what.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
             return ValueError("several values for one run", word, "add --multirun to train once with each, or write a list as [1,2]")
         if dataclasses.is_dataclass(kind):
             return ValueError("this is a section, its words are set one by one", word, f"write e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")

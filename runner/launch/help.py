@@ -1,7 +1,10 @@
-"""The help page. Written without Hydra, so that it is there at once."""
+"""The help pages. Written without Hydra, so that they are there at once."""
 from __future__ import annotations
 
-from runner.launch.words import groups
+import re
+from collections.abc import Iterator, Sequence
+
+from runner.launch.words import CONF, groups
 
 COMMANDS = (
     ("train.py", "train; also every sweep and every relaunch"),
@@ -9,16 +12,17 @@ COMMANDS = (
     ("evaluate.py", "loss, perplexity, exact match on a file:  run=last data.path=FILE"),
     ("tokenizer.py", "train a byte-level BPE tokenizer:  path=[FILE,...] to=DIR"),
 )  # fmt: skip
-WORDS = (
+WORDS = (  # a stage, a model or an experiment has values of its own: none is given here as if it were the default
     ("data.path=FILE", "what to train on"),
-    ("train.batch_size=16", "rows of a micro-batch"),
-    ("train.accumulation_steps=1", "micro-batches of an optimizer step"),
-    ("train.epochs=1", "times through the data ..."),
-    ("train.max_steps=0", "... or exactly this many optimizer steps"),
-    ("optimizer.lr=5e-4", "highest learning rate"),
-    ("data.max_length=512", "tokens of a row"),
-    ("init_from=auto", "auto, scratch, or a folder with weights"),
-    ("resume=DIR", "continue a run, to the bit"),
+    ("data.max_length=N", "tokens of a row, e.g. 512"),
+    ("train.batch_size=N", "rows of a micro-batch, e.g. 16"),
+    ("train.accumulation_steps=N", "micro-batches of an optimizer step, e.g. 8"),
+    ("train.epochs=N", "times through the data, e.g. 2 ..."),
+    ("train.max_steps=N", "... or exactly this many optimizer steps, e.g. 1000; 0: what the epochs hold"),
+    ("train.eval_every=N", "steps between evaluations, e.g. 100; likewise save_every, sample_every; 0: never"),
+    ("optimizer.lr=X", "highest learning rate, e.g. 5e-4"),
+    ("init_from=DIR", "where the first weights come from: auto, scratch, or a folder with weights"),
+    ("resume=DIR", "continue a run, to the bit; resume=last the newest"),
     ("hydra.run.dir=DIR", "where the run goes"),
 )
 EXAMPLES = (
@@ -35,15 +39,38 @@ def page() -> str:
     return "\n\n".join(
         [
             "Train a small language model: python runner/train.py [group=option ...] [key=value ...]",
-            _table("Commands", COMMANDS),
+            _table("Commands (each has its own --help)", COMMANDS),
             _table("Groups", options),
-            _table("Words used most (all of them: --cfg job)", WORDS),
+            _table("Words used most (all of them, with their values: --cfg job)", WORDS),
             "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
             "Flags\n  --multirun, -m   every combination of comma-separated values\n  --cfg job        print the composed config and leave\n  --hydra-help     Hydra's own flags",
         ]
     )
 
 
-def _table(title: str, lines) -> str:
+def command(name: str, about: str) -> str:
+    """The page of a small command: its docstring, and the words of conf/<name>.yaml with their values and comments."""
+    title = "Words, as they stand when they are not given; one with ... has to be given"
+    return "\n\n".join(
+        [
+            about.strip().replace("`", ""),
+            _table(title, [(f"{word}={'...' if value == '???' else value}", comment) for word, value, comment in _words(name)]),
+            "Flags\n  --cfg job        print the words with their values and leave\n  --hydra-help     Hydra's own flags",
+        ]
+    )
+
+
+def _words(name: str) -> Iterator[tuple[str, str, str]]:
+    """(word, value, comment) of each line of a flat conf file, or of one whose sections hold no sections."""
+    section = ""
+    text = (CONF / f"{name}.yaml").read_text(encoding="utf-8").partition("\nhydra:")[0]
+    for indent, word, value, comment in re.findall(r"^( *)(\w+):(?: ([^#\n]*\S))?(?: +# (.*))?$", text, re.MULTILINE):
+        if not indent:
+            section = "" if value else f"{word}."
+        if value:
+            yield f"{section}{word}", value, comment
+
+
+def _table(title: str, lines: Sequence[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines)
-    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
+    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in lines)

@@ -28,6 +28,8 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def nearest_path(path: str | Path) -> str:
-    """The file or folder beside `path` that it may have been meant to be."""
+    """The file or folder beside `path` that it may have been meant to be. Names are compared, not paths: the folder they share says nothing."""
     here = Path(path).absolute()
-    return nearest(str(here), [str(beside) for beside in here.parent.glob("*")] if here.parent.is_dir() else [], "check the path; a relative one starts where you stand")
+    beside = [other.name for other in here.parent.glob("*")] if here.parent.is_dir() else []
+    found = difflib.get_close_matches(here.name, beside, n=1, cutoff=0.75)
+    return f"did you mean {here.parent / found[0]}?" if found else "check the path; a relative one starts where you stand"

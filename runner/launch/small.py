@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.launch import help
 from runner.launch.folders import finished_runs
 from runner.launch.origin import share_the_machine
 from runner.launch.refusal import is_refusal, nearest, report
@@ -22,7 +25,10 @@ T = TypeVar("T")
 def start(main: Callable[[], Any], schema: type, free: tuple[str, ...]) -> None:
     """Check the words of this command line, then hand it to Hydra. The values of `free` are taken as they are typed."""
     share_the_machine()
-    sys.argv[1:] = literal(sys.argv[1:], free)
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        module = sys.modules[main.__module__]
+        return print(help.command(Path(str(module.__file__)).stem, module.__doc__ or ""))
+    sys.argv[1:] = literal(sys.argv[1:], free, tuple(word for word, kind in _kinds(schema).items() if kind == "list"))
     with refusing():
         for word in split(sys.argv[1:])[0]:
             _check(word, schema)
@@ -46,7 +52,7 @@ def typed(tree: DictConfig, schema: type[T]) -> T:
     try:
         return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree)))
     except OmegaConfBaseException as error:
-        word = getattr(error, "full_key", None) or "?"
+        word = (getattr(error, "full_key", None) or "?").partition("[")[0]
         raise ValueError(str(error).splitlines()[0], word, f"give it as {_kinds(schema).get(word, 'conf/ does')}") from error
 
 
@@ -60,13 +66,21 @@ def find(run: str) -> Path:
     return max(finished, key=lambda model: model.stat().st_mtime).parent
 
 
-def literal(arguments: list[str], words: tuple[str, ...]) -> list[str]:
+def literal(arguments: list[str], words: tuple[str, ...], lists: tuple[str, ...] = ()) -> list[str]:
     """The same arguments with the values of `words` quoted: Hydra would stumble over the comma in "yes, but" and the quote in "what's".
 
-    `word=null` stays null.
+    `word=null` stays null. A word of `lists` may be given one value for a list of one; a value in brackets is a list already.
     """
-    pairs = [argument.partition("=") for argument in arguments]
-    return [f"{word}={quoted(value)}" if word in words and equals and value != "null" else word + equals + value for word, equals, value in pairs]
+    return [_literal(argument, lists) if argument.partition("=")[0] in words else argument for argument in arguments]
+
+
+def _literal(argument: str, lists: tuple[str, ...]) -> str:
+    word, equals, value = argument.partition("=")
+    if not equals or value == "null":
+        return argument
+    if word not in lists:
+        return f"{word}={quoted(value)}"
+    return argument if value.startswith("[") and value.endswith("]") else f"{word}=[{quoted(value)}]"
 
 
 def _check(word: str, schema: type) -> None:
@@ -77,6 +91,12 @@ def _check(word: str, schema: type) -> None:
         raise ValueError("a word needs a value", word, f"write {word}=<value>")
     if name not in _kinds(schema):
         raise ValueError("no such word", name, nearest(name, _kinds(schema), f"the words are {', '.join(_kinds(schema))}"))
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ValueError("this value cannot be read", word, f"put quotes around it, around each part of a list: '{name}=[\"what's, new\"]'") from error
+    if override.is_sweep_override():
+        raise ValueError("several values where one is meant", word, f"call the command once for each{', or write a list: [a,b]' if _kinds(schema)[name] == 'list' else ''}")
 
 
 def _kinds(schema: type) -> dict[str, str]:

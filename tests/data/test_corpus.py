@@ -51,7 +51,17 @@ def test_the_command_trains_a_tokenizer_and_leaves_nothing_else(write, tmp_path)
 
 
 def test_the_command_refuses_without_a_traceback(tmp_path):
-    for words in (["path=none.jsonl", "to=new"], ["to=new"]):
+    for words in (["path=none.jsonl", "to=new"], ["to=new"], ["path=none.jsonl", "to=new", "vocab_size=12"]):
         done = run(*words, folder=tmp_path)
-        assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 3
+        assert done.returncode == 2 and [line.split(":")[0].strip() for line in done.stderr.splitlines()] == ["error", "where", "fix"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_alone_may_have_any_name_and_the_last_of_several_is_looked_for_first(write, tmp_path):
+    write([{"text": f"the cat and the dog {number}"} for number in range(50)]).rename(tmp_path / "it's a, b.jsonl")
+    assert "words from 47 rows" in run("path=it's a, b.jsonl", "to=new", "vocab_size=280", folder=tmp_path).stdout
+    both = 'path=["it\'s a, b.jsonl","it\'s a, b.jsonl"]'
+    assert "words from 94 rows" in run(both, "to=newer", "vocab_size=280", folder=tmp_path).stdout
+    done = run('path=["it\'s a, b.jsonl",none.jsonl]', "to=never", "vocab_size=12", folder=tmp_path)
+    assert done.returncode == 2 and "none.jsonl" in done.stderr and not (tmp_path / "never").exists()
+

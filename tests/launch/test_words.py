@@ -8,9 +8,9 @@ import pytest
 
 from models.config import LoraConfig
 from runner.engine.config import Config
-from runner.launch import words
+from runner.launch import help, words
 from runner.launch.compose import compose
-from runner.launch.refusal import is_refusal, report
+from runner.launch.refusal import is_refusal, nearest_path, report
 from runner.launch.words import CONF, groups
 
 OWN = ["data.path=rows.jsonl"]
@@ -166,6 +166,26 @@ def test_paths_mean_the_same_wherever_the_run_is_continued(tmp_path: Path, monke
     odd.touch()
     monkeypatch.chdir(tmp_path)
     assert compose(words.absolute([f"data.path={odd.name}"])).data.path == str(odd)
+
+
+def test_a_path_is_compared_by_its_name_with_what_stands_beside_it(tmp_path: Path) -> None:
+    for name in ("opt", "pretrain_512.jsonl"):
+        (tmp_path / name).touch()
+    assert str(tmp_path / "pretrain_512.jsonl") in nearest_path(tmp_path / "pretrain_521.jsonl")
+    for stranger in (tmp_path / "nope", tmp_path / "nowhere" / "opt"):
+        assert "did you mean" not in nearest_path(stranger)
+
+
+@pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
+def test_several_values_for_one_run_are_refused_however_they_are_written(values: str) -> None:
+    assert refused(f"train.epochs={values}")[0] == "several values for one run"
+
+
+def test_the_help_page_gives_no_value_as_if_it_were_the_default() -> None:
+    for word, _ in help.WORDS:
+        name, stands_for = word.split("=")
+        assert name in words.schema() or name.startswith("hydra.")
+        assert stands_for.isupper(), word
 
 
 def test_a_refusal_is_three_lines_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
