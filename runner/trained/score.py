@@ -23,6 +23,10 @@ class ScoredData:
     path: str
     max_length: int  # tokens of a row that are read at most
 
+    def __post_init__(self) -> None:
+        if self.max_length < 2:
+            raise ValueError("a row needs a token and one that follows it", f"data.max_length={self.max_length}", "choose at least 2, e.g. 1024")
+
 
 @dataclass
 class EvaluateConfig:
@@ -41,6 +45,8 @@ class EvaluateConfig:
         for word in ("batch_size", "max_new_tokens"):
             if getattr(self, word) < 1:
                 raise ValueError("a count must be at least 1", f"{word}={getattr(self, word)}", "give a positive whole number")
+        if self.show < 0:
+            raise ValueError("a count cannot be negative", f"show={self.show}", "choose 0 (none) or more")
 
 
 def evaluate(cfg: EvaluateConfig, folder: Path) -> Numbers:
@@ -63,7 +69,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> Numbers:
 
 def perplexity(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     """Loss a token that carries loss, in nats; for plain text also bits a byte, which no choice of tokenizer flatters."""
-    shape = _shape(Path(cfg.data.path), ("text", "chat"))
+    shape = _shape(cfg)
     loss, tokens = 0.0, 0
     for batch in _batches(_rows(trained, cfg, shape), trained, cfg):
         loss += trained.model(batch.input_ids, labels=batch.labels, lengths=batch.lengths).nll.sum().item()
@@ -76,6 +82,7 @@ def perplexity(trained: Trained, cfg: EvaluateConfig) -> Numbers:
 
 def exact_match(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     """Share of rows whose last answer, generated greedily, is the one in the file; white space at either end does not count."""
+    _shape(cfg)
     right, wrong = 0, []
     for questions in _chunks(_questions(trained, cfg), cfg.batch_size):
         for question, answer in zip(questions, _answers(trained, [question["prompt"] for question in questions], cfg.max_new_tokens), strict=True):
@@ -100,7 +107,7 @@ def preference(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     reference = open_trained(Path(cfg.reference or _began_from(trained.folder)), cfg.device)
     objective = Dpo(1.0, reference.model, nullcontext)
     pairs, sums = 0, {"reward_accuracy": 0.0, "reward_margin": 0.0}
-    for batch in _batches(_rows(trained, cfg, _shape(Path(cfg.data.path), ("preference",))), trained, cfg):
+    for batch in _batches(_rows(trained, cfg, _shape(cfg)), trained, cfg):
         parts = objective.loss(trained.model, batch)
         pairs += objective.count(batch)
         sums = {name: total + parts[name].item() for name, total in sums.items()}
@@ -108,17 +115,32 @@ def preference(trained: Trained, cfg: EvaluateConfig) -> Numbers:
 
 
 METRICS = {"perplexity": perplexity, "exact_match": exact_match, "preference": preference}
+READS = {"perplexity": ("text", "chat"), "exact_match": ("chat",), "preference": ("preference",)}
 
 
-def _shape(path: Path, allowed: tuple[str, ...]) -> str:
-    """Which of the shapes the file's first row has."""
-    from data.formats import SHAPES, Source, fields
+def _shape(cfg: EvaluateConfig) -> str:
+    """Which of the shapes that the metric reads the file's first row has."""
+    from data.formats import Source
 
-    source = Source.open(path)
-    place, row = next(source.rows())
-    shape = next((shape for shape in allowed if all(key in row for key in SHAPES[shape])), allowed[0])
-    fields(row, shape, source.where(place))  # names what it found where it is none of them
-    return shape
+    source = Source.open(Path(cfg.data.path))
+    place, row = next(source.rows(), (0, None))
+    if row is None:
+        raise ValueError("the file holds no rows", cfg.data.path, "give a file with one JSON object a line")
+    return _readable(row, cfg.metric, source.where(place))
+
+
+def _readable(row: dict[str, Any], metric: str, where: str) -> str:
+    """The shape of a row, which is one that the metric reads."""
+    from data.formats import SHAPES
+
+    shapes = [shape for shape, keys in SHAPES.items() if all(key in row for key in keys)]
+    for shape in shapes:
+        if shape in READS[metric]:
+            return shape
+    others = [f"metric={other}" for other, reads in READS.items() if set(reads) & set(shapes)]
+    wanted = " or ".join(" and ".join(SHAPES[shape]) for shape in READS[metric])
+    fix = f"such rows are for {' or '.join(others)}" if others else f"give a file whose rows hold {wanted}"
+    raise ValueError(f"metric={metric} reads {wanted}; found {', '.join(row) or 'nothing'}", where, fix)
 
 
 def _rows(trained: Trained, cfg: EvaluateConfig, shape: str) -> Rows:
@@ -145,14 +167,14 @@ def _bytes(path: Path) -> int:
 def _questions(trained: Trained, cfg: EvaluateConfig) -> Iterator[dict[str, Any]]:
     """Each conversation up to its last assistant turn, and that turn."""
     from data.chat import ChatTemplate
-    from data.formats import Source, check_chat, fields
+    from data.formats import Source, check_chat
 
     template, source = ChatTemplate(trained.tokenizer), Source.open(Path(cfg.data.path))
     room = trained.model.cfg.max_position_embeddings - cfg.max_new_tokens
     for place, row in source.rows():
         where = source.where(place)
-        (conversation,) = fields(row, "chat", where)
-        messages, tools = check_chat(conversation, None, where)
+        _readable(row, cfg.metric, where)
+        messages, tools = check_chat(row["conversations"], None, where)
         if messages[-1]["role"] != "assistant":
             raise ValueError(f"the conversation ends with the {messages[-1]['role']}", where, "end it with the answer that is expected")
         prompt = template.prompt(messages[:-1], tools)

@@ -103,11 +103,28 @@ def test_a_reference_nobody_knows_has_to_be_named(hf_folder: Path, tmp_path: Pat
     assert "reference=DIR" in refusal.value.args[2]
 
 
-def test_a_file_of_another_shape_is_refused(hf_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("metric", ["preference", "exact_match"])
+def test_a_file_of_another_shape_is_refused_with_the_metric_that_reads_it(hf_folder: Path, tmp_path: Path, metric: str) -> None:
     data = write(tmp_path / "text.jsonl", [{"text": "a"}])
-    for metric in ("preference", "exact_match"):
-        with pytest.raises(ValueError):
-            evaluate(words(metric, data, reference=str(hf_folder)), hf_folder)
+    with pytest.raises(ValueError) as refusal:
+        evaluate(words(metric, data, reference=str(hf_folder)), hf_folder)
+    what, where, fix = refusal.value.args
+    assert f"metric={metric} reads" in what and where == f"{data}:1" and fix == "such rows are for metric=perplexity"
+
+
+def test_a_row_of_another_shape_is_refused_wherever_it_stands(hf_folder: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "mixed.jsonl", [{"conversations": chat("Who?", "Ludo.")}, {"text": "a"}])
+    with pytest.raises(ValueError) as refusal:
+        evaluate(words("exact_match", data), hf_folder)
+    assert refusal.value.args[1] == f"{data}:2"
+
+
+def test_a_file_without_rows_is_refused(hf_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("[]")
+    for metric in ("perplexity", "exact_match", "preference"):
+        with pytest.raises(ValueError) as refusal:
+            evaluate(words(metric, tmp_path / "none.json", reference=str(hf_folder)), hf_folder)
+        assert "no rows" in refusal.value.args[0]
 
 
 def test_every_evaluation_is_kept_beside_the_model(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
