@@ -77,6 +77,8 @@ def _with(folder: Path, extra: list[str]) -> tuple[Config, DictConfig]:
         tree = OmegaConf.merge(OmegaConf.structured(Config), stored)
         for override in OverridesParser.create().parse_overrides(extra):
             key = override.key_or_group
+            if override.is_sweep_override():
+                raise ValueError("a resumed run takes one value", str(override.input_line), f"give one; to compare several, start new runs with init_from={folder}")
             if key in ("stage", "model", "data", "experiment"):
                 raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
             value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()

@@ -83,6 +83,12 @@ def test_a_run_keeps_its_stage_model_and_data(run, word):
         config_of(run, word)
 
 
+@pytest.mark.parametrize("word", ["optimizer.lr=1e-3,2e-3", "schedule=linear,cosine"])
+def test_a_resumed_run_takes_one_value(run, word):
+    with pytest.raises(ValueError, match="takes one value"):
+        config_of(run, word)
+
+
 def test_a_mistyped_word_is_refused_with_the_nearest(run):
     with pytest.raises(ValueError) as refusal:
         config_of(run, "train.max_step=50")
