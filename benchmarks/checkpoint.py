@@ -3,6 +3,7 @@
 Beside each save the same bytes are written and synced with nothing else around it: no checksum, no manifest, no copy. The disk
 is the one of `--folder`.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -94,10 +95,20 @@ def table(place: Path) -> str:
         shutil.rmtree(place / f"raw{number - run.cfg.train.keep_checkpoints}", ignore_errors=True)  # as many stay as of ours: memory is as warm
     size = sum(map(len, contents.values())) / 1e6
     lines = [f"{size:,.0f} MB a save (fp32 weights and both moments), {ROUNDS} rounds.", "", "| seconds | median | best |", "|---|---|---|"]
-    for what, times in (("the training stands still (copy in memory)", stalls), ("commit, beside the training", commits), ("the same bytes, written and synced, nothing else", raws)):
+    for what, times in (
+        ("the training stands still (copy in memory)", stalls),
+        ("commit, beside the training", commits),
+        ("the same bytes, written and synced, nothing else", raws),
+    ):
         lines.append(f"| {what} | {statistics.median(times):.2f} | {min(times):.2f} |")
     ratio = statistics.median(commit / alone for commit, alone in zip(commits, raws, strict=True))
-    return "\n".join([*lines, "", f"A commit takes {ratio:.2f} times as long as the bytes alone right after it (median of {ROUNDS} ratios); best against best {min(commits) / min(raws):.2f}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"A commit takes {ratio:.2f} times as long as the bytes alone right after it (median of {ROUNDS} ratios); best against best {min(commits) / min(raws):.2f}.",
+        ]
+    )
 
 
 if __name__ == "__main__":
@@ -112,4 +123,6 @@ if __name__ == "__main__":
     if words.write:
         where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-checkpoint.md"
         where.parent.mkdir(exist_ok=True)
-        where.write_text(f"# What saving minimind_64m costs\n\n`python benchmarks/checkpoint.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n")
+        where.write_text(
+            f"# What saving minimind_64m costs\n\n`python benchmarks/checkpoint.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
+        )

@@ -2,6 +2,7 @@
 
 A resumed run asks its loader for step 1,000,000 of an epoch of 10^8 rows; the same for step 1 beside it, each in a process of its own.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -56,13 +57,20 @@ def resident() -> float:
 
 
 def measure(step: int) -> dict[str, float]:
-    told = subprocess.run([sys.executable, __file__, "--step", str(step)], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    told = subprocess.run(
+        [sys.executable, __file__, "--step", str(step)], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     return json.loads(told.stdout)
 
 
 def table() -> str:
     rounds = [(measure(1), measure(FAR)) for _ in range(ROUNDS)]  # interleaved: a busy machine disturbs both
-    lines = [f"Median of {ROUNDS} rounds, {ROWS:,} rows, batches of {BATCH}.", "", "| step | to the first batch | resident memory | of it for the batch |", "|---|---|---|---|"]
+    lines = [
+        f"Median of {ROUNDS} rounds, {ROWS:,} rows, batches of {BATCH}.",
+        "",
+        "| step | to the first batch | resident memory | of it for the batch |",
+        "|---|---|---|---|",
+    ]
     for at, step in enumerate((1, FAR)):
         middle = {word: statistics.median(pair[at][word] for pair in rounds) for word in rounds[0][at]}
         lines.append(f"| {step:,} | {middle['seconds'] * 1e3:.2f} ms | {middle['MiB']:.1f} MiB | {middle['MiB more']:.2f} MiB |")
@@ -82,4 +90,6 @@ if __name__ == "__main__":
         if words.write:
             where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-position.md"
             where.parent.mkdir(exist_ok=True)
-            where.write_text(f"# Resuming far into a run\n\n`python benchmarks/position.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n")
+            where.write_text(
+                f"# Resuming far into a run\n\n`python benchmarks/position.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
+            )

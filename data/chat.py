@@ -4,6 +4,7 @@ What the template writes may become control tokens; what people write never does
 in the rendered text, control tokens inside contents are broken by a private character before rendering, and it is
 taken out again before that text is encoded as plain text.
 """
+
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,5 @@
 """Where the text is and how it becomes rows. No torch here: the words must be checkable at once."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ class DataConfig:
         if not 0 <= self.val_fraction < 1:
             raise ValueError("a share of the rows lies in [0, 1)", f"data.val_fraction={self.val_fraction}", "choose e.g. 0.02")
         if self.val_path and self.val_fraction:
-            raise ValueError("two sources of held-out rows", f"data.val_path={self.val_path} data.val_fraction={self.val_fraction}", "give one of them: data.val_fraction=0 or data.val_path=null")
+            raise ValueError(
+                "two sources of held-out rows",
+                f"data.val_path={self.val_path} data.val_fraction={self.val_fraction}",
+                "give one of them: data.val_fraction=0 or data.val_path=null",
+            )
         if self.num_workers < 0:
             raise ValueError("a count cannot be negative", f"data.num_workers={self.num_workers}", "choose 0 or more")

@@ -1,4 +1,5 @@
 """Text to train a tokenizer on: every string that rows of any shape hold, read as a stream; what is unusable is counted."""
+
 from __future__ import annotations
 
 import itertools
@@ -75,6 +76,6 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _language(text: str) -> str:
-    """"zh" where one character in five is Han, else "en": enough to report the two apart."""
+    """ "zh" where one character in five is Han, else "en": enough to report the two apart."""
     han = sum("\u4e00" <= character <= "\u9fff" for character in text)
     return "zh" if 5 * han >= len(text) else "en"

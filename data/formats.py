@@ -1,4 +1,5 @@
 """Rows as files hold them: JSONL or one JSON array, in MiniMind's shapes. What cannot be used is refused by file and line."""
+
 from __future__ import annotations
 
 import difflib

@@ -2,6 +2,7 @@
 
 Shapes: R sequences of a micro-batch (2 a row for preference pairs), T positions.
 """
+
 from __future__ import annotations
 
 import signal

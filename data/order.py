@@ -1,4 +1,5 @@
 """The order of rows as a function of (seed, epoch): nothing to store, nothing to replay, any position at once."""
+
 from __future__ import annotations
 
 import numpy as np

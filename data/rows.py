@@ -1,4 +1,5 @@
 """A file of rows as token ids: everything is encoded once, into flat arrays."""
+
 from __future__ import annotations
 
 import hashlib

@@ -1,4 +1,5 @@
 """Byte-level BPE: train a tokenizer folder that `AutoTokenizer` loads, and read one with the `tokenizers` library alone."""
+
 from __future__ import annotations
 
 import hashlib

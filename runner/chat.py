@@ -1,4 +1,5 @@
 """Talk to a trained model: `python runner/chat.py run=last`, or for one answer `python runner/chat.py run=last prompt="Where does Ludo live?"`."""
+
 import os
 import sys
 

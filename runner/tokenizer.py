@@ -1,4 +1,5 @@
 """Train a tokenizer: `python runner/tokenizer.py path=[text.jsonl,chats.jsonl] to=my_tokenizer vocab_size=6400`."""
+
 import os
 import sys
 

@@ -1,4 +1,5 @@
 """Train one model: `python runner/train.py stage=sft precision=bf16`."""
+
 import os
 import sys
 

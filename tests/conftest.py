@@ -1,4 +1,5 @@
 """Loaded before any test and before torch: what every test, and every process a test starts, should find."""
+
 import os
 
 from hypothesis import settings

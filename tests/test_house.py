@@ -1,4 +1,5 @@
 """Which room may know what. The rules are read off the source, so that a line in the wrong room fails today and not in a year."""
+
 from __future__ import annotations
 
 import ast
@@ -77,7 +78,9 @@ def test_the_engine_and_what_uses_a_trained_model_know_no_launch():
 
 
 def test_only_the_launch_and_the_commands_know_hydra():
-    assert [edge for edge in edges(FILES) if package(edge[1]) in ("hydra", "omegaconf") and ROOT / (edge[0].replace(".", "/") + ".py") not in LAUNCH + COMMANDS] == []
+    assert [
+        edge for edge in edges(FILES) if package(edge[1]) in ("hydra", "omegaconf") and ROOT / (edge[0].replace(".", "/") + ".py") not in LAUNCH + COMMANDS
+    ] == []
 
 
 def test_only_one_file_knows_torch_distributed():
@@ -98,12 +101,20 @@ def test_a_command_begins_with_a_line_that_runs():
 
 
 def test_nothing_that_is_read_is_executed():
-    assert [edge for edge in edges(FILES) if package(edge[1]) in UNPICKLES or edge[1] in ("torch.load", "yaml.load", "hydra.utils.instantiate") or edge[1].startswith("pickle.")] == []
+    assert [
+        edge
+        for edge in edges(FILES)
+        if package(edge[1]) in UNPICKLES or edge[1] in ("torch.load", "yaml.load", "hydra.utils.instantiate") or edge[1].startswith("pickle.")
+    ] == []
     pickle = [ast.unparse(node) for file in FILES for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"]
     assert set(pickle) <= {"pickle.UnpicklingError"}  # what torch.load(weights_only=True) raises may be caught
     assert [(where, function) for where, function, _ in calls() if function in EXECUTES or function.endswith("instantiate")] == []
     assert [where for where, function, words in calls() if function == "torch.load" and words.get("weights_only") != "True"] == []
-    assert [where for where, _, words in calls() if words.get("shell", "False") != "False" or words.get("trust_remote_code", "False") != "False" or "allow_pickle" in words] == []
+    assert [
+        where
+        for where, _, words in calls()
+        if words.get("shell", "False") != "False" or words.get("trust_remote_code", "False") != "False" or "allow_pickle" in words
+    ] == []
     assert [file.name for file in (ROOT / "conf").rglob("*.yaml") if "_target_" in file.read_text(encoding="utf-8")] == []
 
 

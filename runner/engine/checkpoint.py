@@ -6,6 +6,7 @@ step-00000120/ model.safetensors      what learns, fp32 (adapters only under LoR
                MANIFEST.json          sizes and checksums, written last
 How it gets onto the disk is durable.py's business.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -176,7 +177,11 @@ def load_newest(run: Run) -> bool:
         run.track.warn(f"checkpoint {name} passed over: {reason}")
     if folder is None:
         if passed_over:
-            raise ValueError("no checkpoint of this run is whole: " + "; ".join(f"{name}: {reason}" for name, reason in passed_over), str(run.folder / "checkpoints"), "bring one back, or start a new run")
+            raise ValueError(
+                "no checkpoint of this run is whole: " + "; ".join(f"{name}: {reason}" for name, reason in passed_over),
+                str(run.folder / "checkpoints"),
+                "bring one back, or start a new run",
+            )
         return False
     load(run, folder)
     return True
@@ -185,9 +190,15 @@ def load_newest(run: Run) -> bool:
 def load(run: Run, folder: Path) -> None:
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
-        raise ValueError(f"the checkpoint has format {state.get('format')}, this program reads format {FORMAT}", str(folder), "use the version of the program that wrote it, or init_from= for its weights")
+        raise ValueError(
+            f"the checkpoint has format {state.get('format')}, this program reads format {FORMAT}",
+            str(folder),
+            "use the version of the program that wrote it, or init_from= for its weights",
+        )
     if state["progress"]["step"] > run.total_steps:
-        raise ValueError(f"the run already stands at step {state['progress']['step']}", f"train.max_steps={run.total_steps}", "give a larger number; a run does not go back")
+        raise ValueError(
+            f"the run already stands at step {state['progress']['step']}", f"train.max_steps={run.total_steps}", "give a larger number; a run does not go back"
+        )
     _agree(run, state["facts"], folder)
     _fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
     run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
@@ -237,9 +248,17 @@ def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
-    differ = {f"{name}: {_shape(into.get(name))} here, {_shape(state.get(name))} there" for name in into.keys() | state.keys() if _shape(into.get(name)) != _shape(state.get(name))}
+    differ = {
+        f"{name}: {_shape(into.get(name))} here, {_shape(state.get(name))} there"
+        for name in into.keys() | state.keys()
+        if _shape(into.get(name)) != _shape(state.get(name))
+    }
     if differ:
-        raise ValueError("the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(sorted(differ)[:12]), str(folder), "resume with the model the run was started with")
+        raise ValueError(
+            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(sorted(differ)[:12]),
+            str(folder),
+            "resume with the model the run was started with",
+        )
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(state[name])
@@ -253,7 +272,11 @@ def _agree(run: Run, stored: dict[str, Any], folder: Path) -> None:
     """Refuse what would make this another run; say, and put on record, what changes its course or its bits."""
     found = changes(stored, run.facts)
     if found["refused"]:
-        raise ValueError("this run is not the one the checkpoint was saved by:\n    " + "\n    ".join(found["refused"]), str(folder), f"resume with the stored words, or start a new run with init_from={run.folder}")
+        raise ValueError(
+            "this run is not the one the checkpoint was saved by:\n    " + "\n    ".join(found["refused"]),
+            str(folder),
+            f"resume with the stored words, or start a new run with init_from={run.folder}",
+        )
     for word in found["course"]:
         run.track.say(f"from here on {word}")
     for word in found["inexact"]:

@@ -1,4 +1,5 @@
 """The whole vocabulary of a run: one field a conf/ group, each section declared beside the code that reads it."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -77,6 +78,14 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
-            raise ValueError("patience counts evaluations, and there are none", f"train.patience={self.train.patience}", "set train.eval_every, and data.val_path or data.val_fraction")
+            raise ValueError(
+                "patience counts evaluations, and there are none",
+                f"train.patience={self.train.patience}",
+                "set train.eval_every, and data.val_path or data.val_fraction",
+            )
         if self.train.max_steps and self.schedule.warmup_steps > self.train.max_steps:
-            raise ValueError("the warmup is longer than the run", f"schedule.warmup_steps={self.schedule.warmup_steps}", f"choose at most train.max_steps={self.train.max_steps}")
+            raise ValueError(
+                "the warmup is longer than the run",
+                f"schedule.warmup_steps={self.schedule.warmup_steps}",
+                f"choose at most train.max_steps={self.train.max_steps}",
+            )

@@ -1,4 +1,5 @@
 """What a person sees while a run goes on: a pinned bar on a terminal, plain lines everywhere else."""
+
 from __future__ import annotations
 
 import sys

@@ -1,4 +1,5 @@
 """The few calls that touch the disk, and what is built from them: files and entries that survive a power cut."""
+
 from __future__ import annotations
 
 import errno
@@ -127,7 +128,7 @@ def _write_and_sync(path: Path, views: list[memoryview]) -> None:
         for view in views:
             done = 0
             while done < len(view):
-                done += fs.write(fd, view[done:done + CHUNK])
+                done += fs.write(fd, view[done : done + CHUNK])
         fs.fsync(fd)
     finally:
         fs.close(fd)

@@ -1,4 +1,5 @@
 """Who we are among how many: the only room that knows about other processes."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -44,5 +45,7 @@ def join_world(device: str) -> World:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError("unknown device", f"device={device}", "choose auto, cpu, cuda or cuda:<number>")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}", "use device=cpu, or device=auto to take what there is")
+        raise ValueError(
+            f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}", "use device=cpu, or device=auto to take what there is"
+        )
     return World(0, 1, torch.device(device))

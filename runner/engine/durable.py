@@ -4,6 +4,7 @@ A folder is written beside its place, every file is synced, a manifest of checks
 fsync of the parent make it real. Whoever reads it back believes the checksums and nothing else. What stands in the
 files is the business of the caller: see checkpoint.py.
 """
+
 from __future__ import annotations
 
 import errno
@@ -36,7 +37,9 @@ class DiskTrouble(OSError):
             self.free = None
         self.need = need
         free = "an unknown number of" if self.free is None else f"{self.free:,}"
-        super().__init__(cause.errno, f"{folder.name} was not saved: {cause.strerror or cause}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}")
+        super().__init__(
+            cause.errno, f"{folder.name} was not saved: {cause.strerror or cause}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}"
+        )
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -120,7 +123,7 @@ def prune(parent: Path, keep: int, protect: set[str]) -> list[str]:
     Only folders proven good are counted and only such are deleted: at least two stay, whatever `keep` says.
     """
     good = [name for name in _steps(parent) if _proven(parent / name)]
-    gone = [name for name in good[max(keep, 2):] if name not in protect]
+    gone = [name for name in good[max(keep, 2) :] if name not in protect]
     for name in reversed(gone):  # oldest first: an interruption leaves the newer ones
         discard(parent / name)
     return gone
@@ -205,7 +208,11 @@ def _proven(folder: Path) -> bool:
 def _mark(folder: Path) -> list[tuple[Any, ...]] | None:
     """What changes whenever a file in `folder` does; None where it cannot be looked at."""
     try:
-        return sorted((entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns) for entry in os.scandir(folder) if (found := entry.stat(follow_symlinks=False)))
+        return sorted(
+            (entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            for entry in os.scandir(folder)
+            if (found := entry.stat(follow_symlinks=False))
+        )
     except OSError:
         return None
 

@@ -1,4 +1,5 @@
 """What a checkpoint remembers of the run that saved it, and the one table of what may change when that run is continued."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,5 @@
 """An append-only JSONL file that can be cut back to where a checkpoint left it."""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """The training engine: one loop for every stage. Read `train` first, then `train_step`."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -172,7 +173,15 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
 
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
     progress = run.progress
-    numbers = {"epoch": epoch, "tokens": progress.tokens, **result.sums, "lr": lr, "grad_norm": result.norm, "tokens_per_second": pace.read(), "save_stall": run.save_stall}
+    numbers = {
+        "epoch": epoch,
+        "tokens": progress.tokens,
+        **result.sums,
+        "lr": lr,
+        "grad_norm": result.norm,
+        "tokens_per_second": pace.read(),
+        "save_stall": run.save_stall,
+    }
     run.save_stall = 0.0
     if run.precision.name == "fp16":
         numbers |= {"scale": run.precision.scale, "overflows": progress.overflows}

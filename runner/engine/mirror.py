@@ -1,5 +1,6 @@
 """Copies of a run's numbers in outside trackers. Each tracker is a process of its own, so nothing it does can reach the training:
 it may raise, hang, patch signal handlers or wait for a network, and it outlives a kill -9 long enough to write down that the run crashed."""
+
 from __future__ import annotations
 
 import contextlib

@@ -3,6 +3,7 @@
 A program of its own (see mirror.py). SwanLab buffers its records and writes them when it finishes, so a trainer that is killed would
 leave an unreadable file; this process sees the end of its input instead, and finishes the record as crashed.
 """
+
 from __future__ import annotations
 
 import json

@@ -2,6 +2,7 @@
 
 Shapes: R sequences, T positions, B pairs.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
 """Optimizers, parameter groups, and the learning rate as a pure function of the step."""
+
 from __future__ import annotations
 
 import math
@@ -30,7 +31,11 @@ class OptimizerConfig:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError("Adam takes two decay rates in [0, 1)", f"optimizer.betas={self.betas}", "give e.g. optimizer.betas=[0.9,0.95]")
         if not (self.weight_decay >= 0 and self.grad_clip >= 0):
-            raise ValueError("weight decay and clipping cannot be negative", f"optimizer.weight_decay={self.weight_decay} optimizer.grad_clip={self.grad_clip}", "choose 0 or more")
+            raise ValueError(
+                "weight decay and clipping cannot be negative",
+                f"optimizer.weight_decay={self.weight_decay} optimizer.grad_clip={self.grad_clip}",
+                "choose 0 or more",
+            )
         if not self.eps > 0:
             raise ValueError("eps keeps a division from failing", f"optimizer.eps={self.eps}", "choose e.g. 1e-8")
         if not 0 <= self.momentum < 1:
@@ -108,7 +113,11 @@ class Optimizers:
             by_name[name][key] = value
         unknown = set(by_name) - set(self.names.values())
         if unknown:
-            raise ValueError("the checkpoint holds optimizer state of parameters that do not learn here", ", ".join(sorted(unknown)[:3]), "resume with the stage and model the run was started with")
+            raise ValueError(
+                "the checkpoint holds optimizer state of parameters that do not learn here",
+                ", ".join(sorted(unknown)[:3]),
+                "resume with the stage and model the run was started with",
+            )
         for part in self.parts:
             for group in part.param_groups:
                 for p in group["params"]:

@@ -1,4 +1,5 @@
 """Autocast, loss scaling, clipping and the update: the only room that knows a dtype."""
+
 from __future__ import annotations
 
 from contextlib import AbstractContextManager

@@ -1,4 +1,5 @@
 """The random states of Python, NumPy and torch: what draws without a generator of its own."""
+
 from __future__ import annotations
 
 import random

@@ -1,4 +1,5 @@
 """A run: the parts one training holds, built once from the typed config, and how far it has come."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -109,7 +110,11 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     check_kernel(cfg, world.device)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
     if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}", f"model.vocab_size={cfg.model.vocab_size}", f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}",
+            f"model.vocab_size={cfg.model.vocab_size}",
+            f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer",
+        )
     rows, val_rows = read_rows(cfg, tokenizer)
     seed_all(cfg.seed + world.rank)
     model = build_model(cfg, needs_start=not has_checkpoints(folder))
@@ -153,7 +158,11 @@ def read_rows(cfg: Config, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
         return rows, None
     held_out = max(1, round(len(rows) * cfg.data.val_fraction))
     if held_out >= len(rows):
-        raise ValueError(f"holding out {held_out} of {len(rows)} rows leaves nothing to train on", f"data.val_fraction={cfg.data.val_fraction}", "choose a smaller share, or give data.val_path")
+        raise ValueError(
+            f"holding out {held_out} of {len(rows)} rows leaves nothing to train on",
+            f"data.val_fraction={cfg.data.val_fraction}",
+            "choose a smaller share, or give data.val_path",
+        )
     order = shuffled(np.arange(len(rows)), len(rows), seed=0, epoch=0)  # not cfg.seed: repeats over seeds are compared on the same rows
     return rows.take(np.sort(order[held_out:])), rows.take(np.sort(order[:held_out]))
 
@@ -161,7 +170,9 @@ def read_rows(cfg: Config, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
 def loader_of(rows: Rows, cfg: Config, tokenizer: Tokenizer, accumulation_steps: int) -> StepLoader:
     from data.loader import StepLoader
 
-    return StepLoader(rows, batch_size=cfg.train.batch_size, accumulation_steps=accumulation_steps, seed=cfg.seed, pad_id=tokenizer.pad_id, num_workers=cfg.data.num_workers)
+    return StepLoader(
+        rows, batch_size=cfg.train.batch_size, accumulation_steps=accumulation_steps, seed=cfg.seed, pad_id=tokenizer.pad_id, num_workers=cfg.data.num_workers
+    )
 
 
 def build_model(cfg: Config, needs_start: bool) -> Decoder:

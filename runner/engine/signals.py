@@ -1,4 +1,5 @@
 """Being asked to stop: a signal only raises a flag, the loop acts on it between two steps."""
+
 from __future__ import annotations
 
 import os

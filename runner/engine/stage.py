@@ -1,4 +1,5 @@
 """A stage is three choices: which rows, which objective, which parameters learn. The loop knows none of their names."""
+
 from __future__ import annotations
 
 import math

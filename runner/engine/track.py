@@ -1,4 +1,5 @@
 """Where the numbers of a run go: the console, metrics.jsonl, and mirrors that can never stop training."""
+
 from __future__ import annotations
 
 import math

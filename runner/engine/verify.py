@@ -1,4 +1,5 @@
 """A proof anybody can run: train, train again with a stop in the middle, and compare every byte."""
+
 from __future__ import annotations
 
 import copy

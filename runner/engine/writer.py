@@ -1,4 +1,5 @@
 """One thread that commits saves while the training goes on."""
+
 from __future__ import annotations
 
 import threading

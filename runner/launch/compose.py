@@ -1,4 +1,5 @@
 """Words in, a checked Config out: the only place where Hydra's loose tree becomes plain dataclasses."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -67,7 +68,11 @@ class translated:
         # omegaconf 2.3 stumbles over a word inside a section that is null
         section = next((word for word in self.words for name in OPTIONAL if re.match(rf"\+*{name}[.=]", word)), None)
         if isinstance(error, AttributeError | AssertionError) and section:
-            raise ValueError("this section is null here, its words cannot be set one by one", section, "stage.lora: choose stage=lora or stage=dpo_lora; model.rope_scaling: write it into a file of conf/model") from error
+            raise ValueError(
+                "this section is null here, its words cannot be set one by one",
+                section,
+                "stage.lora: choose stage=lora or stage=dpo_lora; model.rope_scaling: write it into a file of conf/model",
+            ) from error
 
     def refusal(self, error: BaseException) -> ValueError:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
@@ -82,7 +87,9 @@ class translated:
         if dataclasses.is_dataclass(kind):
             return ValueError("this is a section, its words are set one by one", word, f"write e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
         if isinstance(error, OverrideParseException):
-            return ValueError(f"this cannot be read: {what}", error.override, "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'")
+            return ValueError(
+                f"this cannot be read: {what}", error.override, "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'"
+            )
         takes = TAKES.get(getattr(kind, "__name__", ""))
         return ValueError(f"this word takes {takes.partition(',')[0]}", word, f"give {takes}") if takes else ValueError(what, word, SEE)
 

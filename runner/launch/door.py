@@ -1,4 +1,5 @@
 """The door of train.py: words are checked, a folder is taken, Hydra is let in, and every end gets its exit code."""
+
 from __future__ import annotations
 
 import itertools

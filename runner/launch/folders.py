@@ -1,4 +1,5 @@
 """Where runs go: outputs/<date>/<time>, never twice the same, even for two launches in one second."""
+
 from __future__ import annotations
 
 import hashlib
@@ -53,4 +54,6 @@ def swept(words: Iterable[str]) -> str:
 
 def finished_runs(*roots: Path) -> list[Path]:
     """Folders under `roots` that hold a run.json: single runs, and jobs of a sweep."""
-    return [record.parent for root in roots for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json") for record in root.glob(pattern)]
+    return [
+        record.parent for root in roots for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json") for record in root.glob(pattern)
+    ]

@@ -1,4 +1,5 @@
 """The help pages. Written without Hydra, so that they are there at once."""
+
 from __future__ import annotations
 
 import re

@@ -1,4 +1,5 @@
 """Where a run's first weights come from: resume > init_from=DIR > the newest finished run of the stage before > random."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +24,9 @@ def fingerprints(config: Config) -> dict[str, str]:
 
 
 def model_fingerprint(model: ModelConfig) -> str:
-    shape = {word: value for word, value in dataclasses.asdict(model).items() if word not in ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")}
+    shape = {
+        word: value for word, value in dataclasses.asdict(model).items() if word not in ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")
+    }
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
 
 

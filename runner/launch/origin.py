@@ -1,4 +1,5 @@
 """Where a run comes from: the process, the code and the libraries. Nothing here can fail a run; what is unknown is None."""
+
 from __future__ import annotations
 
 import hashlib

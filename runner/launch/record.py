@@ -4,6 +4,7 @@ The lock is a POSIX one (lockf) on `.lock`. Unlike flock it is not inherited by 
 a killed trainer do not hold it. Its price: closing *any* descriptor of `.lock` in this process lets go of it. So the file
 is opened once, here, nothing is ever read from it, and who holds it stands in a file of its own.
 """
+
 from __future__ import annotations
 
 import errno
@@ -60,7 +61,11 @@ class Record:
         try:
             fields = _read(folder / RECORD)
             if not resume and (fields["status"] != "new" or _has_steps(folder)):
-                raise ValueError(f"this folder already holds a run: {fields['status']}, step {fields['step']}", str(folder), f"continue it with resume={folder}, or place this one elsewhere with hydra.run.dir=DIR")
+                raise ValueError(
+                    f"this folder already holds a run: {fields['status']}, step {fields['step']}",
+                    str(folder),
+                    f"continue it with resume={folder}, or place this one elsewhere with hydra.run.dir=DIR",
+                )
             write_json(folder / OWNER, {**origin.process(), "since": _now()})
             for place in (folder, folder / "checkpoints"):
                 if place.is_dir():

@@ -1,4 +1,5 @@
 """How a program says no: what is wrong, where, and what to do. Exit codes are the contract of every command."""
+
 from __future__ import annotations
 
 import difflib

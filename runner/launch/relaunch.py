@@ -1,4 +1,5 @@
 """Continuing a run from what stands in its folder. The stored config is read as data: nothing in it is ever run."""
+
 from __future__ import annotations
 
 import shutil
@@ -78,7 +79,9 @@ def _with(folder: Path, extra: list[str]) -> tuple[Config, DictConfig]:
         for override in OverridesParser.create().parse_overrides(extra):
             key = override.key_or_group
             if override.is_sweep_override():
-                raise ValueError("a resumed run takes one value", str(override.input_line), f"give one; to compare several, start new runs with init_from={folder}")
+                raise ValueError(
+                    "a resumed run takes one value", str(override.input_line), f"give one; to compare several, start new runs with init_from={folder}"
+                )
             if key in ("stage", "model", "data", "experiment"):
                 raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
             value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()

@@ -1,4 +1,5 @@
 """The small commands: one flat conf/<command>.yaml, no run folder, words checked and typed like those of a run."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -96,7 +97,9 @@ def _check(word: str, schema: type) -> None:
     except HydraException as error:
         raise ValueError("this value cannot be read", word, f"put quotes around it, around each part of a list: '{name}=[\"what's, new\"]'") from error
     if override.is_sweep_override():
-        raise ValueError("several values where one is meant", word, f"call the command once for each{', or write a list: [a,b]' if _kinds(schema)[name] == 'list' else ''}")
+        raise ValueError(
+            "several values where one is meant", word, f"call the command once for each{', or write a list: [a,b]' if _kinds(schema)[name] == 'list' else ''}"
+        )
 
 
 def _kinds(schema: type) -> dict[str, str]:

@@ -1,4 +1,5 @@
 """One run from its typed config: weights found, record kept, signals heard, engine called."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -55,7 +56,12 @@ def _train(config: Config, record: Record, stop: StopFlag) -> float:
 def _close(run: Run, record: Record, status: str, error: str | None = None) -> None:
     """The last word of a training that took place, on the console and in run.json."""
     progress = run.progress
-    metrics = {"loss": next(reversed(progress.last_losses), None), "val_loss": progress.eval_loss, "best_val_loss": progress.best_loss, "best_step": progress.best_step}
+    metrics = {
+        "loss": next(reversed(progress.last_losses), None),
+        "val_loss": progress.eval_loss,
+        "best_val_loss": progress.best_loss,
+        "best_step": progress.best_step,
+    }
     run.track.finish(status, {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {}))
     record.finish(status, error, step=progress.step, tokens=progress.tokens, metrics=metrics, tracker_id=run.track.tracker_id)
 

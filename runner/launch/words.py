@@ -1,4 +1,5 @@
 """The words of a command line, checked against the schema before anything is composed."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,5 @@
 """A trained model as it stands on disk: the folder of a run, or any Hugging Face or PEFT folder."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass

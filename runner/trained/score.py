@@ -1,4 +1,5 @@
 """Numbers for a trained model on a file of rows: loss and perplexity, exact answers, preferences."""
+
 from __future__ import annotations
 
 import json
@@ -187,9 +188,7 @@ def _answers(trained: Trained, prompts: list[list[int]], max_new_tokens: int) ->
     from models.generate import generate
 
     stop = [trained.tokenizer.eos_id]
-    answers = generate(
-        trained.model, prompts, max_new_tokens=max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, stop_ids=stop
-    )
+    answers = generate(trained.model, prompts, max_new_tokens=max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, stop_ids=stop)
     return [trained.tokenizer.decode(ids) for ids in answers]
 
 

@@ -1,4 +1,5 @@
 """Talking to a trained model: one answer, or a conversation that streams."""
+
 from __future__ import annotations
 
 import sys

@@ -64,4 +64,3 @@ def test_a_file_alone_may_have_any_name_and_the_last_of_several_is_looked_for_fi
     assert "words from 94 rows" in run(both, "to=newer", "vocab_size=280", folder=tmp_path).stdout
     done = run('path=["it\'s a, b.jsonl",none.jsonl]', "to=never", "vocab_size=12", folder=tmp_path)
     assert done.returncode == 2 and "none.jsonl" in done.stderr and not (tmp_path / "never").exists()
-

@@ -1,4 +1,5 @@
 """Where a run stands in its data is computed: step 1,000,000 of 10^8 rows is found as fast as step 1, and in no more memory."""
+
 from __future__ import annotations
 
 import time

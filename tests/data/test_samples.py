@@ -1,4 +1,5 @@
 """The sample world: the shipped files are what the generator writes, and the held-out files are held out."""
+
 from __future__ import annotations
 
 import json

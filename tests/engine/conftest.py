@@ -1,4 +1,5 @@
 """`make_run(*words)`: a small run in this process, composed from conf/ like a command line, on ragged rows made here."""
+
 import json
 from pathlib import Path
 

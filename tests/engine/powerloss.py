@@ -3,6 +3,7 @@
 Only what was fsynced is certain. Of the rest, each directory entry and each file's bytes live or die on their own, in
 any order; a rename is two entries. That is harsher than the journal of any real file system.
 """
+
 from __future__ import annotations
 
 import os
@@ -117,7 +118,13 @@ def fates(chances: int) -> dict[str, Callable[[int], Fate]]:
 
         return fate
 
-    extremes = {"nothing": ("lost", "lost"), "everything": ("kept", "kept"), "names only": ("kept", "lost"), "names and zeros": ("kept", "zeros"), "data only": ("lost", "kept")}
+    extremes = {
+        "nothing": ("lost", "lost"),
+        "everything": ("kept", "kept"),
+        "names only": ("kept", "lost"),
+        "names and zeros": ("kept", "zeros"),
+        "data only": ("lost", "kept"),
+    }
     return {name: always(*pair) for name, pair in extremes.items()} | {f"chance {seed}": chance(seed) for seed in range(chances)}
 
 

@@ -1,4 +1,5 @@
 """A disk that is full, broken or read-only, and numbers that are not finite: the run goes on with what is good, or ends and says why."""
+
 from __future__ import annotations
 
 import ctypes
@@ -158,7 +159,9 @@ def test_a_disk_that_is_full_for_a_while(tmp_path):
         close_record = Record.close
 
         def close(record):
-            (place / "after").write_text(json.dumps([steps_of(record.folder), litter(record.folder), differences(place / "whole", record.folder), record.fields]))
+            (place / "after").write_text(
+                json.dumps([steps_of(record.folder), litter(record.folder), differences(place / "whole", record.folder), record.fields])
+            )
             close_record(record)
 
         Record.close = close
@@ -231,7 +234,11 @@ def all_finite(folder: Path) -> bool:
     """Every number of every checkpoint, and no NaN where JSON has no word for it."""
     files = [path for step in (folder / "checkpoints").glob("step-*") for path in step.glob("*.safetensors")]
     states = [path.read_text() for path in (folder / "checkpoints").glob("step-*/state.json")]
-    return bool(files) and all(bool(t.isfinite().all()) for path in files for t in safetensors.torch.load_file(path).values()) and not any("NaN" in text or "Infinity" in text for text in states)
+    return (
+        bool(files)
+        and all(bool(t.isfinite().all()) for path in files for t in safetensors.torch.load_file(path).values())
+        and not any("NaN" in text or "Infinity" in text for text in states)
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,4 +1,5 @@
 """Reading back: whatever differs by one bit is found, the newest good folder serves, and enough good ones stay."""
+
 from __future__ import annotations
 
 import errno
@@ -41,7 +42,13 @@ def test_a_folder_holds_its_files_and_says_what_they_are(tmp_path):
     pieces = {"a": b"bytes", "b": bytearray(b"array"), "c": memoryview(b"view"), "d": lambda: b"asked for late", "e": b""}
     durable.write_folder(tmp_path / "made" / "here", "step-00000007", pieces, {"step": 7, "note": "ü"})
     folder = tmp_path / "made" / "here" / "step-00000007"
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != durable.MANIFEST} == {"a": b"bytes", "b": b"array", "c": b"view", "d": b"asked for late", "e": b""}
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name != durable.MANIFEST} == {
+        "a": b"bytes",
+        "b": b"array",
+        "c": b"view",
+        "d": b"asked for late",
+        "e": b"",
+    }
     manifest = json.loads((folder / durable.MANIFEST).read_text())
     assert (manifest["step"], manifest["note"]) == (7, "ü")
     assert manifest["files"]["a"] == {"size": 5, "sha256": hashlib.sha256(b"bytes").hexdigest()}
@@ -138,7 +145,9 @@ def make_a_folder(path: Path, older: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("damage", [truncate, empty, delete, flip_a_bit, fill_with_zeros, swap_with_its_neighbour, take_the_older_one, append, link, make_a_pipe, make_a_folder])
+@pytest.mark.parametrize(
+    "damage", [truncate, empty, delete, flip_a_bit, fill_with_zeros, swap_with_its_neighbour, take_the_older_one, append, link, make_a_pipe, make_a_folder]
+)
 def test_damage_is_found_and_the_one_before_serves(damage, name, two):
     older, newer = two
     damage(newer / name, older)
@@ -180,7 +189,18 @@ def test_a_linked_folder_is_not_followed(two, tmp_path):
     assert durable.newest(tmp_path) == (two[1], [("step-00000003", "not a folder")])
 
 
-@pytest.mark.parametrize("body", [{"files": {"../../x": {"size": 1, "sha256": "0"}}}, {"files": {"a/b": {"size": 1, "sha256": "0"}}}, {"files": {".hidden": {"size": 1, "sha256": "0"}}}, {"files": []}, {"files": {"a": 5}}, {"files": {"a": {"size": "x", "sha256": ""}}}, {}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"files": {"../../x": {"size": 1, "sha256": "0"}}},
+        {"files": {"a/b": {"size": 1, "sha256": "0"}}},
+        {"files": {".hidden": {"size": 1, "sha256": "0"}}},
+        {"files": []},
+        {"files": {"a": 5}},
+        {"files": {"a": {"size": "x", "sha256": ""}}},
+        {},
+    ],
+)
 def test_a_hostile_manifest_is_refused_though_its_checksum_is_right(body, two):
     (two[1] / durable.MANIFEST).write_bytes(durable._seal(body))
     assert durable.verify(two[1]).startswith(durable.MANIFEST)
@@ -325,7 +345,12 @@ def test_the_writer_works_beside_its_caller_and_one_job_at_a_time(tmp_path):
     waited = writer.submit("second", lambda: order.append(2) or "done")
     assert waited > 0.1 and order[0] == 1, "the second save waits for the first, and says how long"
     first, second = writer.wait()
-    assert order == [1, 2] and (first.name, second.name, second.result) == ("first", "second", "done") and first.error is second.error is None and first.seconds > 0.1
+    assert (
+        order == [1, 2]
+        and (first.name, second.name, second.result) == ("first", "second", "done")
+        and first.error is second.error is None
+        and first.seconds > 0.1
+    )
     assert writer.poll() == []
 
 

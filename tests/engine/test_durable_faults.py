@@ -1,4 +1,5 @@
 """Killed at every call, refused by the disk at every call, no room, no right to write: the checkpoint before is still there."""
+
 from __future__ import annotations
 
 import errno
@@ -245,7 +246,9 @@ LIE = "FileSystem.free = staticmethod(lambda folder: 1 << 40)"  # room vanishes 
 READ_ONLY = "libc.mount(None, sys.argv[1].encode(), None, 0x21, None)"
 
 
-@pytest.mark.parametrize("how, number", [("", errno.ENOSPC), (LIE, errno.ENOSPC), (LIE + "\n" + READ_ONLY, errno.EROFS)], ids=["full", "full all of a sudden", "read-only"])
+@pytest.mark.parametrize(
+    "how, number", [("", errno.ENOSPC), (LIE, errno.ENOSPC), (LIE + "\n" + READ_ONLY, errno.EROFS)], ids=["full", "full all of a sudden", "read-only"]
+)
 def test_a_small_disk(how, number, tmp_path):
     found = run_apart(IN_A_SMALL_DISK + how + BIG_SAVE, tmp_path)
     if "refused" in found:

@@ -1,4 +1,5 @@
 """Promises held through a power cut at every moment: what was committed is there, whole; what is there under its name is whole."""
+
 from __future__ import annotations
 
 import json
@@ -119,7 +120,17 @@ def of_run_json(path: Path, log: list[tuple]) -> bool:
 
 @pytest.mark.parametrize(
     "left_out",
-    [of_a_folder, of_a_file, of_one_file, of_the_manifest, of_the_temporary_folder, of_the_parent, of_the_parent_before_deleting, of_the_new_checkpoints_folder, of_run_json],
+    [
+        of_a_folder,
+        of_a_file,
+        of_one_file,
+        of_the_manifest,
+        of_the_temporary_folder,
+        of_the_parent,
+        of_the_parent_before_deleting,
+        of_the_new_checkpoints_folder,
+        of_run_json,
+    ],
 )
 def test_leaving_out_the_fsync(left_out, tmp_path, monkeypatch):
     """Each fsync is there for a reason: without it the model finds a broken promise."""

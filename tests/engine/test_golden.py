@@ -1,5 +1,6 @@
 """Ten losses a stage. A change that claims not to touch the numbers leaves tests/golden/ alone; one that does, rewrites it
 (`REWRITE_GOLDEN=1 pytest tests/engine/test_golden.py`) in the same commit, with the reason."""
+
 import json
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
 """kill -9 at random moments, again and again, until the run is through: nothing torn, one save lost at most, and no bit differs."""
+
 from __future__ import annotations
 
 import os

@@ -82,7 +82,9 @@ def test_the_logged_rate_is_the_schedule_s_and_does_not_depend_on_accumulation(m
     assert [line["lr"] for line in logged(run.folder)] == [lr_at(step, run.total_steps, 1e-3, run.cfg.schedule) for step in range(run.total_steps)]
 
 
-@pytest.mark.parametrize("words", [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "stage.prompts=[goats]"]], ids=["evaluating", "sampling"])
+@pytest.mark.parametrize(
+    "words", [["train.eval_every=1", "data.val_fraction=0.1"], ["train.sample_every=1", "stage.prompts=[goats]"]], ids=["evaluating", "sampling"]
+)
 def test_looking_at_a_run_does_not_change_it(make_run, words):
     share = [word for word in words if "val_fraction" in word]
     train(plain := make_run("pretrain", "model.dropout=0.1", *share, folder="plain"))

@@ -12,14 +12,20 @@ def schedule(name: str, warmup_steps: int = 0, min_lr_ratio: float = 0.1, decay_
 
 
 def optimizer(name: str = "adamw", **changes) -> OptimizerConfig:
-    return OptimizerConfig(**{"name": name, "lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "grad_clip": 1.0, "layer_decay": 1.0, "momentum": 0.95} | changes)
+    return OptimizerConfig(
+        **{"name": name, "lr": 1e-2, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "grad_clip": 1.0, "layer_decay": 1.0, "momentum": 0.95} | changes
+    )
 
 
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict(
-            {"embed_tokens": nn.Embedding(6, 4), "layers": nn.ModuleList(nn.ModuleDict({"proj": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}) for _ in range(2)), "norm": nn.RMSNorm(4)}
+            {
+                "embed_tokens": nn.Embedding(6, 4),
+                "layers": nn.ModuleList(nn.ModuleDict({"proj": nn.Linear(4, 4), "norm": nn.RMSNorm(4)}) for _ in range(2)),
+                "norm": nn.RMSNorm(4),
+            }
         )
 
 
@@ -58,13 +64,21 @@ def test_layer_decay_slows_each_layer_below_by_the_factor():
     built = build_optimizer(optimizer(layer_decay=0.5), Small(), num_layers=2)
     built.set_lr(1.0)
     rates = {built.names[p]: group["lr"] for part in built.parts for group in part.param_groups for p in group["params"]}
-    assert [rates[name] for name in ("model.norm.weight", "model.layers.1.proj.weight", "model.layers.0.norm.weight", "model.embed_tokens.weight")] == [1.0, 0.5, 0.25, 0.125]
+    assert [rates[name] for name in ("model.norm.weight", "model.layers.1.proj.weight", "model.layers.0.norm.weight", "model.embed_tokens.weight")] == [
+        1.0,
+        0.5,
+        0.25,
+        0.125,
+    ]
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_all_else():
     muon, adamw = build_optimizer(optimizer("muon"), model := Small(), num_layers=2).parts
     names = {p: name for name, p in model.named_parameters()}
-    assert isinstance(muon, torch.optim.Muon) and {names[p] for g in muon.param_groups for p in g["params"]} == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
+    assert isinstance(muon, torch.optim.Muon) and {names[p] for g in muon.param_groups for p in g["params"]} == {
+        "model.layers.0.proj.weight",
+        "model.layers.1.proj.weight",
+    }
     assert sum(len(g["params"]) for g in adamw.param_groups) == len(names) - 2
 
 

@@ -1,4 +1,5 @@
 """Stop anywhere, resume, and no bit differs from the run that was never stopped."""
+
 import itertools
 import json
 
@@ -11,7 +12,16 @@ from runner.engine.loop import Interrupted, train
 from runner.engine.verify import differences
 
 # 18 rows in steps of 3: six steps an epoch, two epochs.
-TWO_EPOCHS = ["train.batch_size=3", "train.epochs=2", "train.save_every=5", "train.eval_every=4", "train.sample_every=6", "data.val_fraction=0.1", "stage.prompts=[goats]", "train.sample_tokens=4"]
+TWO_EPOCHS = [
+    "train.batch_size=3",
+    "train.epochs=2",
+    "train.save_every=5",
+    "train.eval_every=4",
+    "train.sample_every=6",
+    "data.val_fraction=0.1",
+    "stage.prompts=[goats]",
+    "train.sample_tokens=4",
+]
 
 
 @pytest.fixture
@@ -57,9 +67,16 @@ def cells():
     plain = every[::5]  # 5 shares no factor with the sizes: the walk meets every pair
     for number, cell in enumerate(plain):
         yield pytest.param(dict(zip(switches, cell, strict=True)), id="-".join(map(str, cell)), marks=[pytest.mark.slow] if number % 3 else [])
-    compiled = [("pretrain", "fp32", 1, 0, 0, "adamw"), ("sft", "bf16", 3, 2, 0.1, "adamw"), ("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0.1, "muon")]
+    compiled = [
+        ("pretrain", "fp32", 1, 0, 0, "adamw"),
+        ("sft", "bf16", 3, 2, 0.1, "adamw"),
+        ("lora", "fp16", 1, 2, 0.1, "muon"),
+        ("dpo", "fp32", 3, 0, 0.1, "muon"),
+    ]
     for cell in compiled:
-        yield pytest.param(dict(zip(switches, cell, strict=True)) | {"train.compile": "default"}, id="-".join(map(str, cell)) + "-compiled", marks=pytest.mark.slow)
+        yield pytest.param(
+            dict(zip(switches, cell, strict=True)) | {"train.compile": "default"}, id="-".join(map(str, cell)) + "-compiled", marks=pytest.mark.slow
+        )
 
 
 @pytest.mark.parametrize("cell", list(cells()))
@@ -125,7 +142,9 @@ MUTANTS = {
 def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch, item):
     """`None` leaves nothing out: the other rows fail for what they miss, not for how they are made."""
     words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
-    monkeypatch.setattr("runner.engine.loop.evaluate", lambda run: {"loss": float(run.progress.step)})  # the first is the best: what is forgotten of it stays forgotten
+    monkeypatch.setattr(
+        "runner.engine.loop.evaluate", lambda run: {"loss": float(run.progress.step)}
+    )  # the first is the best: what is forgotten of it stays forgotten
     whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
     half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
     with pytest.raises(Interrupted):

@@ -1,4 +1,5 @@
 """A signal raises a flag and nothing else; a second one ends the process at once."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """Asked to stop at any moment, a run saves within one step and leaves with 75; continued, no bit differs."""
+
 from __future__ import annotations
 
 import itertools

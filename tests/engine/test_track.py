@@ -1,4 +1,5 @@
 """The mouth of a run: what it writes is whole, what it shows is harmless, and nobody listening can stop it."""
+
 from __future__ import annotations
 
 import io

@@ -1,4 +1,5 @@
 """A small run in a child of its own, to be killed, signalled and relaunched. torch is imported before the fork: a launch costs milliseconds."""
+
 from __future__ import annotations
 
 import json

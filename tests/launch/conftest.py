@@ -1,4 +1,5 @@
 """`program(*words)`: runner/train.py of a checkout of its own, as a user starts it: by path, not installed, from another folder."""
+
 from __future__ import annotations
 
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -28,7 +30,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def program(checkout: Path, tmp_path: Path):
     def program(*words: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
         surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
-        return subprocess.run([sys.executable, *flags, str(checkout / "runner" / command), *words], cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=120)
+        return subprocess.run(
+            [sys.executable, *flags, str(checkout / "runner" / command), *words], cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=120
+        )
 
     return program
 

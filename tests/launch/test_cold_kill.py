@@ -1,4 +1,5 @@
 """The real command, killed with -9 from outside and continued with resume=, until it is through."""
+
 from __future__ import annotations
 
 import json
@@ -29,7 +30,13 @@ def launch(checkout, tmp_path):
 
     def launch(*words: str) -> subprocess.Popen:
         with open(tmp_path / "said", "w") as said:
-            return subprocess.Popen([sys.executable, str(checkout / "runner" / "train.py"), *words], cwd=tmp_path, stdout=said, stderr=said, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            return subprocess.Popen(
+                [sys.executable, str(checkout / "runner" / "train.py"), *words],
+                cwd=tmp_path,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
 
     return launch
 

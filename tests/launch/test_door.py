@@ -1,4 +1,5 @@
 """The command as a person meets it: from any folder, quick to answer, three lines where a word is wrong, an exit code for every end."""
+
 from __future__ import annotations
 
 import json
@@ -31,12 +32,25 @@ LIGHT = [("--cfg", "job"), ("--help",), ("--shell-completion", "query=bash"), ("
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
 def test_what_needs_no_torch_imports_none(program: Program, words: tuple[str, ...]) -> None:
-    imported = {line.split("|")[-1].strip() for line in program(*words, flags=("-X", "importtime"), COMP_LINE="python runner/train.py stage=").stderr.splitlines() if line.startswith("import time")}
+    imported = {
+        line.split("|")[-1].strip()
+        for line in program(*words, flags=("-X", "importtime"), COMP_LINE="python runner/train.py stage=").stderr.splitlines()
+        if line.startswith("import time")
+    }
     assert "runner.launch.door" in imported and not {"torch", "transformers", "swanlab", "tokenizers"} & imported
 
 
 def test_a_wrong_word_ends_in_three_lines_and_code_2_before_any_folder_is_made(program: Program, outputs: Path, tmp_path: Path) -> None:
-    for words in (["optimizer.lrr=1"], ["train.epochs=x"], ["precision.name=fp8"], ["data.path=nowhere.jsonl"], ["init_from=nowhere"], ["-m", "optimizer.lr=1e-3,x"], ["resume=nowhere"], ["--epochs", "3"]):
+    for words in (
+        ["optimizer.lrr=1"],
+        ["train.epochs=x"],
+        ["precision.name=fp8"],
+        ["data.path=nowhere.jsonl"],
+        ["init_from=nowhere"],
+        ["-m", "optimizer.lr=1e-3,x"],
+        ["resume=nowhere"],
+        ["--epochs", "3"],
+    ):
         started = time.monotonic()
         done = program(*words)
         assert (done.returncode, done.stdout) == (2, "")

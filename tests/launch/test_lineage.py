@@ -1,4 +1,5 @@
 """Where first weights come from: what is named, else the newest finished run of the stage before, else random with a warning."""
+
 from __future__ import annotations
 
 import json

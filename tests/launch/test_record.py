@@ -1,4 +1,5 @@
 """run.json tells the truth about a run, and one process at a time may change it."""
+
 from __future__ import annotations
 
 import hashlib
@@ -175,7 +176,9 @@ def test_resuming_what_is_not_there_is_refused_and_makes_no_folder(tmp_path):
     assert not (tmp_path / "typo").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"status": "done", "attempt": 1, "step": 0}', '{"status": "running", "attempt": "x", "step": 0}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"status": "done", "attempt": 1, "step": 0}', '{"status": "running", "attempt": "x", "step": 0}', "[" * 100_000]
+)
 def test_a_broken_run_json_is_refused_and_kept(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(ValueError) as refusal:

@@ -1,4 +1,5 @@
 """The small commands: free text arrives as typed, and a wrong word is named with the right one, at once."""
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """start(): what a launch leaves in the folder of its run."""
+
 import dataclasses
 import json
 
@@ -56,7 +57,9 @@ def test_a_proof_is_not_taken_for_a_trained_model(launch, tmp_path):
 def test_weights_that_were_moved_are_found_where_the_words_say(launch, tmp_path):
     base = launch(name="base")
     chats = tmp_path / "chats.jsonl"
-    chats.write_text("".join(json.dumps({"conversations": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "goats"}]}) + "\n" for i in range(20)))
+    chats.write_text(
+        "".join(json.dumps({"conversations": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "goats"}]}) + "\n" for i in range(20))
+    )
     adapters = ["stage=lora", f"data.path={chats}", "train.eval_every=0"]
     launch(*adapters, f"init_from={base}", name="run")
     base.rename(tmp_path / "moved")

@@ -1,4 +1,5 @@
 """What a user types: right words compose and are typed, wrong ones are refused with the place and the nearest right one."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -144,7 +145,10 @@ def test_a_whole_number_may_be_written_with_an_exponent() -> None:
     assert words.whole("optimizer.lr=1e3") == "optimizer.lr=1e3"
 
 
-@pytest.mark.parametrize(("flag", "word"), [("--epochs", "train.epochs"), ("--batch-size=8", "train.batch_size=8"), ("--optimizer.lr=1", "optimizer.lr=1"), ("--stage=sft", "stage=sft")])
+@pytest.mark.parametrize(
+    ("flag", "word"),
+    [("--epochs", "train.epochs"), ("--batch-size=8", "train.batch_size=8"), ("--optimizer.lr=1", "optimizer.lr=1"), ("--stage=sft", "stage=sft")],
+)
 def test_words_written_as_flags_are_refused_with_how_we_write_them(flag: str, word: str) -> None:
     with pytest.raises(ValueError) as caught:
         words.check_flags([flag])

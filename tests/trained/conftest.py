@@ -1,4 +1,5 @@
 """`write_model`: a small random model with the shipped tokenizer, as a folder on disk; `hf_folder`: one of them."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

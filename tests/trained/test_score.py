@@ -1,4 +1,5 @@
 """Scores: the same whatever the batch size, and equal to what one would compute by hand."""
+
 from __future__ import annotations
 
 import ast

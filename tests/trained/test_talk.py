@@ -1,4 +1,5 @@
 """Talking to a model: whole characters, harmless ones, as its run was trained, and again the same with the same seed."""
+
 from __future__ import annotations
 
 import io
