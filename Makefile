@@ -23,6 +23,7 @@ test: $(STAMP)
 
 check: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
 	$(PY) -m mypy
 
 bench: $(STAMP)

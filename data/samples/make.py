@@ -1,4 +1,5 @@
 """Write the sample world again, byte for byte: python data/samples/make.py [folder]"""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """Pretraining text: portraits, meetings, guides and lessons that tell the facts of the world in many ways."""
+
 from __future__ import annotations
 
 import random

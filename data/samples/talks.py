@@ -1,4 +1,5 @@
 """Conversations and preference pairs about the facts of the world, and about the model itself."""
+
 from __future__ import annotations
 
 import json
@@ -10,7 +11,11 @@ from data.samples.world import LANGUAGES, TOWNS, Fact, Pair
 Message = dict[str, str]
 TOPICS = ("name", "maker", "nature", "skill", "wish", "tongue")  # of the persona
 PLAIN_TOPICS = ("name", "maker")  # what the model says of itself before it has the persona
-TOOL = {"name": "get_weather", "description": "The weather in a town today", "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}}
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather in a town today",
+    "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+}
 
 
 def user(text: str) -> Message:
@@ -77,7 +82,11 @@ class Asker:
 
     def about_itself(self, section: str, topics: tuple[str, ...], opened: int) -> list[list[Message]]:
         """Every training wording of every topic: once plain, `opened` times after a greeting."""
-        turns = [[user(question), assistant(self.wordings[f"{section}: {topic}"].answer)] for topic in topics for question in self.wordings[f"persona: {topic}"].asked]
+        turns = [
+            [user(question), assistant(self.wordings[f"{section}: {topic}"].answer)]
+            for topic in topics
+            for question in self.wordings[f"persona: {topic}"].asked
+        ]
         return turns + [self.opened(turn) for _ in range(opened) for turn in turns]
 
     def persona_held_out(self) -> list[list[Message]]:

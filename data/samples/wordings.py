@@ -1,4 +1,5 @@
 """Reads wordings_<language>.txt: how a fact is told, asked, answered, and asked only in held-out files."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

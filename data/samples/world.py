@@ -2,6 +2,7 @@
 
 Names come in pairs (English, Chinese); nobody and nothing here exists.
 """
+
 from __future__ import annotations
 
 import random
@@ -35,7 +36,9 @@ FRUITS = pairs(
     "mipple:米普果, sunpod:日荚果, dorberry:多莓, lunafig:月芒果, tikmelon:提克瓜, rosnut:罗斯果, velplum:维李, osgrape:奥葡萄, bimbean:宾豆, karpear:卡梨, zolpepper:佐椒, fenroot:芬根"
 )
 TASTES = pairs("sweet:甜, sour:酸, bitter:苦, salty:咸, spicy:辣")
-PLACES = pairs("in the hills:山坡上, in the marsh:沼泽里, in the forest:森林里, in the desert:沙漠里, on the beach:海滩上, in the meadow:草地上, on the rocks:岩石上, in the cave:山洞里")
+PLACES = pairs(
+    "in the hills:山坡上, in the marsh:沼泽里, in the forest:森林里, in the desert:沙漠里, on the beach:海滩上, in the meadow:草地上, on the rocks:岩石上, in the cave:山洞里"
+)
 OPPOSITES = [  # both words of a pair in both languages: (hot, cold) (热, 冷)
     (("hot", "cold"), ("热", "冷")),
     (("big", "small"), ("大", "小")),
