@@ -26,7 +26,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def words(metric: str, data: Path, max_length: int = 128, **changes: object) -> EvaluateConfig:
     given = {"run": "here", "metric": metric, "data": ScoredData(str(data), max_length), "batch_size": 3}
     given |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
-    return EvaluateConfig(**given | changes)  # type: ignore[arg-type]
+    return EvaluateConfig(**given | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
 
 def chat(question: str, answer: str) -> list[dict[str, str]]:

@@ -18,7 +18,7 @@ TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 def words(folder: Path, **changes: object) -> ChatConfig:
     given = {"run": str(folder), "prompt": None, "mode": "auto", "system": None, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
     given |= {"repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 0, "device": "cpu"}
-    return ChatConfig(**given | changes)  # type: ignore[arg-type]
+    return ChatConfig(**given | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
 
 def speaker(folder: Path, **changes: object) -> Speaker:
