@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
+
+
+TOO_LONG = ("auto", "truncate", "drop", "split")
+ON_BAD_ROW = ("error", "skip")
+TRAIN_ON = ("assistant", "last_assistant", "all")
+PACKING = ("none", "pack")
 
 
 @dataclass
 class DataConfig:
     name: str
-    path: str  # a JSONL file, or a JSON array
-    val_path: Optional[str]  # held-out rows from a file of their own ...
-    val_fraction: float  # ... or this share of `path`; both empty: no evaluation
+    path: Any  # a file, a glob, a folder, hub:owner/name, or a list of these
+    weights: Optional[list[float]]  # of a list of paths: their shares of the rows of an epoch; null: every row once
+    shape: Optional[str]  # of the rows; null: recognised file by file
+    val_path: Optional[str]  # held-out rows; auto: X_val.jsonl beside X.jsonl, where there is one
+    val_fraction: float  # without a val_path, this share of every file is held out; 0: no evaluation
     tokenizer: str  # a folder with tokenizer.json
-    max_length: int  # tokens a row feeds to the model at most
+    max_length: int  # tokens a sequence feeds to the model at most, and with packing those of a window
+    too_long: str  # auto: split a text, truncate a conversation
+    on_bad_row: str  # error: stop at the first; skip: count and go on
+    max_bad_fraction: float  # skip: more bad rows than this share stop the run all the same
+    train_on: str  # which turns of a conversation carry loss
+    packing: str  # pack: several rows in one window, each seeing only itself
+    group_by_length: bool  # without packing: rows of like length in a step
+    system_prompts: list[str]  # one of these is put in front of a conversation without a system message ...
+    system_prob: float  # ... with this probability
+    empty_think_prob: float  # an answer without reasoning gets an empty think block
+    cache: str  # where token stores are kept between runs
     num_workers: int  # processes that build batches ahead of time; 0: the training process does it
 
+    @property
+    def paths(self) -> list[str]:
+        return list(self.path) if isinstance(self.path, (list, tuple)) else [self.path]
+
     def __post_init__(self) -> None:
+        if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
+            raise ValueError("no text to train on", f"data.path={self.path}", "name a file, a folder, or a list: data.path=[a.jsonl,b.parquet]")
+        self._check_weights()
+        for word, options in {"too_long": TOO_LONG, "on_bad_row": ON_BAD_ROW, "train_on": TRAIN_ON, "packing": PACKING}.items():
+            if getattr(self, word) not in options:
+                raise ValueError(f"unknown value of data.{word}", f"data.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
         if self.max_length < 2:
             raise ValueError("a row needs a token to read and one to predict", f"data.max_length={self.max_length}", "choose at least 2")
         if not 0 <= self.val_fraction < 1:
             raise ValueError("a share of the rows lies in [0, 1)", f"data.val_fraction={self.val_fraction}", "choose e.g. 0.02")
-        if self.val_path and self.val_fraction:
+        for word in ("max_bad_fraction", "system_prob", "empty_think_prob"):
+            if not 0 <= getattr(self, word) <= 1:
+                raise ValueError("a probability or a share lies in [0, 1]", f"data.{word}={getattr(self, word)}", "choose e.g. 0.1")
+        if self.val_path not in (None, "auto") and self.val_fraction:
             raise ValueError(
                 "two sources of held-out rows",
                 f"data.val_path={self.val_path} data.val_fraction={self.val_fraction}",
                 "give one of them: data.val_fraction=0 or data.val_path=null",
             )
+        if self.group_by_length and self.packing == "pack":
+            raise ValueError("packed windows are all of one length", "data.group_by_length=true", "add data.packing=none")
+        if self.system_prob and not self.system_prompts:
+            raise ValueError("there is no system prompt to choose from", f"data.system_prob={self.system_prob}", 'add data.system_prompts=["..."]')
         if self.num_workers < 0:
             raise ValueError("a count cannot be negative", f"data.num_workers={self.num_workers}", "choose 0 or more")
+
+    def _check_weights(self) -> None:
+        if self.weights is None:
+            return
+        if len(self.weights) != len(self.paths):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.paths)} paths", f"data.weights={self.weights}", "give one weight for each path, in their order")
+        if not all(0 < weight < float("inf") for weight in self.weights):
+            raise ValueError("a weight is a positive number", f"data.weights={self.weights}", "leave a path out instead of giving it 0")

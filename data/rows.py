@@ -1,173 +1,303 @@
-"""A file of rows as token ids: everything is encoded once, into flat arrays."""
+"""A row of a file as token ids, and which of them carry loss: what is cut, what is left out, and the count of it all."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from data.augment import augment
 from data.chat import ChatTemplate, Encoded
-from data.formats import SHAPES, Source, check_text, fields
+from data.formats import BadRow, Source
+from data.shapes import SHAPES, Chat, Pair, Text, recognise, weight_of
 from data.tokenizer import Tokenizer
 
-CHUNK = 1024  # rows encoded in one call: enough to keep every core busy, little to hold at once
+VERSION = 1  # of what this file makes of a row: raise it, and every store is built again
+TOO_LONG = "longer than data.max_length"
+NO_ANSWER_LEFT = "cut before the first answer"
+NO_DIFFERENCE_LEFT = "chosen and rejected differ only beyond data.max_length"
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Recipe:
+    """Everything beside a file's bytes that decides which ids its rows become."""
+
+    rows: str  # text | chat | preference
+    shape: str  # a name of data.shapes.SHAPES
+    tokenizer: Path
+    max_length: int
+    too_long: str  # truncate | drop | split
+    train_on: str
+    on_bad_row: str
+    system_prompts: tuple[str, ...] = ()
+    system_prob: float = 0.0
+    empty_think_prob: float = 0.0
+    seed: int = 0  # of these two; without them it changes nothing, and stays 0
+
+    @property
+    def sides(self) -> int:
+        """Sequences of a row: (chosen, rejected) for a preference."""
+        return 2 if self.rows == "preference" else 1
+
+    def key(self, tokenizer_fingerprint: str) -> str:
+        parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint, "version": VERSION}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class Tally:
+    """What became of the rows of a source. Tallies of parts add up."""
+
+    read: int = 0
+    kept: int = 0
+    split: int = 0  # texts that became several rows
+    cut: int = 0  # conversations that lost their end
+    tokens: int = 0
+    supervised: int = 0  # of them, those that carry loss
+    lost: int = 0  # those that would have, had nothing been cut or left out for its length
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason: the options' doing ...
+    bad: Counter[str] = field(default_factory=Counter)  # ... and rows that cannot be used
+    first: dict[str, str] = field(default_factory=dict)  # where each reason was met first
+
+    def __iadd__(self, other: Tally) -> Tally:
+        for part in dataclasses.fields(self):
+            mine, theirs = getattr(self, part.name), getattr(other, part.name)
+            setattr(self, part.name, {**theirs, **mine} if part.name == "first" else mine + theirs)
+        return self
+
+    def leave_out(self, kind: str, reason: str, where: str) -> None:
+        getattr(self, kind)[reason] += 1
+        self.first.setdefault(reason, where)
+
+
+@dataclass
+class Block:
+    """What some rows of one source became: S sequences, N rows of `sides` sequences each."""
+
+    tokens: np.ndarray  # int32, all sequences one after the other
+    lengths: np.ndarray  # int64 (S,)
+    spans: np.ndarray  # int32 (P, 2): [start, stop) within its sequence of tokens that carry loss
+    span_counts: np.ndarray  # int64 (S,)
+    places: np.ndarray  # int64 (N,) where each row stands in the source
+    weights: np.ndarray  # float32 (N,)
+    tally: Tally
+
+
+class Sequence(NamedTuple):
     ids: np.ndarray  # int32 (n,), n <= max_length + 1: the model reads all but the last and predicts all but the first
     learn: np.ndarray  # bool (n,): learn[t] where predicting token t is a lesson; learn[0] is False, nothing predicts it
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     sequences: tuple[Sequence, ...]  # one; (chosen, rejected) for a preference pair
     name: str  # file:line
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Sequence s is `tokens[offsets[s]:offsets[s + 1]]`; row i is `sides` sequences from `index[i] * sides` on."""
+class RowSource(Protocol):
+    """Rows by their number: what is packed, and what batches are made of."""
 
-    tokens: np.ndarray  # int32
-    learn: np.ndarray  # bool, one a token
-    offsets: np.ndarray  # int64
-    places: np.ndarray  # int64, where each row stands in the source
-    index: np.ndarray  # int64, which rows these are: `take` shares all other arrays
-    sides: int
-    source: Source
-    fingerprint: str  # of the file's bytes and of everything that turned them into ids
+    def __len__(self) -> int: ...
+    def __getitem__(self, i: int) -> Row: ...
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """Positions that each of the rows [start, stop) feeds to the model."""
 
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, i: int) -> Row:
-        row = int(self.index[i])
-        spans = [slice(*self.offsets[s : s + 2]) for s in range(row * self.sides, (row + 1) * self.sides)]
-        return Row(tuple(Sequence(self.tokens[span], self.learn[span]) for span in spans), self.source.where(int(self.places[row])))
-
-    def take(self, indices: np.ndarray) -> Rows:
-        return replace(self, index=self.index[indices])
+    @property
+    def fingerprint(self) -> str: ...
 
 
-# What one row of the file becomes: sequences of (ids, learn), `sides` of them for each row of the result.
-Made = tuple[int, list[Encoded]]
+# A row read and checked, not yet tokens.
+Read = tuple[int, float, Text | Chat | Pair]
 
 
-def build_rows(shape: str, path: Path, tokenizer: Tokenizer, max_length: int) -> Rows:
-    """Encode a file of `text`, `chat` or `preference` rows.
+class Encoder:
+    """Rows of files into blocks of ids. Made once in each process that encodes."""
 
-    Text longer than max_length is cut into rows that overlap by one token, so that each token is predicted exactly once.
-    Conversations are cut off at max_length. A row that holds nothing to learn is refused by name.
-    """
-    source = Source.open(path)
-    make = {"text": _texts, "chat": _chats, "preference": _pairs}[shape](source, tokenizer, max_length)
-    raw = ((place, fields(row, shape, source.where(place))) for place, row in source.rows())
-    store = _Store()
-    while chunk := list(itertools.islice(raw, CHUNK)):
-        store.add(make(chunk))
-    if not store.places:
-        raise ValueError("the file holds no row", str(source.path), "give a file with one JSON object a line")
-    sides = len(SHAPES[shape])
-    return store.rows(sides, source, _fingerprint(source.path, shape, tokenizer, max_length))
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.tokenizer = Tokenizer.load(recipe.tokenizer)
+        self.template = None if recipe.rows == "text" else ChatTemplate(self.tokenizer)
 
+    def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Block:
+        """Raises the BadRow of the first bad row where recipe.on_bad_row is error, and counts it where it is skip."""
+        tally, made = Tally(), _Growing()
+        make = {"text": self._texts, "chat": self._chats, "preference": self._pairs}[self.recipe.rows]
+        make(source, self._read(source, chunk, tally), tally, made)
+        return made.block(tally)
 
-def _texts(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[list], Iterator[Made]]:
-    def make(chunk: list) -> Iterator[Made]:
-        texts = [check_text(text, source.where(place)) for place, (text,) in chunk]
-        for (place, _), ids in zip(chunk, tokenizer.encode_batch(texts), strict=True):
-            ids = [tokenizer.bos_id, *ids, tokenizer.eos_id]
-            for start in range(0, len(ids) - 1, max_length):
-                part = ids[start : start + max_length + 1]
-                yield place, [(part, [True] * len(part))]
+    def _read(self, source: Source, chunk: Iterable[tuple[int, object]], tally: Tally) -> list[Read]:
+        shape, good = SHAPES[self.recipe.shape], []
+        for place, raw in chunk:
+            tally.read += 1
+            try:
+                row = source.row(place, raw)
+                where = source.where(place)
+                good.append((place, weight_of(row, where), shape.read(row, where)))
+            except BadRow as error:
+                self._bad(error, tally)
+        return good
 
-    return make
+    def _bad(self, error: BadRow, tally: Tally) -> None:
+        if self.recipe.on_bad_row == "error":
+            what, where, fix = error.args
+            raise BadRow(error.reason, what, where, f"{fix}; or leave such rows out: data.on_bad_row=skip") from error
+        tally.leave_out("bad", error.reason, error.args[1])
 
+    def _texts(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
+        size = self.recipe.max_length
+        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch([item.text for _, _, item in rows]), strict=True):
+            ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
+            too_long, last = len(ids) > size + 1, len(ids) - 1
+            if too_long and self.recipe.too_long == "drop":
+                tally.leave_out("dropped", TOO_LONG, source.where(place))
+                tally.lost += last
+                continue
+            if too_long and self.recipe.too_long == "truncate":
+                tally.cut += 1
+                tally.lost += last - size
+                last = size
+            elif too_long:
+                tally.split += 1
+            tally.kept += 1
+            # Parts overlap by one token, so that each token is predicted exactly once.
+            for start in range(0, last, size):
+                part = ids[start : min(start + size, last) + 1]
+                made.add(place, weight, [(part, [(1, len(part))])])
 
-def _chats(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[list], Iterator[Made]]:
-    template = ChatTemplate(tokenizer)
+    def _chats(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
+        ready = [(place, weight, pieces) for place, weight, pieces in self._pieces(source, rows, tally)]
+        for (place, weight, _), encoded in zip(ready, self._assembled(ready), strict=True):
+            self._keep(source, place, weight, encoded, tally, made)
 
-    def make(chunk: list) -> Iterator[Made]:
-        encoded = template.encode_batch((messages, None, f"{source.where(place)} conversations") for place, (messages,) in chunk)
-        for (place, _), chat in zip(chunk, encoded, strict=True):
-            yield place, [_cut(chat, max_length, source.where(place))]
+    _pairs = _chats
 
-    return make
-
-
-def _pairs(source: Source, tokenizer: Tokenizer, max_length: int) -> Callable[[list], Iterator[Made]]:
-    """Tokens that chosen and rejected begin with in common carry no loss: their difference in the margin is zero."""
-    template = ChatTemplate(tokenizer)
-
-    def make(chunk: list) -> Iterator[Made]:
-        sides = ((messages, None, f"{source.where(place)} {name}") for place, pair in chunk for name, messages in zip(SHAPES["preference"], pair, strict=True))
-        encoded = template.encode_batch(sides)
-        for i, (place, _) in enumerate(chunk):
+    def _pieces(self, source: Source, rows: list[Read], tally: Tally) -> Iterator[tuple[int, float, list]]:
+        recipe, template = self.recipe, self.template
+        assert template is not None
+        for place, weight, item in rows:
             where = source.where(place)
-            chosen, rejected = (_cut(side, max_length, where) for side in encoded[2 * i : 2 * i + 2])
-            shared = next((t for t, (a, b) in enumerate(zip(chosen[0], rejected[0], strict=False)) if a != b), min(len(chosen[0]), len(rejected[0])))
-            yield place, [_unlearn(side, shared, max_length, where) for side in (chosen, rejected)]
+            item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
+            chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
+            try:
+                yield place, weight, [template.pieces(chat.messages, chat.tools, where, recipe.train_on) for chat in chats]
+            except BadRow as error:
+                self._bad(error, tally)
 
-    return make
+    def _assembled(self, ready: list[tuple[int, float, list]]) -> Iterator[list[Encoded]]:
+        assert self.template is not None
+        flat = iter(self.template.assemble([side for _, _, sides in ready for side in sides]))
+        for _ in ready:
+            yield [next(flat) for _ in range(self.recipe.sides)]
+
+    def _keep(self, source: Source, place: int, weight: float, sides: list[Encoded], tally: Tally, made: _Growing) -> None:
+        """Take a conversation or a pair as it is, shortened, or not at all."""
+        where, size = source.where(place), self.recipe.max_length
+        learned = [_lessons(learn) for _, learn in sides]
+        if not all(learned):
+            return self._bad(BadRow("no assistant turn", "no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row"), tally)
+        shared = _shared(sides)
+        spans = [_from(spans, shared) for spans in learned]
+        if not any(spans):
+            return self._bad(BadRow("no difference", "chosen and rejected are the same tokens", where, "let them differ, or delete the row"), tally)
+        total = sum(map(_count, spans))
+        if max(len(ids) for ids, _ in sides) > size + 1:
+            if self.recipe.too_long == "drop":
+                tally.lost += total
+                return tally.leave_out("dropped", TOO_LONG, where)
+            stops = [_stop(len(ids), spans, size) for (ids, _), spans in zip(sides, learned, strict=True)]
+            spans = [_until(side, stop) for side, stop in zip(spans, stops, strict=True)]
+            tally.lost += total - sum(map(_count, spans))
+            if not any(spans) or min(stops) <= shared:
+                tally.lost += sum(map(_count, spans))
+                return tally.leave_out("dropped", NO_ANSWER_LEFT if len(sides) == 1 else NO_DIFFERENCE_LEFT, where)
+            sides = [(ids[:stop], learn) for (ids, learn), stop in zip(sides, stops, strict=True)]
+            tally.cut += 1
+        tally.kept += 1
+        made.add(place, weight, [(ids, side) for (ids, _), side in zip(sides, spans, strict=True)])
 
 
-def _cut(chat: Encoded, max_length: int, where: str) -> Encoded:
-    ids, learn = chat[0][: max_length + 1], chat[1][: max_length + 1]
-    if not any(learn[1:]):
-        if any(chat[1]):
-            what = f"the assistant's first word is token {chat[1].index(True)}: nothing to learn is left"
-            raise ValueError(what, where, f"raise data.max_length={max_length}, or delete the row")
-        raise ValueError("no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row")
-    return ids, learn
+Span = tuple[int, int]
 
 
-def _unlearn(side: Encoded, shared: int, max_length: int, where: str) -> Encoded:
-    ids, learn = side
-    learn = [False] * shared + learn[shared:]
-    if not any(learn):
-        raise ValueError(f"chosen and rejected do not differ within {max_length} tokens of data.max_length", where, "raise data.max_length, or delete the row")
-    return ids, learn
+def _lessons(learn: list[bool]) -> list[Span]:
+    """The stretches [start, stop) of True; the first token is none, nothing predicts it."""
+    edges = np.flatnonzero(np.diff(np.array([False, False, *learn[1:], False], np.int8)))
+    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
-class _Store:
-    """Grows the flat arrays chunk by chunk."""
+def _count(spans: list[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _from(spans: list[Span], first: int) -> list[Span]:
+    return [(max(start, first), stop) for start, stop in spans if stop > first]
+
+
+def _until(spans: list[Span], last: int) -> list[Span]:
+    return [(start, min(stop, last)) for start, stop in spans if start < last]
+
+
+def _shared(sides: list[Encoded]) -> int:
+    """Tokens that chosen and rejected begin with in common: they carry no loss, their difference in the margin is zero."""
+    if len(sides) == 1:
+        return 0
+    (a, _), (b, _) = sides
+    return next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _stop(length: int, spans: list[Span], size: int) -> int:
+    """Where a conversation that is too long ends: with the last answer that fits whole, else in the middle of one."""
+    whole = [stop for _, stop in spans if stop <= size + 1]
+    return length if length <= size + 1 else whole[-1] if whole else size + 1
+
+
+class _Growing:
+    """The lists behind a block."""
 
     def __init__(self) -> None:
-        self.tokens: list[np.ndarray] = []
-        self.learn: list[np.ndarray] = []
+        self.tokens: list[int] = []
         self.lengths: list[int] = []
+        self.spans: list[Span] = []
+        self.span_counts: list[int] = []
         self.places: list[int] = []
+        self.weights: list[float] = []
 
-    def add(self, made: Iterator[Made]) -> None:
-        tokens: list[int] = []
-        learn: list[bool] = []
-        for place, sequences in made:
-            self.places.append(place)
-            for ids, lesson in sequences:
-                tokens += ids
-                learn += [False, *lesson[1:]]
-                self.lengths.append(len(ids))
-        self.tokens.append(np.array(tokens, np.int32))
-        self.learn.append(np.array(learn, bool))
+    def add(self, place: int, weight: float, sequences: list[tuple[list[int], list[Span]]]) -> None:
+        self.places.append(place)
+        self.weights.append(weight)
+        for ids, spans in sequences:
+            self.tokens += ids
+            self.lengths.append(len(ids))
+            self.spans += spans
+            self.span_counts.append(len(spans))
 
-    def rows(self, sides: int, source: Source, fingerprint: str) -> Rows:
-        return Rows(
-            tokens=np.concatenate(self.tokens),
-            learn=np.concatenate(self.learn),
-            offsets=np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64),
+    def block(self, tally: Tally) -> Block:
+        spans = np.array(self.spans, np.int32).reshape(-1, 2)
+        tally.tokens += len(self.tokens)
+        tally.supervised += int((spans[:, 1] - spans[:, 0]).sum())
+        return Block(
+            tokens=np.array(self.tokens, np.int32),
+            lengths=np.array(self.lengths, np.int64),
+            spans=spans,
+            span_counts=np.array(self.span_counts, np.int64),
             places=np.array(self.places, np.int64),
-            index=np.arange(len(self.places)),
-            sides=sides,
-            source=source,
-            fingerprint=fingerprint,
+            weights=np.array(self.weights, np.float32),
+            tally=tally,
         )
 
 
-def _fingerprint(path: Path, shape: str, tokenizer: Tokenizer, max_length: int) -> str:
-    with open(path, "rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashlib.sha256(f"{content} {shape} {tokenizer.fingerprint} {max_length}".encode()).hexdigest()
+def shape_of(source: Source, rows: str) -> str:
+    """The name of the shape that the first readable row of a file has."""
+    for place, raw in source.items():
+        try:
+            row = source.row(place, raw)
+        except BadRow:
+            continue
+        return recognise(row, rows, source.where(place)).name
+    raise ValueError("the file holds no row that can be read", str(source.path), "look at it with: head -c 300 FILE")
