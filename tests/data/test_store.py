@@ -1,0 +1,253 @@
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from data.rows import Block, Tally
+from data.store import FILES, MANIFEST, Store, Writer
+
+ROOT = Path(__file__).parents[2]
+LARGEST = 6399
+WIDE = 151_000
+
+
+def block(rows, tally=None):
+    """rows: [(place, weight, [(ids, [(start, stop), ...]) for each side]), ...]"""
+    sequences = [sequence for _, _, sides in rows for sequence in sides]
+    return Block(
+        tokens=np.array([token for ids, _ in sequences for token in ids], np.int32),
+        lengths=np.array([len(ids) for ids, _ in sequences], np.int64),
+        spans=np.array([span for _, spans in sequences for span in spans], np.int32).reshape(-1, 2),
+        span_counts=np.array([len(spans) for _, spans in sequences], np.int64),
+        places=np.array([place for place, _, _ in rows], np.int64),
+        weights=np.array([weight for _, weight, _ in rows], np.float32),
+        tally=tally or Tally(read=len(rows), kept=len(rows)),
+    )
+
+
+def written(folder, *blocks, sides=1, largest_id=LARGEST):
+    with Writer(folder, sides, largest_id) as writer:
+        for part in blocks:
+            writer.append(part)
+        writer.finish({"path": "rows.jsonl"})
+    store = Store.open(folder)
+    assert store is not None
+    return store
+
+
+def read_back(store):
+    """What `block` was made of."""
+    rows = []
+    for i in range(len(store)):
+        sequences, place = store.read(i)
+        sides = [(ids.tolist(), np.flatnonzero(np.diff(np.array([0, *learn.tolist(), 0]))).reshape(-1, 2).tolist()) for ids, learn in sequences]
+        rows.append((place, float(store.weights(i, i + 1)[0]), [(ids, [tuple(span) for span in spans]) for ids, spans in sides]))
+    return rows
+
+
+ROWS = [
+    (3, 1.0, [([1, 5, 6, 2], [(1, 4)])]),
+    (4, 1.0, [([1, 7, 8, 9, 9, 2], [(2, 3), (4, 6)])]),
+    (9, 0.5, [([1, 2], [(1, 2)])]),
+]
+PAIRS = [
+    (0, 1.0, [([1, 5, 2], [(1, 3)]), ([1, 5, 6, 2], [(2, 4)])]),
+    (1, 2.0, [([1, 7, 7, 2], []), ([1, 8], [(1, 2)])]),
+]
+
+
+@st.composite
+def sequence(draw):
+    ids = draw(st.lists(st.integers(0, LARGEST), min_size=1, max_size=30))
+    edges = draw(st.lists(st.integers(1, len(ids)), unique=True, max_size=8).map(sorted))  # touching spans would be read as one
+    return ids, [(edges[i], edges[i + 1]) for i in range(0, len(edges) - 1, 2)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(data=st.data(), sides=st.sampled_from([1, 2]), largest_id=st.sampled_from([LARGEST, WIDE]))
+def test_what_is_appended_is_what_is_read(tmp_path_factory, data, sides, largest_id):
+    row = st.tuples(st.integers(0, 2**62), st.floats(0, 1e6, width=32), st.lists(sequence(), min_size=sides, max_size=sides))
+    parts = data.draw(st.lists(st.lists(row, max_size=5), max_size=4))
+    store = written(tmp_path_factory.mktemp("cache") / "key", *map(block, parts), sides=sides, largest_id=largest_id)
+    rows = [row for part in parts for row in part]
+    assert read_back(store) == rows
+    assert store.tally.read == len(rows)
+    assert store.lengths(0, len(rows)).tolist() == [sum(len(ids) - 1 for ids, _ in sides) for _, _, sides in rows]
+    assert store.has_weights == any(weight != 1 for _, weight, _ in rows)
+
+
+def test_a_pair_keeps_its_sides_apart(tmp_path):
+    store = written(tmp_path / "key", block(PAIRS), sides=2)
+    assert read_back(store) == PAIRS
+    assert store.lengths(0, 2).tolist() == [2 + 3, 3 + 1] and store.lengths(1, 2).tolist() == [3 + 1]
+
+
+def test_lengths_and_weights_are_the_same_in_any_slices(tmp_path, monkeypatch):
+    store = written(tmp_path / "key", block(ROWS), block(ROWS))
+    whole = store.lengths(0, 6), store.weights(0, 6)
+    monkeypatch.setattr("data.store.AT_ONCE", 4)
+    assert whole[0].tolist() == store.lengths(0, 6).tolist() == [3, 5, 1] * 2
+    assert whole[1].tolist() == store.weights(0, 6).tolist() == [1, 1, 0.5] * 2
+    assert store.lengths(2, 2).tolist() == []
+
+
+def test_a_token_takes_two_bytes_where_the_vocabulary_fits(tmp_path):
+    for largest_id, size in ((65535, 2), (65536, 4)):
+        written(tmp_path / str(size), block([(0, 1.0, [([largest_id], [])])]), largest_id=largest_id)
+        assert (tmp_path / str(size) / "tokens.bin").stat().st_size == size
+
+
+def test_an_id_outside_of_the_vocabulary_is_not_written(tmp_path):
+    with pytest.raises(AssertionError, match="vocabulary"):
+        written(tmp_path / "key", block([(0, 1.0, [([LARGEST + 1], [])])]))
+    assert Store.open(tmp_path / "key") is None and not list(tmp_path.iterdir())
+
+
+def test_the_tally_and_the_facts_come_back(tmp_path):
+    told = Tally(
+        read=5, kept=3, cut=1, tokens=12, lost=2, dropped=Counter({"too long": 1}), bad=Counter({"broken JSON": 1}), first={"broken JSON": "数据.jsonl:3:1"}
+    )
+    store = written(tmp_path / "key", block(ROWS, told))
+    assert store.tally == told and isinstance(store.tally.bad, Counter)
+    assert store.facts == {"path": "rows.jsonl"} and store.key == "key"
+
+
+def test_no_row_beyond_the_last(tmp_path):
+    store = written(tmp_path / "key", block(ROWS))
+    for i in (-1, 3):
+        with pytest.raises(IndexError):
+            store.read(i)
+
+
+def test_a_store_goes_to_another_process(tmp_path):
+    store = written(tmp_path / "key", block(ROWS))
+    again = pickle.loads(pickle.dumps(store))
+    assert read_back(again) == ROWS
+    sent = pickle.dumps(store)
+    os.rename(tmp_path / "key", tmp_path / "elsewhere")
+    assert read_back(store) == ROWS  # it is open already
+    with pytest.raises(ValueError, match="gone or damaged"):
+        pickle.loads(sent)
+
+
+def test_forked_children_read_at_once(tmp_path):
+    store = written(tmp_path / "key", *[block([(i, 1.0, [([i, i + 1, i + 2], [(1, 3)])])]) for i in range(500)])
+    children = []
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            right = all(store.read(i)[1] == i and store.read(i)[0][0][0][0] == i for _ in range(4) for i in range(500))
+            os._exit(0 if right else 1)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+
+
+def test_closing_gives_the_files_back(tmp_path):
+    folder = tmp_path / "key"
+    store = written(folder, block(ROWS))
+    before = len(os.listdir("/proc/self/fd"))
+    again = Store.open(folder)
+    assert len(os.listdir("/proc/self/fd")) == before + len(FILES)
+    del again
+    (folder / "rows.bin").write_bytes(b"")
+    assert Store.open(folder) is None
+    assert len(os.listdir("/proc/self/fd")) == before and len(store) == 3
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize("harm", ["cut", "longer", "empty", "gone"])
+def test_a_torn_store_is_none(tmp_path, name, harm):
+    written(tmp_path / "key", block(ROWS))
+    path = tmp_path / "key" / name
+    raw = path.read_bytes()
+    path.write_bytes({"cut": raw[:-1], "longer": raw + b"\0", "empty": b"", "gone": b""}[harm])
+    if harm == "gone":
+        path.unlink()
+    assert Store.open(tmp_path / "key") is None
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
+    written(tmp_path / "key", block(ROWS))
+    path = tmp_path / "key" / MANIFEST
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        harmed = bytearray(raw)
+        harmed[at] ^= 1
+        path.write_bytes(harmed)
+        store = Store.open(tmp_path / "key")
+        assert store is None or raw[at : at + 1].isspace(), raw[at - 10 : at + 10]
+
+
+@pytest.mark.parametrize(("sides", "rows"), [(1, ROWS), (2, PAIRS)])
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found_before_its_row_is_used(tmp_path, name, sides, rows):
+    store = written(tmp_path / "key", block(rows), sides=sides)
+    path = tmp_path / "key" / name
+    raw = path.read_bytes()
+    for bit in range(8 * len(raw)):
+        harmed = bytearray(raw)
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)  # in place: the store that is open sees it
+        with pytest.raises(ValueError) as refusal:
+            read_back(store)
+        what, where, fix = refusal.value.args
+        assert "damaged" in what and where == str(tmp_path / "key") and "delete" in fix
+    path.write_bytes(raw)
+    assert read_back(store) == rows
+
+
+def test_another_format_is_built_again(tmp_path, monkeypatch):
+    written(tmp_path / "key", block(ROWS))
+    monkeypatch.setattr("data.store.FORMAT", 10**6)
+    assert Store.open(tmp_path / "key") is None
+
+
+def test_nothing_is_there_before_the_end(tmp_path):
+    with Writer(tmp_path / "key", 1, LARGEST) as writer:
+        writer.append(block(ROWS))
+        assert Store.open(tmp_path / "key") is None
+    assert not list(tmp_path.iterdir())  # left without finish
+
+
+def test_a_new_store_takes_the_place_of_a_torn_one(tmp_path):
+    written(tmp_path / "key", block(ROWS))
+    (tmp_path / "key" / "rows.bin").unlink()
+    assert read_back(written(tmp_path / "key", block(ROWS[:1]))) == ROWS[:1]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+RESIDENT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from data.store import Store
+store = Store.open(Path(sys.argv[1]))
+resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+picks = np.random.default_rng(0).integers(0, len(store), 100_000).tolist()
+store.read(0), store.lengths(0, 1)
+before = resident()
+for i in picks:
+    store.read(i)
+store.lengths(0, len(store))
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+def test_reading_everywhere_in_200_mb_takes_no_memory(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, LARGEST, 500 * 1000).astype(np.int32)
+    same = np.full(1000, 500, np.int64)
+    part = Block(tokens, same, np.tile(np.array([[1, 500]], np.int32), (1000, 1)), np.ones(1000, np.int64), np.arange(1000), np.ones(1000, np.float32), Tally())
+    store = written(tmp_path / "key", *[part] * 200)
+    assert sum((tmp_path / "key" / name).stat().st_size for name in FILES) > 200e6 and len(store) == 200_000
+    told = subprocess.run(
+        [sys.executable, "-c", RESIDENT, str(store.folder)], check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert int(told.stdout) < 50, f"{told.stdout} MiB more"
