@@ -3,30 +3,33 @@
 What the template writes may become control tokens; what people write never does. So that the two can be told apart
 in the rendered text, control tokens inside contents are broken by a private character before rendering, and it is
 taken out again before that text is encoded as plain text.
+
+Which text is the assistant's is read off `{% generation %}` marks where the template has them. Where it has none, a
+turn is what stands between two renderings that the whole one begins with: of all messages before it, up to where an
+answer begins (what a model is given when it is asked), and of all messages up to and with it.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
-from data.formats import check_chat
+from data.formats import BadRow, check_chat
+from data.sandbox import BEGIN, BREAK, END, PRIVATE, compiled
 from data.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
-# Unicode noncharacters: set aside for use inside programs, so no text that is exchanged holds them.
-BREAK, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2"
+MARKS = "{% generation %} ... {% endgeneration %} around the assistant's words and their end token"
 Encoded = tuple[list[int], list[bool]]
+# render(n) is the text of the first n messages; render(n, prompt=True) goes on to where the assistant's answer to them begins.
+Render = Callable[..., str]
+# How templates are asked to begin an answer: as they do by themselves, with thinking (Qwen, DeepSeek, MiniMind name it so), without.
+MANNERS: list[dict[str, bool]] = [{}, *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False))]
 
 
 @dataclass(frozen=True)
@@ -39,66 +42,128 @@ class Piece:
 
 
 class ChatTemplate:
-    """Any chat template with `{% generation %}` marks around what the assistant writes."""
+    """Any tokenizer's chat template. Messages are those of data.shapes: checked, with roles and fields as OpenAI names them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        self._where = f"{tokenizer.folder}/chat_template.jinja"
         if not tokenizer.chat_template:
-            where = f"{tokenizer.folder}/chat_template.jinja"
-            raise ValueError("the tokenizer has no chat template", where, f"put one there, e.g. a copy of data/{CHATML.name}")
+            raise ValueError("the tokenizer has no chat template", self._where, f"put one there, e.g. a copy of data/{CHATML.name}")
         self.tokenizer = tokenizer
-        self._template = _compiled(tokenizer.chat_template)
-        self._marked = re.search(r"{%[-+]?\s*generation\b", tokenizer.chat_template) is not None
-        longest_first = sorted(tokenizer.control_ids, key=len, reverse=True)
-        self._seams = re.compile("|".join([BEGIN, END, *map(re.escape, longest_first)]))
+        self._source = _default(tokenizer.chat_template)
+        self._marked = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
+        self._seams = _any_of([BEGIN, END, *tokenizer.control_ids])
+        self._control, self._special = _any_of(_breakable(tokenizer.control_ids)), _any_of(_breakable(tokenizer.special))
+        try:
+            self._template = compiled(self._source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}", self._where, "mend the template of the tokenizer") from error
 
-    def encode(self, messages: Any, tools: Any = None, where: str = "messages") -> Encoded:
-        """(ids, learn): learn[t] where token t is the assistant's, which includes the token that ends the turn."""
-        return self.encode_batch([(messages, tools, where)])[0]
+    def pieces(self, messages: list[dict], tools: list[dict] | None, where: str, train_on: str = "assistant") -> list[Piece]:
+        """The rendered conversation in pieces, not yet tokens.
 
-    def encode_batch(self, chats: Iterable[tuple[Any, Any, str]]) -> list[Encoded]:
-        """`encode` of many (messages, tools, where), in one call of the tokenizer."""
-        if not self._marked:
-            raise ValueError(
-                "the chat template does not mark what the assistant writes",
-                f"{self.tokenizer.folder}/chat_template.jinja",
-                "put {% generation %} ... {% endgeneration %} around the assistant's words and their end token",
-            )
-        return self._assemble([self._pieces(messages, tools, where, add_generation_prompt=False) for messages, tools, where in chats])
+        train_on: assistant, last_assistant (of several turns the last alone), or all. What the assistant writes includes
+        the token that ends the turn, and not the white space behind it. Raises BadRow where the template refuses the
+        conversation, loses a part of it, or does not show what is the assistant's. A conversation without an assistant
+        has nothing to learn, and that is left to the caller to judge.
+        """
+        render = self._renderer(messages, tools, where)
+        whole = render(len(messages))
+        if train_on == "all":
+            return [replace(piece, learn=True) for piece in self._cut(whole)]
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._marked:
+            before = render(turns[-1], prompt=True).count(BEGIN) if turns and train_on == "last_assistant" else 0
+            text = whole.replace(BEGIN, "", before).replace(END, "", before)
+        else:
+            text = self._mark(whole, messages, turns[-1:] if train_on == "last_assistant" else turns, render, where)
+        pieces = self._cut(text)
+        if turns and not any(piece.learn for piece in pieces):
+            what = "the chat template marks nothing of this conversation as the assistant's"
+            raise BadRow("nothing marked by the template", what, where, f"{self._where}: put {MARKS}")
+        return pieces
+
+    def assemble(self, chats: list[list[Piece]]) -> list[Encoded]:
+        """(ids, learn) of each, in one call of the tokenizer: learn[t] where token t carries loss. The first never does: nothing predicts it."""
+        texts = list({piece.text: None for pieces in chats for piece in pieces if not piece.control})  # each once: "user\n" comes often
+        known = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
+        encoded: list[Encoded] = []
+        for pieces in chats:
+            ids: list[int] = []
+            learn: list[bool] = []
+            for piece in pieces:
+                piece_ids = [self.tokenizer.control_ids[piece.text]] if piece.control else known[piece.text]
+                ids += piece_ids
+                learn += [piece.learn] * len(piece_ids)
+            learn[:1] = [False] * len(learn[:1])
+            encoded.append((ids, learn))
+        return encoded
+
+    def encode(self, messages: Any, tools: Any = None, where: str = "messages", train_on: str = "assistant") -> Encoded:
+        """`pieces` and `assemble` of one conversation that nobody has checked yet."""
+        return self.assemble([self.pieces(*check_chat(messages, tools, where), where, train_on)])[0]
 
     def prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
-        """The conversation up to where the assistant's next words begin."""
-        return self._assemble([self._pieces(messages, tools, where, add_generation_prompt=True)])[0][0]
-
-    def _pieces(self, messages: Any, tools: Any, where: str, add_generation_prompt: bool) -> list[Piece]:
+        """A conversation that nobody has checked yet, up to where the assistant's next words begin."""
         messages, tools = check_chat(messages, tools, where)
-        try:
-            rendered = self._template.render(
-                messages=[self._shield(message, where, self._breakable(message)) for message in messages],
-                tools=self._shield(tools, where, self._breakable({})),
-                add_generation_prompt=add_generation_prompt,
-                **self.tokenizer.named,
-            )
-        except TemplateError as error:
-            fix = f"change the conversation, or {self.tokenizer.folder}/chat_template.jinja"
-            raise ValueError(f"the chat template refuses the conversation: {error}", where, fix) from error
-        return self._cut(rendered)
+        return self.assemble([self._cut(self._renderer(messages, tools, where)(len(messages), prompt=True))])[0][0]
 
-    def _breakable(self, message: dict) -> Iterable[str]:
-        """The assistant may write its own tags (<think>), but nobody ends or opens a turn from inside one."""
-        return self.tokenizer.special if message.get("role") == "assistant" else self.tokenizer.control_ids
+    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str) -> Render:
+        self._check_nothing_is_lost(messages, tools, where)
+        # A field that is there but empty is, to many templates, a field that is there.
+        given = [{key: value for key, value in message.items() if value or key == "content"} for message in messages]
+        # The assistant may write its own tags (<think>), but nobody ends or opens a turn from inside one.
+        shielded = [_shield(message, self._special if message["role"] == "assistant" else self._control, where) for message in given]
+        shielded_tools = _shield(tools, self._control, where)
 
-    def _shield(self, value: Any, where: str, control: Iterable[str]) -> Any:
-        if isinstance(value, dict):
-            return {self._shield(key, where, control): self._shield(item, where, control) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._shield(item, where, control) for item in value]
-        if not isinstance(value, str):
-            return value
-        if any(mark in value for mark in (BREAK, BEGIN, END)):
-            raise ValueError("the text holds one of U+FDD0 to U+FDD2, noncharacters that Unicode sets aside for programs", where, "take them out")
-        for token in control:
-            value = value.replace(token, token[0] + BREAK + token[1:])
-        return value
+        def render(count: int, prompt: bool = False, **manner: bool) -> str:
+            names = {"messages": shielded[:count], "tools": shielded_tools, "documents": None, "add_generation_prompt": prompt}
+            try:
+                return self._template(**names, **manner, **self.tokenizer.named)
+            except TemplateError as error:
+                part = "" if count == len(messages) else f" when it is asked for the first {count} of {len(messages)} messages"
+                what = f"the chat template refuses the conversation{part}: {error}"
+                raise BadRow("refused by the chat template", what, where, f"change the conversation, or {self._where}") from error
+
+        return render
+
+    def _check_nothing_is_lost(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:
+        for field in ("tools", "tool_calls", "reasoning_content"):
+            if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
+                fix = f"use a tokenizer whose template reads {field} (data/{CHATML.name} does), or take the field out"
+                raise BadRow(f"{field} lost by the chat template", f"the chat template leaves out {field}", where, fix)
+
+    def _mark(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
+        """`whole` with marks around each of the assistant's turns, found by comparing beginnings."""
+        text, end = "", 0
+        for turn in turns:
+            prompts = (self._beginning(whole, render(turn, prompt=True, **manner)) for manner in MANNERS)
+            start = next((prompt for prompt in prompts if prompt is not None), None)
+            stop = len(whole) if turn + 1 == len(messages) else self._beginning(whole, render(turn + 1))
+            if start is None or stop is None or start < end or not (words := whole[start:stop].rstrip()):
+                raise self._rewritten(turn, turns, start is None, where)
+            self._check_header(words, messages[turn], where)
+            text += whole[end:start] + BEGIN + words + END
+            end = start + len(words)
+        return text + whole[end:]
+
+    def _rewritten(self, turn: int, turns: list[int], in_front: bool, where: str) -> BadRow:
+        how = f"asked for message {turn}, it begins otherwise" if in_front else f"it writes message {turn} otherwise when nothing follows"
+        what = f"the chat template rewrites what stands already ({how}): which words are the assistant's cannot be told"
+        fix = f"{self._where}: put {MARKS}"
+        return BadRow("turns rewritten by the chat template", what, where, fix if turn == turns[-1] else f"data.train_on=last_assistant; or {fix}")
+
+    def _beginning(self, whole: str, part: str) -> int | None:
+        """How much of `whole` is `part`; None where it does not begin with it."""
+        if not whole.startswith(part):
+            part = part.rstrip().removesuffix(self.tokenizer.named["eos_token"])  # some write it once, behind the last turn
+        return len(part) if whole.startswith(part) else None
+
+    def _check_header(self, words: str, message: dict, where: str) -> None:
+        """A template that ignores add_generation_prompt does not show where the header ends and the answer begins."""
+        if "add_generation_prompt" in self._source or words.replace(BREAK, "").lstrip().startswith(message["content"].strip()):
+            return
+        what = "the chat template does not show where an answer begins: it knows no add_generation_prompt"
+        raise BadRow("no add_generation_prompt", what, where, f"{self._where}: put {MARKS}")
 
     def _cut(self, rendered: str) -> list[Piece]:
         pieces, learn, start = [], False, 0
@@ -115,49 +180,33 @@ class ChatTemplate:
                 pieces.append(Piece(seam[0], True, learn))
         return pieces
 
-    def _assemble(self, chats: list[list[Piece]]) -> list[Encoded]:
-        texts = list({piece.text: None for pieces in chats for piece in pieces if not piece.control})  # each once: "user\n" comes often
-        known = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
-        encoded: list[Encoded] = []
-        for pieces in chats:
-            ids: list[int] = []
-            learn: list[bool] = []
-            for piece in pieces:
-                piece_ids = [self.tokenizer.control_ids[piece.text]] if piece.control else known[piece.text]
-                ids += piece_ids
-                learn += [piece.learn] * len(piece_ids)
-            encoded.append((ids, learn))
-        return encoded
+
+def _default(template: Any) -> str:
+    """Some tokenizers keep several templates by name."""
+    named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
+    return named.get("default", next(iter(named.values())))
 
 
-class _Generation(Extension):
-    """`{% generation %}` as in transformers: leaves a mark before and after what stands inside."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
-        return [begin, *body, end]
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """The longest of `tokens` that stands somewhere; of none at all, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
-@functools.lru_cache
-def _compiled(source: str) -> Any:
-    """A template comes with a tokenizer somebody else made: it runs sandboxed, with the helpers templates expect and no others."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ValueError(f"the chat template does not compile: {error}", "chat_template.jinja", "mend the template of the tokenizer") from error
+def _breakable(tokens: Iterable[str]) -> list[str]:
+    """A token of one character (Gemma has the new line) is the same as text and as a token."""
+    return [token for token in tokens if len(token) > 1]
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """JSON for a model, not for a web page: jinja's own filter would write < as \\u003c."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent).replace(json.dumps(BREAK)[1:-1], BREAK)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
+def _shield(value: Any, control: re.Pattern[str], where: str) -> Any:
+    if isinstance(value, dict):
+        return {_shield(key, control, where): _shield(item, control, where) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shield(item, control, where) for item in value]
+    if not isinstance(value, str):
+        return value
+    if any(mark in value for mark in PRIVATE):
+        what = "the text holds one of U+FDD0 to U+FDD2, noncharacters that Unicode sets aside for programs"
+        raise BadRow("private characters", what, where, "take them out")
+    while control.search(value):  # again where a broken token still ends in another one
+        value = control.sub(lambda token: token[0][0] + BREAK + token[0][1:], value)
+    return value

@@ -142,17 +142,20 @@ def test_a_template_of_another_family_works(tokenizer, tmp_path):
 
 
 def test_a_template_that_writes_ascii_json_leaks_no_private_character(tokenizer, tmp_path):
-    ids, _ = with_template(tmp_path, "{% generation %}{% endgeneration %}{{ tools | tojson(ensure_ascii=True) }}").encode(TALK, [{"name": "<|im_end|>é"}])
+    ids, _ = with_template(tmp_path, "{{ tools | tojson(ensure_ascii=True) }}").encode(TALK[:2], [{"name": "<|im_end|>é"}])
     assert tokenizer.decode(ids, skip_special=False) == '[{"name": "<|im_end|>\\u00e9"}]'
 
 
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not mark what the assistant writes"),
+        ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "does not show where an answer begins"),
+        ("{% generation %}{% endgeneration %}{{ messages[0].content }}", "marks nothing of this conversation"),
         ("{% generation %}{{ raise_exception('no system') }}{% endgeneration %}", "refuses the conversation: no system"),
         ("{% generation %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endgeneration %}", "refuses the conversation"),
         ("{% generation %}{% for", "does not compile"),
+        ("{% generation %}{{ messages[0].content.nothing.at_all }}{% endgeneration %}", "refuses the conversation"),
+        ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "refuses the conversation: ZeroDivisionError"),
     ],
 )
 def test_a_template_that_cannot_serve_is_refused(tmp_path, source, message):

@@ -1,0 +1,118 @@
+"""Where a chat template runs: Jinja with the helpers that templates expect, and with an end to every rendering.
+
+A template comes with a tokenizer somebody else made. It reaches nothing outside (Jinja's sandbox), it renders the same
+text on every day and in every process (no clock, no dice), and it can neither turn in circles nor fill the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from datetime import date
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Unicode noncharacters: set aside for use inside programs, so no text that is exchanged holds them.
+BREAK, BEGIN, END = PRIVATE = ("\ufdd0", "\ufdd1", "\ufdd2")
+MOST_STEPS = 1_000_000  # turns of loops and calls of macros in one rendering, about a second's worth
+MOST_CHARACTERS = 2**25  # of a rendering, and of any text that is put together on the way
+TODAY = date(2024, 7, 26)  # what "today" is to a template: the day that Llama 3's names where it finds no clock
+
+
+class _Generation(Extension):
+    """`{% generation %}` as in transformers: leaves a mark before and after what stands inside."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (BEGIN, END))
+        return [begin, *body, end]
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    """Each turn of a loop and each call of a macro takes one of the rendering's steps; text does not grow without end."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
+        circles: list[Any] = [node for kind in (nodes.For, nodes.Macro, nodes.CallBlock) for node in source.find_all(kind)]
+        for circle in circles:
+            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None)
+            circle.body.insert(0, nodes.ExprStmt(tick).set_lineno(circle.lineno))
+        for joined in source.find_all(nodes.Concat):
+            joined.nodes = [nodes.Filter(node, "bounded", [], [], None, None, lineno=joined.lineno) for node in joined.nodes]
+        for number in source.find_all(nodes.Const):
+            _bound(number.value if isinstance(number.value, int) else 0)
+        return super()._generate(source, *rest, **options)
+
+    def tick(self, context: Context) -> None:
+        if next(context.parent["_steps"], None) is None:
+            raise TemplateError(f"it takes more than {MOST_STEPS:,} steps")
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise TemplateError("a template of words needs no powers")
+        if operator == "*":
+            _bound(_size(left) * _size(right))
+        return _bounded(super().call_binop(context, operator, left, right))
+
+
+def _size(value: Any) -> float:
+    return value if isinstance(value, (int, float)) else len(value)
+
+
+def _bound(size: float) -> None:
+    if size > MOST_CHARACTERS:
+        raise TemplateError(f"it makes a text of more than {MOST_CHARACTERS:,} characters")
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, (str, list)):
+        _bound(len(value))
+    return value
+
+
+@functools.lru_cache
+def compiled(source: str) -> Callable[..., str]:
+    """A function of what the template may name, to the rendered text. Raises TemplateError whatever goes wrong in it."""
+    environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    environment.filters |= {"tojson": _tojson, "bounded": _bounded}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
+    del environment.globals["lipsum"], environment.filters["random"]  # text by chance
+    try:
+        template = environment.from_string(source)
+    except Exception as error:
+        raise TemplateError(str(error)) from error
+
+    def render(**names: Any) -> str:
+        parts, size = [], 0
+        try:
+            for part in template.generate(**names, _steps=iter(range(MOST_STEPS))):
+                size += len(part)
+                _bound(size)
+                parts.append(part)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template is a program of its own: it may fail in any way there is
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
+        return "".join(parts)
+
+    return render
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    """JSON for a model, not for a web page: jinja's own filter would write < as \\u003c."""
+    written = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return written.replace(json.dumps(BREAK)[1:-1], BREAK)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
