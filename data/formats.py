@@ -1,95 +1,181 @@
-"""Rows as files hold them: JSONL or one JSON array, in MiniMind's shapes. What cannot be used is refused by file and line."""
+"""Files of rows: which there are, of what kind each is, and its rows one after another. What rows mean stands in shapes.py."""
 
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-BOM = b"\xef\xbb\xbf"
-SHAPES = {"text": ("text",), "chat": ("conversations",), "preference": ("chosen", "rejected")}
-STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
-ROLES = ("system", "user", "assistant", "tool")
+from data.badrow import BadRow, kind_of, parse, refuse
+from data.badrow import kind_of as kind
+from data.badrow import parse as _parse
+from data.readers import READERS
+from data.stream import BOM, PIECE, opened
+
+# .json holds an array or lines: the first byte tells, also where somebody named an array .jsonl.
+ENDINGS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"}
+PACKED = (".gz", ".zst")
+KNOWN = f"{', '.join(ENDINGS)}, each also with {' or '.join(PACKED)}"
+BY_LINE = ("jsonl", "text", "csv")  # where people count from 1; items of arrays and tables are counted from 0
 
 
-def refuse(error: ValueError) -> NoReturn:
-    raise error
+def ignore(consumed: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of rows. Rows are counted as the file's reader counts: lines from 1, items of a JSON array from 0."""
+    """One file of rows."""
 
     path: Path
-    is_array: bool
+    kind: str  # of data.readers.READERS
+    name: str  # what messages call it
 
     @classmethod
-    def open(cls, path: Path) -> Source:
+    def open(cls, path: str | Path, name: str = "") -> Source:
+        """Looks at the file's name and first bytes. Raises the refusal of a path that cannot be read as rows."""
         path = Path(path)
+        if not path.exists():
+            raise _missing(path)
+        if path.is_dir():
+            raise ValueError("a folder, where one file is meant", str(path), f"name a file in it; files end in {KNOWN}")
         if not path.is_file():
-            if path.exists():
-                raise ValueError("not a file", str(path), "give one .jsonl or .json file")
-            near = difflib.get_close_matches(path.name, sorted(file.name for file in path.parent.glob("*")), n=3)
-            fix = f"did you mean {' or '.join(near)}?" if near else "check the path; a relative one starts where you stand"
-            raise ValueError("there is no such file", str(path), fix)
-        with open(path, "rb") as file:
-            first = next((line for line in file if line.strip().removeprefix(BOM).strip()), None)
-        if first is None:
-            raise ValueError("the file is empty", str(path), "give a file with one JSON object a line")
-        return cls(path, first.removeprefix(BOM).lstrip().startswith(b"["))
+            raise ValueError("not a file: a pipe or a device cannot be read twice", str(path), "write what comes out of it into a file first")
+        return cls(path, _kind(path), name or str(path))
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return self.path.stat().st_size
 
     def where(self, place: int) -> str:
-        return f"{self.path}[{place}]" if self.is_array else f"{self.path}:{place}"
+        return f"{self.name}:{place}" if self.kind in BY_LINE else f"{self.name}[{place}]"
 
-    def rows(self, on_bad: Callable[[ValueError], None] = refuse) -> Iterator[tuple[int, dict]]:
-        """(place, JSON object) in file order; a line that holds none goes to `on_bad`, which may let reading go on."""
-        for place, raw in self._items():
+    def items(self, progress: Callable[[int], None] = ignore) -> Iterator[tuple[int, Any]]:
+        """(place, raw) in file order, as a stream; `row` makes a row of it, in any process.
+
+        raw is a BadRow where an item cannot be read and later ones can. `progress` hears, now and then, how many bytes
+        of the file on disk are behind us. Raises a ValueError where nothing after can be read.
+        """
+        consumed, place = 0, 0
+        with opened(self.path, seekable=self.kind == "parquet") as (disk, file):
             try:
-                value = _parse(raw, self.where(place)) if isinstance(raw, bytes) else raw
-                if not isinstance(value, dict):
-                    raise ValueError(f"a row is a JSON object, found {kind(value)}", self.where(place), 'write e.g. {"text": "..."}')
-            except ValueError as error:
+                for number, (place, raw) in enumerate(READERS[self.kind](file, self.where)):
+                    if number % 64 == 0:
+                        consumed = max(consumed, disk.tell())
+                        progress(consumed)
+                    yield place, raw
+            except OSError as error:
+                if file is disk:
+                    raise
+                what = f"the file cannot be unpacked any further: {error}"
+                yield place + 1, BadRow("file cut off", what, self.where(place + 1), "copy it again")
+        progress(self.size)
+
+    def row(self, place: int, raw: Any) -> dict:
+        """The JSON object that an item is. Raises BadRow."""
+        if isinstance(raw, BadRow):
+            raise raw
+        where = self.where(place)
+        value = parse(raw, where, self.kind == "jsonl" and not raw.endswith(b"\n")) if isinstance(raw, bytes) else raw
+        if not isinstance(value, dict):
+            raise BadRow("not an object", f"a row is a JSON object, found {kind_of(value)}", where, 'write e.g. {"text": "..."}')
+        return value
+
+    def rows(self, on_bad: Callable[[BadRow], Any] = refuse) -> Iterator[tuple[int, dict]]:
+        """(place, row) in file order; a bad row goes to `on_bad`, which may let reading go on."""
+        for place, raw in self.items():
+            try:
+                row = self.row(place, raw)
+            except BadRow as error:
                 on_bad(error)
             else:
-                yield place, value
-
-    def _items(self) -> Iterator[tuple[int, Any]]:
-        if self.is_array:
-            yield from enumerate(_parse(self.path.read_bytes().removeprefix(BOM), str(self.path)))
-            return
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, 1):  # bytes: only \n ends a line, U+2028 inside a text does not
-                line = line.removeprefix(BOM) if number == 1 else line
-                if line.strip():
-                    yield number, line
+                yield place, row
 
 
-def _parse(raw: bytes, where: str) -> Any:
+def find_sources(path: str | list[str]) -> list[list[Source]]:
+    """The files meant by each word: a file, a glob, all files of a folder, or hub:owner/name[@config][:split].
+
+    Files of a glob or a folder come in the order of their names. Raises the refusal of a word that means none.
+    """
+    return [_found(word) for word in ([path] if isinstance(path, str) else path)]
+
+
+def _found(word: str) -> list[Source]:
+    if word.startswith("hub:"):
+        from data.hub import load
+
+        return [Source(file, "arrow", name) for file, name in load(word)]
+    if "://" in word:
+        raise ValueError("not a path: nothing is read over the network", word, "download it first; a data set of Hugging Face is named hub:owner/name")
+    path = Path(word).expanduser()
+    if path.is_dir():
+        return [Source.open(file) for file in _inside(path)]
+    if not path.exists() and glob.has_magic(word):
+        files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+        if not files:
+            raise ValueError("no file matches", word, "look with: ls " + word)
+        return [Source.open(file) for file in files]
+    return [Source.open(path)]
+
+
+def _inside(folder: Path) -> list[Path]:
+    """Files with a known ending, in this folder and those in it; what is hidden stays out."""
+    shown = (file for file in folder.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts))
+    files = sorted(file for file in shown if _ending(file) in ENDINGS)
+    if not files:
+        raise ValueError("no file of rows in this folder", str(folder), f"files end in {KNOWN}")
+    return files
+
+
+def _ending(path: Path) -> str:
+    return (path.with_suffix("") if path.suffix.lower() in PACKED else path).suffix.lower()
+
+
+def _kind(path: Path) -> str:
+    head = _head(path)
+    kind = ENDINGS.get(_ending(path)) or ("json" if head[:1] in b"[{" else "parquet" if head.startswith(b"PAR1") else None)
+    if kind is None:
+        raise ValueError("neither the name nor the first byte says what kind of file this is", str(path), f"give it one of the endings {KNOWN}")
+    return kind if kind != "json" else "array" if _is_array(head) else "jsonl"
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes that are not blank."""
     try:
-        value = json.loads(raw.decode("utf-8"))
-        if b"\\u" in raw:
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason}", where, "save the file as UTF-8, e.g. with: iconv -f LATIN1 -t UTF-8") from error
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair stands for no character", where, "write the whole pair, or take the \\ud... out") from error
-    except json.JSONDecodeError as error:
-        if not raw.endswith(b"\n"):
-            fix = "is the file cut off? Copy it again, or delete the last line"
-            raise ValueError(f"broken JSON at the end of the file: {error.msg}", f"{where}:{error.colno}", fix) from error
-        raise ValueError(f"broken JSON: {error.msg}", f"{where}:{error.colno}", "mend or delete the line") from error
-    except (RecursionError, ValueError) as error:  # nested a thousand deep, a number of five thousand digits
-        raise ValueError(f"JSON beyond reason: {error}", where, "mend or delete the line") from error
+        with opened(path) as (_, file):
+            while chunk := file.read(PIECE):
+                if head := chunk.removeprefix(BOM).lstrip():
+                    return head
+    except PermissionError as error:
+        raise ValueError("this file may not be read", str(path), f"give yourself the right: chmod u+r {path}") from error
+    except OSError as error:
+        raise ValueError(f"the file cannot be read: {error}", str(path), "copy it again") from error
+    raise ValueError("the file is empty", str(path), "give a file with one JSON object a line")
 
 
-def kind(value: Any) -> str:
-    """A JSON value's type in JSON's own words."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def _is_array(head: bytes) -> bool:
+    """A file that begins with a list is one, except where that list is a (wrong) row on a line of its own."""
+    first, _, rest = head.partition(b"\n")
+    try:
+        return head.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first), list))
+    except (ValueError, RecursionError):
+        return True
+
+
+def _missing(path: Path) -> ValueError:
+    near = difflib.get_close_matches(path.name, sorted(file.name for file in path.parent.glob("*")), n=3)
+    fix = f"did you mean {' or '.join(near)}?" if near else "check the path; a relative one starts where you stand"
+    return ValueError("there is no such file", str(path), fix)
+
+
+# Until rows.py and score.py read shapes by data/shapes.py.
+SHAPES = {"text": ("text",), "chat": ("conversations",), "preference": ("chosen", "rejected")}
+STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
+ROLES = ("system", "user", "assistant", "tool")
 
 
 def fields(row: dict, shape: str, where: str) -> list[Any]:

@@ -1,0 +1,133 @@
+"""Conversations as files write them, checked and brought into one form: roles and fields as OpenAI names them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any
+
+from data.badrow import BadRow, kind_of, parse
+
+OPENAI = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
+SHAREGPT = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"},
+    **{"function_call": "assistant", "observation": "tool"},
+}
+# Who may speak after whom; "" is the beginning. An answer may be followed by a call, or by what a tool found.
+FOLLOWERS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant", "user")}
+MESSAGE = 'write {"role": "user", "content": "..."}'
+
+
+def check_chat(messages: Any, tools: Any, where: str) -> tuple[list[dict], list[dict] | None]:
+    """(messages, tools), each of its right type, where both may be stored as JSON strings. Raises BadRow.
+
+    Tools may stand beside the messages or on one of them. Of the order of roles nothing is said: a question alone is fine.
+    """
+    messages = parsed(messages, where)
+    if not isinstance(messages, list) or not messages:
+        found = "an empty one" if messages == [] else kind_of(messages)
+        raise BadRow("wrong type", f"a conversation is a list of messages, found {found}", where, f"{MESSAGE[:6]}[{MESSAGE[6:]}, ...]")
+    turns = [_turn(message, f"{where}[{place}]") for place, message in enumerate(messages)]
+    for place, turn in enumerate(turns):
+        tools = objects(turn.pop("tools", None), f"{where}[{place}].tools") or tools
+    return turns, objects(tools, f"{where} tools")
+
+
+def check_order(messages: list[dict], where: str) -> list[dict]:
+    """The messages, where they can be learned from: roles take turns and the assistant has one. Raises BadRow."""
+    before = ""
+    for place, message in enumerate(messages):
+        role = message["role"]
+        calls = before == role == "assistant" and message.get("tool_calls")
+        if role not in FOLLOWERS[before] and not calls:
+            what = f"{role} after {before}" if before else f"{role} comes first"
+            allowed = " or ".join(FOLLOWERS[before])
+            fix = "put the system message first" if role == "system" else f"here comes {allowed}: join or delete turns"
+            raise BadRow("roles out of order", f"roles out of order: {what}", f"{where}[{place}].role", fix)
+        before = role
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRow("no assistant turn", "no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row")
+    return messages
+
+
+def objects(value: Any, where: str) -> list[dict] | None:
+    """A list of objects, also where it is stored as a JSON string; None where there is nothing."""
+    value = parsed(value, where)
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRow("wrong type", f"expected a list of objects, found {kind_of(value)}", where, "write a JSON list of objects")
+    return value
+
+
+def content(value: Any, where: str) -> str:
+    """The words of a message: one string, or OpenAI's list of text parts."""
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                found = part.get("type") if isinstance(part, dict) else kind_of(part)
+                raise BadRow("wrong type", f"only text can be read, found a part {found}", where, 'write {"type": "text", "text": "..."}')
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"{where.rpartition('.')[2]} must be a string, found {kind_of(value)}", where, "write the words as one string")
+    return value
+
+
+def _turn(message: Any, where: str) -> dict:
+    if not isinstance(message, dict):
+        raise BadRow("wrong type", f"a message is a JSON object, found {kind_of(message)}", where, MESSAGE)
+    if "from" in message and "role" not in message:
+        turn = _from_sharegpt(message, where)
+    else:
+        turn = {**message, "role": _role(message.get("role"), OPENAI, f"{where}.role")}
+    for field in ("content", "reasoning_content"):
+        may_miss = field != "content" or turn["role"] == "assistant"
+        turn[field] = "" if turn.get(field) is None and may_miss else content(turn.get(field), f"{where}.{field}")
+    turn["tool_calls"] = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
+    if turn["role"] == "assistant" and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
+        raise BadRow("empty assistant turn", "the assistant says nothing", f"{where}.content", "give the turn a content, or delete it")
+    return turn
+
+
+def _role(name: Any, known: dict[str, str], where: str) -> str:
+    if isinstance(name, str) and name in known:
+        return known[name]
+    near = difflib.get_close_matches(name if isinstance(name, str) else "", known, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+    raise BadRow("unknown role", f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}", where, fix)
+
+
+def _from_sharegpt(message: dict, where: str) -> dict:
+    turn = {key: value for key, value in message.items() if key not in ("from", "value")}
+    turn["role"] = _role(message["from"], SHAREGPT, f"{where}.from")
+    if message["from"] == "function_call":
+        value = message.get("value")
+        calls = parse(value.encode(), f"{where}.value") if isinstance(value, str) and value.strip() else value
+        return {**turn, "tool_calls": [calls] if isinstance(calls, dict) else calls}
+    return {**turn, "content": None if message.get("value") is None else content(message["value"], f"{where}.value")}
+
+
+def _calls(value: Any, where: str) -> list[dict] | None:
+    """Tool calls as OpenAI nests them; their arguments as an object where they are one, which every template can write out."""
+    calls = objects(value, where)
+    return calls and [_call(call, where) for call in calls]
+
+
+def _call(call: dict, where: str) -> dict:
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), (dict, str)):
+        raise BadRow("wrong type", "a tool call has a name and arguments", where, 'write {"name": "...", "arguments": {...}}')
+    arguments = function["arguments"]
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        arguments = parse(arguments.encode(), f"{where} arguments")
+    nested = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {**nested, "id": call["id"]} if isinstance(call.get("id"), str) else nested
+
+
+def parsed(value: Any, where: str) -> Any:
+    """What a string holds that is a JSON list or object: tables and MiniMind store them so."""
+    if not isinstance(value, str):
+        return value
+    begin = value.lstrip()[:1]
+    return parse(value.encode(), where) if begin and begin in "[{" else value.strip() or None

@@ -1,0 +1,225 @@
+"""What a row means: text, a conversation, or a preference, out of every shape such rows are commonly written in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from data.badrow import BadRow, kind_of
+from data.messages import check_chat, check_order, parsed
+
+STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages have role (system, user, assistant, tool), content, and where there is some reasoning_content and tool_calls."""
+
+    messages: list[dict]
+    tools: list[dict] | None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two whole conversations that differ; the prompt is in both."""
+
+    chosen: Chat
+    rejected: Chat
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One way to write rows."""
+
+    name: str
+    rows: str  # text | chat | preference
+    keys: tuple[str, ...]  # that a row must have
+    make: Callable[[dict, str], Text | Chat | Pair]
+    speaker: str = ""  # the key that tells who speaks in `conversations`, where two shapes have the same keys
+
+    def read(self, row: dict, where: str) -> Text | Chat | Pair:
+        """Raises BadRow where the row is not of this shape, or cannot be learned from."""
+        if any(key not in row for key in self.keys):
+            raise _wrong_keys(row, f"rows of the shape {self.name} have {' and '.join(self.keys)}", self.rows, self.keys, where)
+        return self.make(row, where)
+
+    def fits(self, row: dict) -> bool:
+        return all(row.get(key) is not None for key in self.keys) and self.speaker in ("", _speaker(row.get("conversations")))
+
+
+def recognise(row: dict, rows: str, where: str) -> Shape:
+    """The shape of a row, of those that hold what is read (text, chat or preference). Raises BadRow where it has none of them."""
+    candidates = [shape for shape in SHAPES.values() if shape.rows == rows]
+    if rows == "chat" and "chosen" in row and "rejected" in row and "messages" not in row:
+        candidates = []  # what stands beside them is their prompt, and has no answer
+    named = [shape for shape in candidates if all(key in row for key in shape.keys)]
+    if found := [shape for shape in named if shape.fits(row)] or named:
+        return found[0]
+    wanted = dict.fromkeys(" and ".join(shape.keys) for shape in SHAPES.values() if shape.rows == rows)
+    raise _wrong_keys(row, f"{STAGES[rows]} reads {', or '.join(wanted)}", rows, next(iter(wanted)).split(" and "), where)
+
+
+def weight_of(row: dict, where: str) -> float:
+    """How much the row counts: its field `weight`, 1 where there is none. Raises BadRow."""
+    value = row.get("weight")
+    if value is None or value == "":
+        return 1.0
+    try:
+        weight = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise BadRow("wrong weight", f"a weight is a number above 0, found {json.dumps(value, default=str)}", f"{where} weight", "mend it, or delete the row")
+    return weight
+
+
+def _wrong_keys(row: dict, what: str, rows: str, keys: Any, where: str) -> BadRow:
+    """The refusal of a row without the keys that are read, which says for which stage it looks made."""
+    other = next((shape for shape in SHAPES.values() if shape.fits(row)), None)
+    fix = f"write rows as {{{', '.join(f'{json.dumps(key)}: ...' for key in keys)}}}"
+    if other and other.rows != rows:
+        fix = f"the file looks made for {STAGES[other.rows]}"
+    elif other:
+        fix = f'the row looks like one of the shape {other.name}: data.shape="{other.name}"'
+    return BadRow("wrong keys", f"{what}; found {', '.join(map(str, row)) or 'nothing'}", where, fix)
+
+
+def _speaker(messages: Any) -> str:
+    """How the first message says who speaks: role, from, or not at all. Messages may be stored as a JSON string."""
+    if isinstance(messages, str):
+        return next((key for key in ("role", "from") if f'"{key}"' in messages), "")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return next((key for key in ("role", "from") if isinstance(first, dict) and key in first), "")
+
+
+def check_text(text: Any, where: str) -> str:
+    if not isinstance(text, str):
+        raise BadRow("wrong type", f"text must be a string, found {kind_of(text)}", where, 'write {"text": "..."}')
+    if not text.strip():
+        raise BadRow("empty text", "the text is empty", where, "delete the row")
+    return text
+
+
+def _text(row: dict, where: str) -> Text:
+    return Text(check_text(row["text"], where))
+
+
+def _messages(key: str) -> Callable[[dict, str], Chat]:
+    return lambda row, where: _chat(row[key], row, f"{where} {key}")
+
+
+def _chat(messages: Any, row: dict, where: str) -> Chat:
+    turns, tools = check_chat(messages, row.get("tools"), where)
+    system = _words(row, "system", where)
+    if system and turns[0]["role"] != "system":
+        turns = [_said("system", system), *turns]
+    return Chat(check_order(turns, where), tools)
+
+
+def _said(role: str, words: str) -> dict:
+    return {"role": role, "content": words, "reasoning_content": "", "tool_calls": None}
+
+
+def _words(row: dict, key: str, where: str) -> str:
+    """A field that may be missing."""
+    value = row.get(key)
+    if value is not None and not isinstance(value, str):
+        raise BadRow("wrong type", f"{key} must be a string, found {kind_of(value)}", f"{where} {key}", "write the words as one string")
+    return value or ""
+
+
+def _asked(row: dict, where: str) -> list[dict]:
+    """The turns of an Alpaca row before its answer: input is appended to instruction, history comes before both."""
+    history = parsed(row.get("history"), f"{where} history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(words, str) for words in pair) for pair in history
+    ):
+        raise BadRow("wrong type", "history is a list of [question, answer]", f"{where} history", 'write [["...", "..."]]')
+    question = "\n".join(words for words in (_words(row, "instruction", where), _words(row, "input", where)) if words)
+    if not question.strip():
+        raise BadRow("empty text", "instruction and input are empty", where, "delete the row")
+    earlier = [_said(role, words) for pair in history for role, words in zip(("user", "assistant"), pair, strict=True)]
+    return [*earlier, _said("user", question)]
+
+
+def _alpaca(row: dict, where: str) -> Chat:
+    return _chat([*_asked(row, where), _said("assistant", _required(row, "output", where))], row, where)
+
+
+def _required(row: dict, key: str, where: str) -> str:
+    if row[key] is None:
+        raise BadRow("wrong type", f"{key} must be a string, found null", f"{where} {key}", "write the words as one string")
+    words = _words(row, key, where)
+    if not words.strip():
+        raise BadRow("empty assistant turn", f"{key} is empty", f"{where} {key}", "give an answer, or delete the row")
+    return words
+
+
+def _completed(answer: str) -> Callable[[dict, str], Chat]:
+    return lambda row, where: _answered(_prompt(row, where), row, answer, where)
+
+
+def _pair(prompt: Callable[[dict, str], Any]) -> Callable[[dict, str], Pair]:
+    def make(row: dict, where: str) -> Pair:
+        chosen, rejected = (_answered(prompt(row, where), row, side, where) for side in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise BadRow("chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it prefers nothing")
+        return Pair(chosen, rejected)
+
+    return make
+
+
+def _prompt(row: dict, where: str) -> Any:
+    prompt = _messages_or_words(row["prompt"], f"{where} prompt")
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt.strip():
+        raise BadRow("empty text", "the prompt is empty", f"{where} prompt", "delete the row")
+    return [_said("user", prompt)]
+
+
+def _messages_or_words(value: Any, where: str) -> Any:
+    """A list of messages, also where it is stored as a JSON string; a string that is none are words."""
+    stored = isinstance(value, str) and value.lstrip().startswith("[{") and _speaker(value)
+    return parsed(value, where) if stored else value
+
+
+def _answered(prompt: Any, row: dict, side: str, where: str) -> Chat:
+    """The prompt and one answer to it: words, a message, or messages, which may begin with the prompt themselves."""
+    answer = _messages_or_words(row[side], f"{where} {side}")
+    if isinstance(answer, str) and prompt:
+        answer = [_said("assistant", _required(row, side, where))]
+    asked, tools = check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
+    turns, tools = check_chat([answer] if isinstance(answer, dict) else answer, tools, f"{where} {side}")
+    heard, said = ([(turn["role"], turn["content"]) for turn in part] for part in (asked, turns))
+    whole = said[: len(heard)] == heard or (len(heard) == 1 and heard[0] in said)
+    return _chat(turns if whole else [*asked, *turns], {**row, "tools": tools}, f"{where} {side}")
+
+
+NO_PROMPT: list[dict] = []  # of rows whose answers begin with it
+
+# What has more in it comes first: a conversation may stand beside a chosen and a rejected answer to it, a text beside either.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("trl preference", "preference", ("prompt", "chosen", "rejected"), _pair(_prompt)),
+        Shape("sharegpt preference", "preference", ("conversations", "chosen", "rejected"), _pair(lambda row, where: row["conversations"])),
+        Shape("alpaca preference", "preference", ("instruction", "chosen", "rejected"), _pair(_asked)),
+        Shape("minimind preference", "preference", ("chosen", "rejected"), _pair(lambda row, where: NO_PROMPT)),
+        Shape("openai messages", "chat", ("messages",), _messages("messages")),
+        Shape("minimind chat", "chat", ("conversations",), _messages("conversations"), "role"),
+        Shape("sharegpt", "chat", ("conversations",), _messages("conversations"), "from"),
+        Shape("alpaca", "chat", ("instruction", "output"), _alpaca),
+        Shape("prompt completion", "chat", ("prompt", "completion"), _completed("completion")),
+        Shape("prompt response", "chat", ("prompt", "response"), _completed("response")),
+        Shape("text", "text", ("text",), _text),
+    )
+}
