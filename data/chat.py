@@ -19,7 +19,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from data.formats import BadRow, check_chat
+from data.badrow import BadRow
+from data.messages import check_chat
 from data.sandbox import BEGIN, BREAK, END, PRIVATE, compiled
 from data.tokenizer import Tokenizer
 

@@ -45,24 +45,26 @@ class _Bounded(ImmutableSandboxedEnvironment):
     def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
         circles: list[Any] = [node for kind in (nodes.For, nodes.Macro, nodes.CallBlock) for node in source.find_all(kind)]
         for circle in circles:
-            tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [nodes.ContextReference()], [], None, None)
-            circle.body.insert(0, nodes.ExprStmt(tick).set_lineno(circle.lineno))
+            step = nodes.Filter(nodes.ContextReference(), "step", [], [], None, None)
+            circle.body.insert(0, nodes.ExprStmt(step).set_lineno(circle.lineno))
         for joined in source.find_all(nodes.Concat):
             joined.nodes = [nodes.Filter(node, "bounded", [], [], None, None, lineno=joined.lineno) for node in joined.nodes]
         for number in source.find_all(nodes.Const):
             _bound(number.value if isinstance(number.value, int) else 0)
         return super()._generate(source, *rest, **options)
 
-    def tick(self, context: Context) -> None:
-        if next(context.parent["_steps"], None) is None:
-            raise TemplateError(f"it takes more than {MOST_STEPS:,} steps")
-
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            return _bounded(left + right)
         if operator == "**":
             raise TemplateError("a template of words needs no powers")
-        if operator == "*":
-            _bound(_size(left) * _size(right))
-        return _bounded(super().call_binop(context, operator, left, right))
+        _bound(_size(left) * _size(right))
+        return left * right
+
+
+def _step(context: Context) -> None:
+    if next(context.parent["_steps"], None) is None:
+        raise TemplateError(f"it takes more than {MOST_STEPS:,} steps")
 
 
 def _size(value: Any) -> float:
@@ -84,7 +86,7 @@ def _bounded(value: Any) -> Any:
 def compiled(source: str) -> Callable[..., str]:
     """A function of what the template may name, to the rendered text. Raises TemplateError whatever goes wrong in it."""
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters |= {"tojson": _tojson, "bounded": _bounded}
+    environment.filters |= {"tojson": _tojson, "bounded": _bounded, "step": _step}
     environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
     del environment.globals["lipsum"], environment.filters["random"]  # text by chance
     try:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from data.badrow import BadRow
 from data.chat import ChatTemplate
-from data.formats import BadRow
 from data.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
