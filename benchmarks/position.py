@@ -39,10 +39,11 @@ class Rows:
 
 def first_batch(step: int) -> dict[str, float]:
     """Seconds to the first batch from `step` on, and MiB this process takes with it."""
-    from data.loader import StepLoader
+    from data.loader import Single, StepLoader
+    from data.order import Order
 
-    loader = StepLoader(Rows(), batch_size=BATCH, accumulation_steps=1, seed=42, pad_id=0)
-    next(StepLoader(Rows(), batch_size=BATCH, accumulation_steps=1, seed=7, pad_id=0).steps(0))  # imports and the first allocations
+    loader, first = (StepLoader(Single(Rows()), Order(ROWS, BATCH, seed), batch_size=BATCH, pad_id=0, packed=False) for seed in (42, 7))
+    next(first.steps(0))  # imports and the first allocations
     before, began = resident(), time.perf_counter()
     batches = next(loader.steps(0, skip=step - 1))
     seconds, more = time.perf_counter() - began, resident() - before

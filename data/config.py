@@ -19,7 +19,7 @@ class DataConfig:
     weights: Optional[list[float]]  # of a list of paths: their shares of the rows of an epoch; null: every row once
     shape: Optional[str]  # of the rows; null: recognised file by file
     val_path: Optional[str]  # held-out rows; auto: X_val.jsonl beside X.jsonl, where there is one
-    val_fraction: float  # without a val_path, this share of every file is held out; 0: no evaluation
+    val_fraction: float  # where there is no such file, this share of every file is held out; 0: no evaluation
     tokenizer: str  # a folder with tokenizer.json
     max_length: int  # tokens a sequence feeds to the model at most, and with packing those of a window
     too_long: str  # auto: split a text, truncate a conversation
@@ -52,12 +52,6 @@ class DataConfig:
         for word in ("max_bad_fraction", "system_prob", "empty_think_prob"):
             if not 0 <= getattr(self, word) <= 1:
                 raise ValueError("a probability or a share lies in [0, 1]", f"data.{word}={getattr(self, word)}", "choose e.g. 0.1")
-        if self.val_path not in (None, "auto") and self.val_fraction:
-            raise ValueError(
-                "two sources of held-out rows",
-                f"data.val_path={self.val_path} data.val_fraction={self.val_fraction}",
-                "give one of them: data.val_fraction=0 or data.val_path=null",
-            )
         if self.group_by_length and self.packing == "pack":
             raise ValueError("packed windows are all of one length", "data.group_by_length=true", "add data.packing=none")
         if self.system_prob and not self.system_prompts:

@@ -1,6 +1,6 @@
 """Rows in, optimizer steps out: which rows a step holds is a function of (seed, epoch, step).
 
-Shapes: R sequences of a micro-batch (2 a row for preference pairs), T positions.
+Shapes: R lines of a micro-batch, T positions, S sequences (one a row; 2 for preference pairs).
 """
 
 from __future__ import annotations
@@ -16,73 +16,122 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.order import shuffled
-from data.rows import Row
+from data.order import Order
+from data.rows import Row, RowSource
 
 IGNORE = -100  # the label of a position that carries no loss
 ROUND_TO = 8  # widths vary less: fewer shapes for a compiler to meet
+PADDING = -1  # the sequence of a position that belongs to none
 
 
-class RowSource(Protocol):
+class Windows(Protocol):
+    """What a line of a batch is made of: one row, or several that are packed."""
+
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Row: ...
+    def __getitem__(self, index: int) -> list[Row]: ...
+    @property
+    def rows(self) -> RowSource: ...
+
+
+@dataclass
+class Single:
+    """Every row a window of its own."""
+
+    rows: RowSource
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> list[Row]:
+        return [self.rows[index]]
 
 
 @dataclass
 class Batch:
-    """One micro-batch, padded on the right. Preference pairs: all chosen sides, then all rejected sides."""
+    """One micro-batch, padded on the right. Of preference pairs sequence p is the chosen side of pair p, sequence S / 2 + p its rejected side."""
 
     input_ids: Tensor  # (R, T)
     labels: Tensor  # (R, T) the token that follows each position, IGNORE where it carries no loss
-    lengths: Tensor  # (R,) positions that are not padding
+    lengths: Tensor  # (S,) positions of each sequence
     names: list[str]  # where each row comes from, for messages
+    sequences: Tensor | None = None  # (R, T) packed: which sequence a position belongs to, PADDING for none; None: line r is sequence r
+    position_ids: Tensor | None = None  # (R, T) packed: they begin anew with each sequence
 
     @property
     def supervised(self) -> int:
         """Tokens that carry loss."""
         return int((self.labels != IGNORE).sum())
 
+    @property
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What the model is called with."""
+        return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "sequences", "position_ids")}
+
     def to(self, device: torch.device) -> Batch:
-        input_ids, labels, lengths = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.labels, self.lengths))
-        return Batch(input_ids, labels, lengths, self.names)
+        moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by their names
+
+    def of_sequences(self, values: Tensor) -> Tensor:
+        """Sums over the positions of each sequence: (R, T) -> (S,)."""
+        if self.sequences is None:
+            return values.sum(-1)
+        count = len(self.lengths)
+        slots = torch.where(self.sequences == PADDING, count, self.sequences).flatten()
+        return values.new_zeros(count + 1).index_add(0, slots, values.flatten())[:count]
 
 
-def collate(rows: list[Row], pad_id: int) -> Batch:
-    sequences = [row.sequences[side] for side in range(len(rows[0].sequences)) for row in rows]
-    longest = max(len(sequence.ids) - 1 for sequence in sequences)
-    width = -(-longest // ROUND_TO) * ROUND_TO
-    input_ids = torch.full((len(sequences), width), pad_id)  # (R, T)
-    labels = torch.full((len(sequences), width), IGNORE)
-    lengths = torch.empty(len(sequences), dtype=torch.int64)
-    for r, sequence in enumerate(sequences):
-        length = len(sequence.ids) - 1
-        ids = torch.from_numpy(sequence.ids.astype(np.int64))
-        input_ids[r, :length] = ids[:-1]
-        labels[r, :length] = torch.where(torch.from_numpy(sequence.learn[1:].copy()), ids[1:], IGNORE)
-        lengths[r] = length
-    return Batch(input_ids, labels, lengths, [row.name for row in rows])
+def collate(windows: list[list[Row]], pad_id: int, packed: bool) -> Batch:
+    rows = [row for window in windows for row in window]
+    sides = len(rows[0].sequences)
+    numbered = [[(side * len(rows) + p, row.sequences[side]) for side in range(sides)] for p, row in enumerate(rows)]
+    if packed:
+        ends = np.cumsum([len(window) for window in windows]).tolist()
+        lines = [[sequence for row in numbered[end - len(window) : end] for sequence in row] for end, window in zip(ends, windows, strict=True)]
+    else:
+        lines = [[row[side]] for side in range(sides) for row in numbered]
+    width = max(sum(len(sequence.ids) - 1 for _, sequence in line) for line in lines)
+    shape = (len(lines), -(-width // ROUND_TO) * ROUND_TO)
+    input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE)
+    belongs, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    lengths = np.empty(sides * len(rows), np.int64)
+    for r, line in enumerate(lines):
+        start = 0
+        for number, (ids, learn) in line:
+            length = len(ids) - 1
+            span = slice(start, start + length)
+            input_ids[r, span] = ids[:-1]
+            labels[r, span] = np.where(learn[1:], ids[1:], IGNORE)
+            belongs[r, span] = number
+            position_ids[r, span] = np.arange(length)
+            lengths[number] = length
+            start += length
+    layout = (torch.from_numpy(belongs), torch.from_numpy(position_ids)) if packed else (None, None)
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)
 
 
 class StepLoader:
     """`steps(epoch, skip)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
 
-    Step s of an epoch holds rows [s * global_batch, (s + 1) * global_batch) of the shuffled order, so the rows
-    of a step do not depend on how the step is cut into micro-batches or ranks, nor on the number of workers.
+    The rows of a step come from `order`, so they do not depend on how the step is cut into micro-batches or dealt to ranks,
+    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on.
     """
 
-    def __init__(self, rows: RowSource, *, batch_size: int, accumulation_steps: int, seed: int, pad_id: int, num_workers: int = 0) -> None:
-        self.rows, self.seed, self.pad_id, self.num_workers = rows, seed, pad_id, num_workers
-        self.batch_size, self.global_batch = batch_size, batch_size * accumulation_steps
+    def __init__(
+        self, windows: Windows, order: Order, *, batch_size: int, pad_id: int, packed: bool, num_workers: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        self.windows, self.order, self.batch_size, self.num_workers = windows, order, batch_size, num_workers
+        self.collate = _Collate(pad_id, packed)
+        self.rank, self.world = rank, world
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.rows) // self.global_batch)
+        return self.order.steps
 
     def steps(self, epoch: int, skip: int = 0) -> Iterator[list[Batch]]:
         loader: DataLoader = DataLoader(
-            self.rows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
+            self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
             batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
-            collate_fn=_Collate(self.pad_id),
+            collate_fn=self.collate,
             num_workers=self.num_workers,
             generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
         )
@@ -92,10 +141,9 @@ class StepLoader:
             yield [next(batches) for _ in self._indices(epoch, step)]
 
     def _indices(self, epoch: int, step: int) -> list[list[int]]:
-        """The rows of each micro-batch of one step."""
-        last = min((step + 1) * self.global_batch, len(self.rows))
-        rows = shuffled(np.arange(step * self.global_batch, last), len(self.rows), self.seed, epoch).tolist()
-        return [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
+        """The windows of each micro-batch of one step."""
+        mine = self.order.step(epoch, step)[self.rank :: self.world].tolist()
+        return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
 
 @dataclass
@@ -103,9 +151,10 @@ class _Collate:
     """A class and not a lambda: workers that are spawned receive it by name."""
 
     pad_id: int
+    packed: bool
 
-    def __call__(self, rows: list[Row]) -> Batch:
-        return collate(rows, self.pad_id)
+    def __call__(self, windows: list[list[Row]]) -> Batch:
+        return collate(windows, self.pad_id, self.packed)
 
 
 @contextmanager

@@ -2,9 +2,58 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
 import numpy as np
 
+if TYPE_CHECKING:
+    from data.rows import RowSource
+
 ROUNDS = 6
+SORTED_STEPS = 64  # steps whose rows are sorted by length together: more would pad less and mix less
+
+
+class Order:
+    """Which of `size` items stand in each step of an epoch: `global_batch` of them, in the last step what is left."""
+
+    def __init__(self, size: int, global_batch: int, seed: int) -> None:
+        self.size, self.global_batch, self.seed = size, global_batch, seed
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return -(-self.size // self.global_batch)
+
+    def step(self, epoch: int, step: int) -> np.ndarray:
+        return self._between(epoch, step, step + 1)
+
+    def _between(self, epoch: int, step: int, end: int) -> np.ndarray:
+        positions = np.arange(step * self.global_batch, min(end * self.global_batch, self.size))
+        return shuffled(positions, self.size, self.seed, epoch)
+
+
+class ByLength(Order):
+    """Rows of like length stand in one step, steps of all lengths follow on each other.
+
+    The shuffled rows of SORTED_STEPS steps are sorted by length and cut into steps, and these are shuffled again.
+    """
+
+    def __init__(self, rows: RowSource, global_batch: int, seed: int) -> None:
+        super().__init__(len(rows), global_batch, seed)
+        self.rows = rows
+        self._sorted = lru_cache(maxsize=1)(self._sort)
+
+    def step(self, epoch: int, step: int) -> np.ndarray:
+        block = step // SORTED_STEPS
+        steps = min(SORTED_STEPS, self.steps - block * SORTED_STEPS)
+        place = int(shuffled(np.array([step % SORTED_STEPS]), steps, self.seed, epoch)[0]) * self.global_batch
+        return self._sorted(epoch, block)[place : place + self.global_batch]
+
+    def _sort(self, epoch: int, block: int) -> np.ndarray:
+        rows = self._between(epoch, block * SORTED_STEPS, (block + 1) * SORTED_STEPS)
+        lengths = np.concatenate([self.rows.lengths(row, row + 1) for row in rows.tolist()])
+        return rows[np.argsort(lengths, kind="stable")]
 
 
 def shuffled(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -19,6 +68,11 @@ def shuffled(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndar
     while (outside := rows >= size).any():
         rows[outside] = _feistel(rows[outside], half, keys)
     return rows.astype(np.int64)
+
+
+def mixed(values: np.ndarray, seed: int) -> np.ndarray:
+    """A 64-bit number for each value, the same for ever: a draw that needs no generator."""
+    return _mix(values.astype(np.uint64) + np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
 
 
 def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:

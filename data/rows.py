@@ -25,6 +25,11 @@ NO_ANSWER_LEFT = "cut before the first answer"
 NO_DIFFERENCE_LEFT = "chosen and rejected differ only beyond data.max_length"
 
 
+def sides_of(rows: str) -> int:
+    """Sequences of a row: (chosen, rejected) for a preference."""
+    return 2 if rows == "preference" else 1
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Everything beside a file's bytes that decides which ids its rows become."""
@@ -43,8 +48,7 @@ class Recipe:
 
     @property
     def sides(self) -> int:
-        """Sequences of a row: (chosen, rejected) for a preference."""
-        return 2 if self.rows == "preference" else 1
+        return sides_of(self.rows)
 
     def key(self, tokenizer_fingerprint: str) -> str:
         parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint, "version": VERSION}
@@ -127,7 +131,7 @@ class Encoder:
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Block:
         """Raises the BadRow of the first bad row where recipe.on_bad_row is error, and counts it where it is skip."""
         tally, made = Tally(), _Growing()
-        make = {"text": self._texts, "chat": self._chats, "preference": self._pairs}[self.recipe.rows]
+        make = self._texts if self.recipe.rows == "text" else self._chats
         make(source, self._read(source, chunk, tally), tally, made)
         return made.block(tally)
 
@@ -171,11 +175,10 @@ class Encoder:
                 made.add(place, weight, [(part, [(1, len(part))])])
 
     def _chats(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
-        ready = [(place, weight, pieces) for place, weight, pieces in self._pieces(source, rows, tally)]
+        """Conversations, and pairs of them."""
+        ready = list(self._pieces(source, rows, tally))
         for (place, weight, _), encoded in zip(ready, self._assembled(ready), strict=True):
             self._keep(source, place, weight, encoded, tally, made)
-
-    _pairs = _chats
 
     def _pieces(self, source: Source, rows: list[Read], tally: Tally) -> Iterator[tuple[int, float, list]]:
         recipe, template = self.recipe, self.template

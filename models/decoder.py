@@ -1,31 +1,30 @@
 """A decoder-only transformer of the Qwen3 shape, dense or mixture of experts; parameter names are transformers' own.
 
-Shapes: B rows, T positions, D hidden size, N query heads, K key/value heads, H head width, V vocabulary, E experts.
+Shapes: B lines, T positions, S sequences (of packed lines several a line, else one), D hidden size, N query heads, K key/value heads,
+H head width, V vocabulary, E experts.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from models.attention import Mask, attend, confined
 from models.config import ModelConfig, RopeScaling
 
 IGNORE = -100  # the label of a position that carries no loss
 INIT_STD = 0.02
-BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
 class Output(NamedTuple):
     logits: Tensor | None  # (B, T, V), when no labels are given
     nll: Tensor | None  # (B, T) fp32, -log p(label), 0 where there is none
-    aux: Tensor | None  # (B,) each row's load-balancing loss, None for a dense model
+    aux: Tensor | None  # (S,) each sequence's load-balancing loss, None for a dense model
 
 
 class KVCache:
@@ -48,9 +47,22 @@ class Context(NamedTuple):
 
     cos: Tensor  # (B or 1, 1, T, H)
     sin: Tensor
-    mask: Tensor | None  # (B, 1, T, positions seen) True where attention may look; None: causal
+    mask: Mask
     cache: KVCache | None
-    real: Tensor | None  # (B, T) True where a position is no padding; None: everywhere
+    slots: Slots | None  # None: every line is one sequence, without padding
+
+
+class Slots(NamedTuple):
+    """Which sequence each position belongs to."""
+
+    of: Tensor  # (B, T) number of the sequence; S, one too many, for padding
+    lengths: Tensor  # (S,)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """(B, T, E) -> (S, E): over the positions of each sequence."""
+        S, E = len(self.lengths), values.shape[-1]
+        sums = values.new_zeros(S + 1, E).index_add(0, self.of.flatten(), values.reshape(-1, E))[:S]
+        return sums / self.lengths.clamp(min=1).unsqueeze(-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -109,14 +121,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        dropout = self.cfg.dropout if self.training else 0.0
-        with self._kernel(masked=context.mask is not None):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=context.mask, dropout_p=dropout, is_causal=context.mask is None, enable_gqa=True)
+        y = attend(q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
-
-    def _kernel(self, masked: bool) -> AbstractContextManager:
-        # Generation brings a mask, and flash attention on CUDA takes none: the choice is for training and evaluation.
-        return nullcontext() if masked or self.cfg.attention == "auto" else sdpa_kernel(BACKENDS[self.cfg.attention])
 
 
 class FeedForward(nn.Module):
@@ -141,8 +147,8 @@ class Experts(nn.Module):
         self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
 
-    def forward(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x: (B, T, D) -> the mixture (B, T, D), and each row's balance loss (B,)."""
+    def forward(self, x: Tensor, slots: Slots | None) -> tuple[Tensor, Tensor]:
+        """x: (B, T, D) -> the mixture (B, T, D), and each sequence's balance loss (S,)."""
         B, T, D = x.shape
         flat = x.reshape(-1, D)
         shares = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
@@ -156,16 +162,13 @@ class Experts(nn.Module):
             weight = weights.flatten().index_select(0, tokens * weights.shape[1] + rank).unsqueeze(-1)
             part = expert(flat.index_select(0, tokens)) * weight
             y = y.index_add(0, tokens, part.to(y.dtype))
-        return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), real)
+        return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), slots)
 
-    def _balance(self, shares: Tensor, chosen: Tensor, real: Tensor | None) -> Tensor:
-        """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each row by itself
-        as in DeepSeek-V2 (https://arxiv.org/abs/2405.04434, section 2.2.3): so it adds up over micro-batches and ranks."""
-        real = torch.ones_like(chosen[..., 0], dtype=torch.bool) if real is None else real
-        count = real.sum(-1, keepdim=True).clamp(min=1)  # (B, 1)
-        visits = F.one_hot(chosen, self.cfg.num_experts).sum(-2) * real.unsqueeze(-1)  # (B, T, E)
-        f = visits.sum(1) / (count * chosen.shape[-1])
-        p = (shares * real.unsqueeze(-1)).sum(1) / count
+    def _balance(self, shares: Tensor, chosen: Tensor, slots: Slots | None) -> Tensor:
+        """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each sequence by itself
+        as in DeepSeek-V2 (https://arxiv.org/abs/2405.04434, section 2.2.3): so it adds up over micro-batches, ranks and packed lines."""
+        visits = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(shares.dtype) / chosen.shape[-1]  # (B, T, E)
+        f, p = (values.mean(1) if slots is None else slots.mean(values) for values in (visits, shares))
         return self.cfg.num_experts * (f * p).sum(-1)
 
 
@@ -181,7 +184,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         x = x + self.dropout(self.self_attn(self.input_layernorm(x), context))
         h = self.post_attention_layernorm(x)
-        y, aux = self.mlp(h, context.real) if isinstance(self.mlp, Experts) else (self.mlp(h), None)
+        y, aux = self.mlp(h, context.slots) if isinstance(self.mlp, Experts) else (self.mlp(h), None)
         return x + self.dropout(y), aux
 
 
@@ -218,18 +221,23 @@ class Decoder(nn.Module):
         input_ids: Tensor,
         labels: Tensor | None = None,
         lengths: Tensor | None = None,
+        sequences: Tensor | None = None,
         position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Mask = None,
         cache: KVCache | None = None,
     ) -> Output:
-        """input_ids, labels, position_ids: (B, T); lengths: (B,) positions that are not padding (which lies on the right).
+        """input_ids, labels, position_ids: (B, T); lengths: (S,) positions of each sequence; padding lies on the right of a line.
 
-        labels[b, t] is the token to predict at position t, IGNORE for none. With a cache, `mask` says where to look, and
-        the logits (B, 1, V) are those of the last position alone: a long prompt would fill the memory with the others.
+        labels[b, t] is the token to predict at position t, IGNORE for none. Packed lines bring `sequences` (B, T), which sequence
+        a position belongs to (-1 for padding), and position_ids that begin anew with each; attention stays inside. With a cache,
+        `mask` says where to look, and the logits (B, 1, V) are those of the last position alone: a long prompt would fill the
+        memory with the others.
         """
         T = input_ids.shape[1]
         x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
-        context = Context(*self._angles(T, position_ids), mask, cache, None if lengths is None else torch.arange(T, device=x.device) < lengths.unsqueeze(1))
+        if sequences is not None:
+            mask = confined(sequences, self.cfg.dropout if self.training else 0.0)
+        context = Context(*self._angles(T, position_ids), mask, cache, self._slots(T, lengths, sequences))
         balance = []
         for layer in self.model.layers:
             if self.activation_checkpointing and self.training:
@@ -245,6 +253,14 @@ class Decoder(nn.Module):
         if labels is None:
             return Output(self.lm_head(x), None, aux)
         return Output(None, self._nll(x, labels), aux)
+
+    def _slots(self, T: int, lengths: Tensor | None, sequences: Tensor | None) -> Slots | None:
+        if lengths is None or not self.cfg.num_experts:
+            return None  # only the balance of experts asks
+        S, t = len(lengths), torch.arange(T, device=lengths.device)
+        if sequences is None:
+            return Slots(torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths)
+        return Slots(torch.where(sequences < 0, S, sequences), lengths)
 
     def _nll(self, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.lm_head(x).float()  # (B, T, V)

@@ -75,6 +75,8 @@ class Config:
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
+        if self.data.too_long == "split" and self.stage.rows != "text":
+            raise ValueError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
         if not 0 <= self.seed < 2**32:
             raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):

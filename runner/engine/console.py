@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import unicodedata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
@@ -124,3 +125,31 @@ def open_console(mode: str, stream: TextIO | None = None) -> Quiet:
     if mode == "rich" or (mode == "auto" and stream.isatty()):
         return Bar(stream)
     return Plain(stream)
+
+
+class Meter:
+    """How far a long preparation is: called with (bytes done, bytes in all, rows done). What is over in two seconds shows nothing."""
+
+    PATIENCE, EVERY = 2.0, 10.0  # seconds before the first word, and between two lines where there is no terminal
+
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+        self._title, self._stream = clean(title), stream or sys.stderr
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> Meter:
+        return self
+
+    def __call__(self, done: int, total: int, rows: int) -> None:
+        now, terminal = time.monotonic(), self._stream.isatty()
+        seconds = now - self._began
+        if seconds < self.PATIENCE or (not terminal and now - self._told < self.EVERY and self._told > self._began):
+            return
+        self._told = now
+        share = min(done / max(total, 1), 1.0)
+        eta = clock(seconds / share - seconds) if share else "?"
+        line = f"{self._title}: {100 * share:.0f}%, {rows:,} rows, {rows / seconds:,.0f} rows/s, eta {eta}"
+        print(f"\r{line}\x1b[K" if terminal else line, end="" if terminal else "\n", file=self._stream, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream.isatty() and self._told > self._began:
+            print(file=self._stream)

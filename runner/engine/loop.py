@@ -12,9 +12,11 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from data.loader import Batch
+from data.packing import Packed
 from models.generate import generate
 from runner.engine import checkpoint
 from runner.engine.disk import write_json
+from runner.engine.feed import table
 from runner.engine.objective import Sums
 from runner.engine.optim import lr_at
 from runner.engine.run import Interrupted, Run, RunFailed, chat_template
@@ -73,21 +75,30 @@ def begin(run: Run) -> None:
         resume_at=run.log_position,
         tracker_id=run.tracker_id,
     )
+    run.track.say(table(run.feed.files))
 
 
 def header(run: Run) -> dict[str, str]:
-    train, data = run.cfg.train, run.cfg.data
+    train, data, feed = run.cfg.train, run.cfg.data, run.feed
     learn, total = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or not only) for only in (True, False))
     words = {
         "run": str(run.folder),
         "stage": f"{run.cfg.stage.name}, weights from {run.cfg.init_from}",
         "model": f"{run.cfg.model.name}, {total:,} parameters, {learn:,} of them learn",
-        "data": f"{data.path}, {len(run.loader.rows):,} rows" + (f", {len(run.val_loader.rows):,} held out" if run.val_loader else ""),
-        "step": f"{train.batch_size} rows x {train.accumulation_steps} accumulation, rows of at most {data.max_length} tokens",
+        "data": f"{', '.join(data.paths)}, {len(feed.train.rows):,} rows" + (f", {feed.held_out:,} held out" if feed.held_out else ""),
+        "step": f"{train.batch_size} {lines_of(run)} x {train.accumulation_steps} accumulation",
         "steps": f"{run.total_steps:,} ({run.loader.steps_per_epoch:,} an epoch)",
         "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {train.compile}",
     }
     return words | ({"resumed": f"at step {run.progress.step} (attempt {run.attempt})"} if run.progress.step else {})
+
+
+def lines_of(run: Run) -> str:
+    """What a line of a batch holds."""
+    windows, length = run.feed.train, run.cfg.data.max_length
+    if isinstance(windows, Packed):
+        return f"windows of {windows.capacity} positions, {len(windows.rows) / len(windows):.1f} rows each, {windows.fill:.1%} filled"
+    return f"rows of at most {length} tokens"
 
 
 def due(run: Run, every: int) -> bool:

@@ -1,6 +1,6 @@
 """What a stage asks of the model, as sums over countable items, so that micro-batches and ranks add up exactly.
 
-Shapes: R sequences, T positions, B pairs.
+Shapes: R lines, T positions, B pairs.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class NextToken:
         return batch.supervised
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        out = model(batch.input_ids, labels=batch.labels, lengths=batch.lengths)
+        out = model(**batch.inputs)
         loss = out.nll.sum()
         if out.aux is None:
             return {"loss": loss}
-        # Weighted by its labels, a row's balance loss is divided by the same count as its cross-entropy.
-        aux = (out.aux * (batch.labels != IGNORE).sum(-1)).sum()
+        # Weighted by its labels, a sequence's balance loss is divided by the same count as its cross-entropy.
+        aux = (out.aux * batch.of_sequences((batch.labels != IGNORE).float())).sum()
         return {"loss": loss + aux, "aux_loss": aux}
 
 
@@ -70,9 +70,9 @@ class Dpo:
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
         with torch.no_grad(), self.as_reference():
-            anchor = _log_probs(self.reference(batch.input_ids, labels=batch.labels, lengths=batch.lengths).nll)
-        out = model(batch.input_ids, labels=batch.labels, lengths=batch.lengths)
-        chosen, rejected = self.beta * (_log_probs(out.nll) - anchor)  # (B,) implicit rewards
+            anchor = _log_probs(batch, self.reference(**batch.inputs).nll)
+        out = model(**batch.inputs)
+        chosen, rejected = self.beta * (_log_probs(batch, out.nll) - anchor).float()  # (B,) implicit rewards
         loss = -F.logsigmoid(chosen - rejected).sum()
         sums = {"loss": loss, "reward_margin": (chosen - rejected).detach().sum(), "reward_accuracy": (chosen > rejected).sum().float()}
         if out.aux is not None:
@@ -81,6 +81,6 @@ class Dpo:
         return sums
 
 
-def _log_probs(nll: Tensor) -> Tensor:
-    """(2B, T) -> (2, B): log-probability of each chosen and each rejected side."""
-    return -nll.sum(-1).view(2, -1)
+def _log_probs(batch: Batch, nll: Tensor) -> Tensor:
+    """(R, T) -> (2, B) fp64: log-probability of each chosen and each rejected side. What counts is a small difference of these large sums."""
+    return -batch.of_sequences(nll.double()).view(2, -1)

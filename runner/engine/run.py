@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.engine.config import Config
 from runner.engine.distributed import World, join_world
+from runner.engine.feed import Feed, loader_of, open_feed
 from runner.engine.optim import Optimizers, build_optimizer
 from runner.engine.precision import Precision
 from runner.engine.stage import prepare
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from data.chat import ChatTemplate
     from data.loader import StepLoader
-    from data.rows import Rows
     from data.tokenizer import Tokenizer
     from models.decoder import Decoder
     from runner.engine.objective import Objective
@@ -66,6 +66,7 @@ class Run:
     model: Decoder  # the bare model: what is saved
     wrapped: nn.Module  # the same model as the training step calls it (compiled)
     objective: Objective
+    feed: Feed
     loader: StepLoader
     val_loader: StepLoader | None
     optimizers: Optimizers
@@ -115,7 +116,8 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
             f"model.vocab_size={cfg.model.vocab_size}",
             f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer",
         )
-    rows, val_rows = read_rows(cfg, tokenizer)
+    feed = open_feed(cfg, tokenizer)
+    note(data=feed.files)
     seed_all(cfg.seed + world.rank)
     model = build_model(cfg, needs_start=not has_checkpoints(folder))
     model.to(world.device)
@@ -129,49 +131,16 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         model=model,
         wrapped=wrap(model, cfg),
         objective=objective,
-        loader=loader_of(rows, cfg, tokenizer, cfg.train.accumulation_steps),
-        val_loader=loader_of(val_rows, cfg, tokenizer, accumulation_steps=1) if val_rows else None,
+        feed=feed,
+        loader=loader_of(feed.train, cfg, tokenizer, cfg.train.accumulation_steps),
+        val_loader=loader_of(feed.val, cfg, tokenizer, accumulation_steps=1) if feed.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
         track=Track(folder, cfg.tracker, world.leads),
         writer=Writer(),
         attempt=attempt,
         note=note,
-        facts=facts(cfg, world.device, frozen, tokenizer.fingerprint, rows.fingerprint),
-    )
-
-
-def read_rows(cfg: Config, tokenizer: Tokenizer) -> tuple[Rows, Rows | None]:
-    """Training rows and held-out rows (from a file of their own, or a share of the training file)."""
-    import numpy as np
-
-    from data.order import shuffled
-    from data.rows import build_rows
-
-    def read(path: str) -> Rows:
-        return build_rows(cfg.stage.rows, Path(path), tokenizer, cfg.data.max_length)
-
-    rows = read(cfg.data.path)
-    if cfg.data.val_path:
-        return rows, read(cfg.data.val_path)
-    if not cfg.data.val_fraction:
-        return rows, None
-    held_out = max(1, round(len(rows) * cfg.data.val_fraction))
-    if held_out >= len(rows):
-        raise ValueError(
-            f"holding out {held_out} of {len(rows)} rows leaves nothing to train on",
-            f"data.val_fraction={cfg.data.val_fraction}",
-            "choose a smaller share, or give data.val_path",
-        )
-    order = shuffled(np.arange(len(rows)), len(rows), seed=0, epoch=0)  # not cfg.seed: repeats over seeds are compared on the same rows
-    return rows.take(np.sort(order[held_out:])), rows.take(np.sort(order[:held_out]))
-
-
-def loader_of(rows: Rows, cfg: Config, tokenizer: Tokenizer, accumulation_steps: int) -> StepLoader:
-    from data.loader import StepLoader
-
-    return StepLoader(
-        rows, batch_size=cfg.train.batch_size, accumulation_steps=accumulation_steps, seed=cfg.seed, pad_id=tokenizer.pad_id, num_workers=cfg.data.num_workers
+        facts=facts(cfg, world.device, frozen, tokenizer.fingerprint, feed.fingerprint),
     )
 
 

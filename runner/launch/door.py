@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
+from data.formats import find_sources
 from runner.launch import folders, help, lineage, refusal, relaunch, words
 from runner.launch.compose import compose_with_folder, register, translated
 from runner.launch.origin import share_the_machine
@@ -73,7 +74,9 @@ def _let_in(app: Callable[[], None]) -> None:
 def _checked(job: list[str]) -> Path:
     """The folder of a job whose words are right and whose files are there."""
     config, folder = compose_with_folder(job)
-    for word, path in (("data.path", config.data.path), ("data.val_path", config.data.val_path), ("data.tokenizer", config.data.tokenizer)):
+    find_sources([path for path in config.data.paths if not path.startswith("hub:")])  # a name on the hub is looked up where it is loaded
+    val_path = None if config.data.val_path == "auto" else config.data.val_path
+    for word, path in (("data.val_path", val_path), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not Path(path).exists():
             raise ValueError("there is no such file or folder", f"{word}={path}", nearest_path(path))
     lineage.check(config)

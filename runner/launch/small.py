@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.launch import help
+from runner.launch.compose import register
 from runner.launch.folders import finished_runs
 from runner.launch.origin import share_the_machine
 from runner.launch.refusal import is_refusal, nearest, report
@@ -26,6 +27,7 @@ T = TypeVar("T")
 def start(main: Callable[[], Any], schema: type, free: tuple[str, ...]) -> None:
     """Check the words of this command line, then hand it to Hydra. The values of `free` are taken as they are typed."""
     share_the_machine()
+    register()
     if {"--help", "-h"} & set(sys.argv[1:]):
         module = sys.modules[main.__module__]
         return print(help.command(Path(str(module.__file__)).stem, module.__doc__ or ""))

@@ -118,9 +118,32 @@ def absolute(words: list[str]) -> list[str]:
 
 def _absolute(word: str) -> str:
     key, _, value = word.partition("=")
-    if key not in PATHS or value.startswith(("/", "$", "~", "[", "'", '"')) or not os.path.exists(value):
+    if key not in PATHS:
         return word
-    return f"{key}={quoted(os.path.abspath(value))}"
+    if value.startswith("["):
+        return f"{key}=[{','.join(quoted(_placed(part)) for part in _parts(word))}]"
+    placed = _placed(value)
+    return word if placed == value else f"{key}={quoted(placed)}"
+
+
+def _placed(path: str) -> str:
+    """A path, or a pattern of paths, as seen from the root; anything else as it is."""
+    if path.startswith(("/", "$", "~", "'", '"')):
+        return path
+    is_pattern = any(sign in path for sign in "*?") and os.path.isdir(os.path.dirname(path) or ".")
+    return os.path.abspath(path) if is_pattern or os.path.exists(path) else path
+
+
+def _parts(word: str) -> list[str]:
+    """The members of a list, as Hydra reads them."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        value = OverridesParser.create().parse_override(word).value()
+    except HydraException as error:
+        raise ValueError("this list cannot be read", word, "put quotes around what holds commas, spaces or brackets") from error
+    return [str(getattr(part, "text", part)) for part in value] if isinstance(value, list) else []
 
 
 def quoted(value: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -13,16 +13,19 @@ from runner.engine.console import clean
 from runner.trained.open import Trained, is_run, open_trained
 
 if TYPE_CHECKING:
+    from data.formats import Source
     from data.loader import Batch
-    from data.rows import Rows
+    from data.mixture import Rows
+    from data.shapes import Shape
 
 Numbers = dict[str, float]
 
 
 @dataclass
 class ScoredData:
-    path: str
+    path: str  # a file, a glob or a folder
     max_length: int  # tokens of a row that are read at most
+    cache: str  # where token stores are kept
 
     def __post_init__(self) -> None:
         if self.max_length < 2:
@@ -54,9 +57,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> Numbers:
     """Score the model in `folder`; the result is printed as JSON and appended to `folder/evaluations.jsonl`."""
     import torch
 
-    from data.formats import Source
-
-    Source.open(Path(cfg.data.path))  # a file that is not there is refused before any weight is read
+    _sources(cfg)  # a file that is not there is refused before any weight is read
     trained = open_trained(folder, cfg.device)
     with torch.inference_mode():
         numbers = METRICS[cfg.metric](trained, cfg)
@@ -70,20 +71,19 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> Numbers:
 
 def perplexity(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     """Loss a token that carries loss, in nats; for plain text also bits a byte, which no choice of tokenizer flatters."""
-    shape = _shape(cfg)
+    rows, shapes = _shapes(cfg)
     loss, tokens = 0.0, 0
-    for batch in _batches(_rows(trained, cfg, shape), trained, cfg):
-        loss += trained.model(batch.input_ids, labels=batch.labels, lengths=batch.lengths).nll.sum().item()
+    for batch in _batches(_rows(trained, cfg, rows, shapes), trained, cfg):
+        loss += trained.model(**batch.inputs).nll.sum().item()
         tokens += batch.supervised
     numbers: Numbers = {"loss": loss / tokens, "perplexity": math.exp(min(loss / tokens, 700.0)), "tokens": tokens}
-    if shape == "text":  # every token of every text is predicted once, so the text as a whole is what was paid for
-        numbers["bits_per_byte"] = loss / math.log(2) / _bytes(Path(cfg.data.path))
+    if rows == "text":  # every token of every text is predicted once, so the text as a whole is what was paid for
+        numbers["bits_per_byte"] = loss / math.log(2) / sum(len(text.encode()) for text in _texts(shapes))
     return numbers
 
 
 def exact_match(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     """Share of rows whose last answer, generated greedily, is the one in the file; white space at either end does not count."""
-    _shape(cfg)
     right, wrong = 0, []
     for questions in _chunks(_questions(trained, cfg), cfg.batch_size):
         for question, answer in zip(questions, _answers(trained, [question["prompt"] for question in questions], cfg.max_new_tokens), strict=True):
@@ -108,7 +108,7 @@ def preference(trained: Trained, cfg: EvaluateConfig) -> Numbers:
     reference = open_trained(Path(cfg.reference or _began_from(trained.folder)), cfg.device)
     objective = Dpo(1.0, reference.model, nullcontext)
     pairs, sums = 0, {"reward_accuracy": 0.0, "reward_margin": 0.0}
-    for batch in _batches(_rows(trained, cfg, _shape(cfg)), trained, cfg):
+    for batch in _batches(_rows(trained, cfg, *_shapes(cfg)), trained, cfg):
         parts = objective.loss(trained.model, batch)
         pairs += objective.count(batch)
         sums = {name: total + parts[name].item() for name, total in sums.items()}
@@ -119,69 +119,84 @@ METRICS = {"perplexity": perplexity, "exact_match": exact_match, "preference": p
 READS = {"perplexity": ("text", "chat"), "exact_match": ("chat",), "preference": ("preference",)}
 
 
-def _shape(cfg: EvaluateConfig) -> str:
-    """Which of the shapes that the metric reads the file's first row has."""
-    from data.formats import Source
+def _sources(cfg: EvaluateConfig) -> list[Source]:
+    from data.formats import find_sources
 
-    source = Source.open(Path(cfg.data.path))
-    place, row = next(source.rows(), (0, None))
-    if row is None:
-        raise ValueError("the file holds no rows", cfg.data.path, "give a file with one JSON object a line")
-    return _readable(row, cfg.metric, source.where(place))
+    return find_sources([cfg.data.path])[0]
 
 
-def _readable(row: dict[str, Any], metric: str, where: str) -> str:
-    """The shape of a row, which is one that the metric reads."""
-    from data.formats import SHAPES
+def _shapes(cfg: EvaluateConfig) -> tuple[str, list[tuple[Source, Shape]]]:
+    """What the metric can read the files as (text, chat or preference), and the shape of each."""
+    from data.rows import shape_of
+    from data.shapes import SHAPES
 
-    shapes = [shape for shape, keys in SHAPES.items() if all(key in row for key in keys)]
-    for shape in shapes:
-        if shape in READS[metric]:
-            return shape
-    others = [f"metric={other}" for other, reads in READS.items() if set(reads) & set(shapes)]
-    wanted = " or ".join(" and ".join(SHAPES[shape]) for shape in READS[metric])
-    fix = f"such rows are for {' or '.join(others)}" if others else f"give a file whose rows hold {wanted}"
-    raise ValueError(f"metric={metric} reads {wanted}; found {', '.join(row) or 'nothing'}", where, fix)
+    *others, last = READS[cfg.metric]
+    sources = _sources(cfg)
+    for rows in others:
+        try:
+            return rows, [(source, SHAPES[shape_of(source, rows)]) for source in sources]
+        except ValueError:
+            continue  # the refusal of the last one is what is told
+    try:
+        return last, [(source, SHAPES[shape_of(source, last)]) for source in sources]
+    except ValueError as error:
+        what, where, _ = error.args
+        raise ValueError(what, where, f"metric={cfg.metric} reads {' or '.join(READS[cfg.metric])} rows: choose another metric or another file") from error
 
 
-def _rows(trained: Trained, cfg: EvaluateConfig, shape: str) -> Rows:
-    from data.rows import build_rows
+def _rows(trained: Trained, cfg: EvaluateConfig, rows: str, shapes: list[tuple[Source, Shape]]) -> Rows:
+    from data.build import prepare
+    from data.mixture import Part, mixture
+    from data.rows import Recipe
 
-    return build_rows(shape, Path(cfg.data.path), trained.tokenizer, min(cfg.data.max_length, trained.model.cfg.max_position_embeddings))
+    recipe = Recipe(
+        rows=rows,
+        shape="",
+        tokenizer=trained.tokenizer.folder,
+        max_length=min(cfg.data.max_length, trained.model.cfg.max_position_embeddings),
+        too_long="split" if rows == "text" else "truncate",
+        train_on="assistant",
+        on_bad_row="error",
+    )
+    made = [(source, replace(recipe, shape=shape.name)) for source, shape in shapes]
+    return mixture([[Part(source, prepare(source, of, trained.tokenizer, Path(cfg.data.cache))) for source, of in made]], None)
 
 
 def _batches(rows: Rows, trained: Trained, cfg: EvaluateConfig) -> Iterator[Batch]:
-    from data.loader import StepLoader
+    from data.loader import Single, StepLoader
+    from data.order import Order
 
-    loader = StepLoader(rows, batch_size=cfg.batch_size, accumulation_steps=1, seed=0, pad_id=trained.tokenizer.pad_id)
+    if not len(rows):
+        raise ValueError("no row is short enough to be read", cfg.data.path, f"raise data.max_length={cfg.data.max_length}")
+    loader = StepLoader(Single(rows), Order(len(rows), cfg.batch_size, seed=0), batch_size=cfg.batch_size, pad_id=trained.tokenizer.pad_id, packed=False)
     for batches in loader.steps(epoch=0):
         for batch in batches:
             yield batch.to(trained.device)
 
 
-def _bytes(path: Path) -> int:
-    from data.formats import Source
-
-    return sum(len(row["text"].encode()) for _, row in Source.open(path).rows())
+def _texts(shapes: list[tuple[Source, Shape]]) -> Iterator[str]:
+    for source, shape in shapes:
+        for place, row in source.rows():
+            yield shape.read(row, source.where(place)).text
 
 
 def _questions(trained: Trained, cfg: EvaluateConfig) -> Iterator[dict[str, Any]]:
     """Each conversation up to its last assistant turn, and that turn."""
     from data.chat import ChatTemplate
-    from data.formats import Source, check_chat
 
-    template, source = ChatTemplate(trained.tokenizer), Source.open(Path(cfg.data.path))
+    template = ChatTemplate(trained.tokenizer)
     room = trained.model.cfg.max_position_embeddings - cfg.max_new_tokens
-    for place, row in source.rows():
-        where = source.where(place)
-        _readable(row, cfg.metric, where)
-        messages, tools = check_chat(row["conversations"], None, where)
-        if messages[-1]["role"] != "assistant":
-            raise ValueError(f"the conversation ends with the {messages[-1]['role']}", where, "end it with the answer that is expected")
-        prompt = template.prompt(messages[:-1], tools)
-        if len(prompt) > room:
-            raise ValueError(f"a question of {len(prompt)} tokens leaves no room for an answer", where, "choose a smaller max_new_tokens, or delete the row")
-        yield {"where": where, "asked": messages[-2]["content"] if len(messages) > 1 else "", "expected": messages[-1]["content"], "prompt": prompt}
+    for source, shape in _shapes(cfg)[1]:
+        for place, row in source.rows():
+            where = source.where(place)
+            chat = shape.read(row, where)
+            messages = chat.messages
+            if messages[-1]["role"] != "assistant":
+                raise ValueError(f"the conversation ends with the {messages[-1]['role']}", where, "end it with the answer that is expected")
+            prompt = template.prompt(messages[:-1], chat.tools)
+            if len(prompt) > room:
+                raise ValueError(f"a question of {len(prompt)} tokens leaves no room for an answer", where, "choose a smaller max_new_tokens, or delete the row")
+            yield {"where": where, "asked": messages[-2]["content"] if len(messages) > 1 else "", "expected": messages[-1]["content"], "prompt": prompt}
 
 
 def _answers(trained: Trained, prompts: list[list[int]], max_new_tokens: int) -> list[str]:

@@ -3,36 +3,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from made_rows import MadeRows, loader, names, singles
 
-from data.loader import IGNORE, StepLoader, collate
+from data.loader import IGNORE, Single, StepLoader, collate
+from data.order import SORTED_STEPS, ByLength
 from data.rows import Row, Sequence
 
 
-class Numbered:
-    """Ragged rows whose tokens tell which row they are of."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> Row:
-        ids = np.full(2 + index % 5, 10 + index, dtype=np.int32)
-        return Row((Sequence(ids, np.arange(len(ids)) > 0),), name=f"row:{index}")
-
-
-def loader(size: int, batch_size: int = 4, accumulation_steps: int = 1, seed: int = 0, num_workers: int = 0) -> StepLoader:
-    return StepLoader(Numbered(size), batch_size=batch_size, accumulation_steps=accumulation_steps, seed=seed, pad_id=0, num_workers=num_workers)
-
-
-def names(steps) -> list[list[str]]:
-    return [[name for batch in batches for name in batch.names] for batches in steps]
+def grouped(rows: MadeRows, batch_size: int = 4, seed: int = 0, **more: int) -> StepLoader:
+    return StepLoader(Single(rows), ByLength(rows, batch_size, seed), batch_size=batch_size, pad_id=0, packed=False, **more)
 
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 8), accumulation_steps=st.integers(1, 4), epoch=st.integers(0, 3))
 def test_an_epoch_holds_every_row_once_the_short_last_step_included(size, batch_size, accumulation_steps, epoch):
-    it = loader(size, batch_size, accumulation_steps)
+    it = loader(singles(size), batch_size, accumulation_steps)
     steps = names(it.steps(epoch))
     assert len(steps) == it.steps_per_epoch
     assert sorted(name for step in steps for name in step) == sorted(f"row:{i}" for i in range(size))
@@ -40,31 +24,61 @@ def test_an_epoch_holds_every_row_once_the_short_last_step_included(size, batch_
 
 @given(size=st.integers(1, 60), skip=st.integers(0, 20), epoch=st.integers(0, 3))
 def test_skipping_equals_the_tail_of_the_whole_epoch(size, skip, epoch):
-    it = loader(size)
+    it = loader(singles(size))
     assert names(it.steps(epoch, skip)) == names(it.steps(epoch))[skip:]
 
 
 def test_a_step_holds_the_same_rows_however_it_is_cut():
-    whole, halves, quarters = (names(loader(37, b, a).steps(1)) for b, a in ((8, 1), (4, 2), (2, 4)))
+    whole, halves, quarters = (names(loader(singles(37), b, a).steps(1)) for b, a in ((8, 1), (4, 2), (2, 4)))
     assert whole == halves == quarters
+
+
+@given(size=st.integers(1, 60), world=st.integers(1, 5), batch_size=st.integers(1, 4), epoch=st.integers(0, 2))
+def test_ranks_share_each_step_without_overlap_and_leave_nothing_out(size, world, batch_size, epoch):
+    alone = names(loader(singles(size), batch_size * world).steps(epoch))
+    dealt = [names(loader(singles(size), batch_size, world, rank=rank, world=world).steps(epoch)) for rank in range(world)]
+    for step, rows in enumerate(alone):
+        parts = [mine[step] for mine in dealt]
+        assert sorted(name for part in parts for name in part) == sorted(rows)
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(size=st.integers(1, 300), batch_size=st.integers(1, 8), skip=st.integers(0, 90), epoch=st.integers(0, 2))
+def test_grouping_by_length_loses_no_row_and_may_be_entered_anywhere(size, batch_size, skip, epoch):
+    rows = MadeRows([1 + (7 * i) % 61 for i in range(size)])
+    steps = names(grouped(rows, batch_size).steps(epoch))
+    assert sorted(name for step in steps for name in step) == sorted(f"row:{i}" for i in range(size))
+    assert names(grouped(rows, batch_size).steps(epoch, skip)) == steps[skip:]
+
+
+def test_grouping_by_length_pads_little_and_keeps_steps_of_all_lengths_mixed():
+    rows = MadeRows([1 + (7 * i) % 61 for i in range(4 * SORTED_STEPS)])
+
+    def fill(it: StepLoader) -> float:
+        batches = [batch for step in it.steps(0) for batch in step]
+        return sum(int(batch.lengths.sum()) for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
+
+    assert fill(grouped(rows)) > 0.85 > 0.7 > fill(loader(Single(rows)))
+    longest = [int(step[0].lengths.max()) for step in grouped(rows).steps(0)]
+    assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.3
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_change_nothing(num_workers):
-    alone, helped = list(loader(30).steps(0)), list(loader(30, num_workers=num_workers).steps(0))
+    alone, helped = list(loader(singles(30)).steps(0)), list(loader(singles(30), num_workers=num_workers).steps(0))
     for mine, theirs in zip(alone, helped, strict=True):
         assert all(torch.equal(a.input_ids, b.input_ids) and a.names == b.names for a, b in zip(mine, theirs, strict=True))
 
 
 def test_opening_a_loader_draws_nothing_from_the_random_state():
     before = torch.get_rng_state()
-    next(loader(10).steps(0))
+    next(loader(singles(10)).steps(0))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_labels_are_the_next_tokens_where_they_are_learned():
     row = Row((Sequence(np.array([1, 5, 6, 7, 2], dtype=np.int32), np.array([False, False, True, True, False])),), "row")
-    batch = collate([row], pad_id=0)
+    batch = collate([[row]], pad_id=0, packed=False)
     assert batch.input_ids[0, :4].tolist() == [1, 5, 6, 7]
     assert batch.labels[0, :4].tolist() == [IGNORE, 6, 7, IGNORE]
     assert batch.lengths.tolist() == [4] and batch.supervised == 2
@@ -76,5 +90,5 @@ def test_preference_pairs_lie_all_chosen_then_all_rejected():
         sides = tuple(Sequence(np.array([n, n + 1, n + 2], dtype=np.int32), np.array([False, True, True])) for n in (n, n + 50))
         return Row(sides, f"row:{n}")
 
-    batch = collate([pair(10), pair(20)], pad_id=0)
+    batch = collate([[pair(10)], [pair(20)]], pad_id=0, packed=False)
     assert batch.input_ids[:, 0].tolist() == [10, 20, 60, 70]

@@ -7,7 +7,8 @@ import tracemalloc
 
 import numpy as np
 
-from data.loader import StepLoader
+from data.loader import Single, StepLoader
+from data.order import Order
 from data.rows import Row, Sequence
 
 FAR = 1_000_000
@@ -22,7 +23,7 @@ class Rows:
 
 
 def loader() -> StepLoader:
-    return StepLoader(Rows(), batch_size=16, accumulation_steps=2, seed=42, pad_id=0)
+    return StepLoader(Single(Rows()), Order(10**8, 32, seed=42), batch_size=16, pad_id=0, packed=False)
 
 
 def test_the_millionth_step_costs_no_time_and_no_memory():

@@ -1,0 +1,154 @@
+"""What an epoch shows: the rows of several stores, each as often as its weight says, some of them held out.
+
+Nothing here grows with the data: which row stands where is arithmetic, so any position costs the same. The one exception
+are rows with weights of their own, whose running sum is kept (8 bytes a row).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.order import mixed
+from data.rows import Row
+from data.rows import Sequence as Tokens
+
+if TYPE_CHECKING:
+    from data.formats import Source
+    from data.store import Store
+
+HELD_OUT_SEED = 0  # not the run's: repeats over seeds are compared on the same rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """One row in every `size / held_out`, drawn within each such stretch: spread over the file, whatever its order."""
+
+    size: int
+    held_out: int
+
+    def strata(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of stretch j: its first row, its length, and the row in it that is held out."""
+        first = numbers * self.size // self.held_out
+        length = (numbers + 1) * self.size // self.held_out - first
+        return first, length, (mixed(numbers, HELD_OUT_SEED) % length.astype(np.uint64)).astype(np.int64)
+
+    def held(self, positions: np.ndarray) -> np.ndarray:
+        first, _, chosen = self.strata(positions)
+        return first + chosen
+
+    def kept(self, positions: np.ndarray) -> np.ndarray:
+        """The rows that are not held out, in their order."""
+        # Stretch j begins after first(j) - j kept rows; this is the last one that begins at or before each position.
+        j = np.minimum(((positions + 1) * self.held_out - 1) // (self.size - self.held_out), self.held_out - 1)
+        first, _, chosen = self.strata(j)
+        offset = positions - (first - j)
+        return first + offset + (offset >= chosen)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one store that belong to a set: all, those held out, or those that are not."""
+
+    source: Source
+    store: Store
+    split: Split | None = None
+    is_held_out: bool = False
+    shown: int = -1  # rows an epoch shows; those there are, where nothing is weighted
+    reach: np.ndarray | None = field(default=None, repr=False)  # rows shown up to and with each row, where rows have weights
+
+    @property
+    def rows(self) -> int:
+        """How many different rows there are."""
+        if self.split is None:
+            return len(self.store)
+        return self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
+
+    def __len__(self) -> int:
+        return self.rows if self.shown < 0 else self.shown
+
+    def held_out(self, count: int) -> tuple[Part, Part | None]:
+        """(the other rows, so many rows)."""
+        if not count:
+            return self, None
+        split = Split(len(self.store), count)
+        return replace(self, split=split), replace(self, split=split, is_held_out=True)
+
+    def weighted(self, times: float) -> Part:
+        """Every row `times` as often, and as often as its own weight says: as evenly as whole numbers allow, no chance in it."""
+        if not self.store.has_weights:
+            return replace(self, shown=round(self.rows * times))
+        weights = self.store.weights(0, len(self.store))[self._stored(np.arange(self.rows))].astype(np.float64)
+        reach = np.floor(np.cumsum(weights * times) + 0.5).astype(np.int64)
+        return replace(self, shown=int(reach[-1]), reach=reach)
+
+    def locate(self, positions: np.ndarray) -> np.ndarray:
+        """The row of the store at each position; never falls where positions rise."""
+        if self.reach is not None:
+            positions = np.searchsorted(self.reach, positions, side="right")
+        elif len(self) != self.rows:
+            positions = positions * self.rows // len(self)
+        return self._stored(positions)
+
+    def _stored(self, positions: np.ndarray) -> np.ndarray:
+        if self.split is None:
+            return positions
+        return self.split.held(positions) if self.is_held_out else self.split.kept(positions)
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        rows = self.locate(np.arange(start, stop))
+        return self.store.lengths(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+
+    @property
+    def print(self) -> list:
+        return [self.store.key, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an epoch, unshuffled: those of the first part, of the second, ..."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", np.cumsum([len(part) for part in self.parts]))
+
+    ends: np.ndarray = field(init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, i: int) -> Row:
+        number = int(np.searchsorted(self.ends, i, side="right"))
+        part = self.parts[number]
+        row = int(part.locate(np.array([i - (int(self.ends[number]) - len(part))]))[0])
+        sequences, place = part.store.read(row)
+        return Row(tuple(Tokens(ids, learn) for ids, learn in sequences), part.source.where(place))
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        """Positions that each of the rows [start, stop) feeds to the model, int64."""
+        return np.concatenate([np.empty(0, np.int64), *self._lengths(start, stop)])
+
+    def _lengths(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        for part, end in zip(self.parts, self.ends.tolist(), strict=True):
+            begin = end - len(part)
+            if max(start, begin) < min(stop, end):
+                yield part.lengths(max(start, begin) - begin, min(stop, end) - begin)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps([part.print for part in self.parts]).encode()).hexdigest()
+
+
+def mixture(words: Sequence[list[Part]], weights: list[float] | None) -> Rows:
+    """The parts of each word of data.path, which share an epoch as `weights` say: the smallest epoch in which no row is missing."""
+    if weights is None:
+        return Rows(tuple(part.weighted(1.0) for word in words for part in word))
+    sizes = [sum(part.rows for part in word) for word in words]
+    scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+    return Rows(tuple(part.weighted(weight * scale / size) for word, weight, size in zip(words, weights, sizes, strict=True) for part in word))

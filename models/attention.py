@@ -1,0 +1,68 @@
+"""Attention that stays inside its own sequence, by the fastest exact way that each device has.
+
+Shapes: B lines, T positions, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+QUERIES_AT_ONCE = 128  # on the CPU
+
+Mask = Tensor | BlockMask | None  # True where attention may look: (B, 1, T, positions seen); None: causal
+
+
+def confined(sequences: Tensor, dropout: float) -> Mask:
+    """For packed lines: a position looks at those before it in its own sequence. sequences: (B, T), -1 for padding."""
+    B, T = sequences.shape
+    if sequences.device.type == "cuda" and dropout == 0:  # FlexAttention skips the blocks where nothing may look; it knows no dropout
+        return create_block_mask(may_look(sequences), B, None, T, T, device=sequences.device)
+    same = sequences.unsqueeze(2) == sequences.unsqueeze(1)
+    # Padding is a sequence too, number -1: each position sees itself at least, and no row of the softmax is empty.
+    return (same & torch.ones(T, T, dtype=torch.bool, device=sequences.device).tril()).unsqueeze(1)
+
+
+def may_look(sequences: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The same, position by position: (line, head, query, key) -> whether."""
+    return lambda b, h, i, j: (i >= j) & (sequences[b, i] == sequences[b, j])
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str) -> Tensor:
+    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H)."""
+    if isinstance(mask, BlockMask):
+        return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
+    if mask is not None:
+        return _masked(q, k, v, mask, dropout)
+    # The choice of a kernel is for plain causal lines: flash attention on CUDA takes no mask.
+    with nullcontext() if kernel == "auto" else sdpa_kernel(BACKENDS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """In blocks of queries on the CPU, whose kernel would look at every key even where the mask hides it."""
+    T, seen = q.shape[2], k.shape[2]
+    step = QUERIES_AT_ONCE if q.device.type == "cpu" else T
+    parts = []
+    for start in range(0, T, step):
+        end = min(start + step, T)
+        keys = seen - T + end  # those before the block's end
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[:, :, start:end], k[:, :, :keys], v[:, :, :keys], attn_mask=mask[:, :, start:end, :keys], dropout_p=dropout, enable_gqa=True
+            )
+        )
+    return torch.cat(parts, dim=2)
+
+
+@cache
+def _flex() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)  # only compiled does it skip anything

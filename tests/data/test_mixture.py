@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.mixture import Part, Rows, Split, mixture
+
+
+class MadeStore:
+    """Row i feeds 10 + i positions; its weight is what is given."""
+
+    def __init__(self, size: int, weights: list[float] | None = None) -> None:
+        self.size, self._weights, self.has_weights, self.key = size, weights, weights is not None, f"store of {size}"
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, i: int):
+        return [(np.full(11 + i, i, np.int32), np.ones(11 + i, bool))], i + 1
+
+    def lengths(self, start: int, stop: int) -> np.ndarray:
+        return np.arange(10 + start, 10 + stop)
+
+    def weights(self, start: int, stop: int) -> np.ndarray:
+        return np.array(self._weights[start:stop], np.float32)
+
+
+class MadeSource:
+    path = Path("rows.jsonl")
+
+    def where(self, place: int) -> str:
+        return f"{self.path}:{place}"
+
+
+def part(size: int, weights: list[float] | None = None) -> Part:
+    return Part(MadeSource(), MadeStore(size, weights))
+
+
+def shown(rows: Rows) -> list[int]:
+    return [int(rows[i].sequences[0].ids[0]) for i in range(len(rows))]
+
+
+@given(size=st.integers(2, 400), share=st.integers(1, 399))
+def test_what_is_held_out_and_what_is_kept_make_up_the_file(size, share):
+    split = Split(size, min(share, size - 1))
+    kept, held = split.kept(np.arange(size - split.held_out)), split.held(np.arange(split.held_out))
+    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(size))
+    assert (np.diff(kept) > 0).all() and (np.diff(held) > 0).all()
+
+
+def test_held_out_rows_are_spread_over_a_sorted_file_and_follow_no_rhythm():
+    held = Split(10_000, 100).held(np.arange(100))
+    assert [int(row) // 100 for row in held] == list(range(100))
+    assert len(set((held % 100).tolist())) > 40
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=4), data=st.data())
+def test_without_weights_every_row_is_shown_once(sizes, data):
+    rows = mixture([[part(size)] for size in sizes], None)
+    assert shown(rows) == [i for size in sizes for i in range(size)]
+    start = data.draw(st.integers(0, len(rows)))
+    stop = data.draw(st.integers(start, len(rows)))
+    assert rows.lengths(start, stop).tolist() == [10 + row for row in shown(rows)[start:stop]]
+
+
+@given(sizes=st.lists(st.integers(1, 60), min_size=2, max_size=4), data=st.data())
+def test_a_mixture_has_the_shares_asked_for_and_misses_no_row(sizes, data):
+    weights = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
+    rows = mixture([[part(size)] for size in sizes], weights)
+    counts = [len(piece) for piece in rows.parts]
+    for count, weight in zip(counts, weights, strict=True):
+        assert count == pytest.approx(len(rows) * weight / sum(weights), abs=len(sizes))
+    begin = 0
+    for size, count in zip(sizes, counts, strict=True):
+        times = np.bincount(shown(rows)[begin : begin + count], minlength=size)
+        assert times.min() >= 1 and times.max() - times.min() <= 1
+        begin += count
+
+
+def test_one_word_may_name_several_files_that_share_its_weight():
+    rows = mixture([[part(10), part(20)], [part(10)]], [3.0, 1.0])
+    assert [len(piece) for piece in rows.parts] == [10, 20, 10]
+    rows = mixture([[part(10), part(20)], [part(10)]], [6.0, 1.0])
+    assert [len(piece) for piece in rows.parts] == [20, 40, 10]
+
+
+def test_a_row_is_shown_as_often_as_its_weight_says():
+    rows = mixture([[part(5, [1.0, 0.0, 2.0, 0.5, 0.5])]], None)
+    assert shown(rows) in ([0, 2, 2, 3], [0, 2, 2, 4])
+    assert rows.lengths(0, 4).tolist() == [10 + row for row in shown(rows)]
+
+
+def test_the_fingerprint_knows_content_weights_and_what_is_held_out():
+    plain = [part(10)]
+    prints = {mixture([plain], None).fingerprint, mixture([[part(11)]], None).fingerprint, mixture([plain, plain], [1.0, 2.0]).fingerprint}
+    kept, held = part(10).held_out(2)
+    assert len(prints | {Rows((kept,)).fingerprint, Rows((held,)).fingerprint}) == 5
+    assert mixture([[part(10)]], None).fingerprint == mixture([plain], None).fingerprint
+
+
+def test_a_row_says_where_it_stands():
+    kept, _ = part(10).held_out(1)
+    rows = mixture([[part(3)], [kept]], None)
+    assert rows[2].name == "rows.jsonl:3"
+    assert [rows[3 + i].name for i in range(9)] == [f"rows.jsonl:{1 + row}" for row in shown(rows)[3:]]
