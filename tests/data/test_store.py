@@ -36,7 +36,7 @@ def written(folder, *blocks, sides=1, largest_id=LARGEST):
     with Writer(folder, sides, largest_id) as writer:
         for part in blocks:
             writer.append(part)
-        writer.finish({"path": "rows.jsonl"})
+        writer.finish({"name": "rows.jsonl"})
     store = Store.open(folder)
     assert store is not None
     return store
@@ -116,7 +116,7 @@ def test_the_tally_and_the_facts_come_back(tmp_path):
     )
     store = written(tmp_path / "key", block(ROWS, told))
     assert store.tally == told and isinstance(store.tally.bad, Counter)
-    assert store.facts == {"path": "rows.jsonl"} and store.key == "key"
+    assert store.facts == {"name": "rows.jsonl"} and store.key == "key"
 
 
 def test_no_row_beyond_the_last(tmp_path):
