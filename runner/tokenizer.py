@@ -1,4 +1,8 @@
-"""Train a tokenizer: `python runner/tokenizer.py path=[text.jsonl,chats.jsonl] to=my_tokenizer vocab_size=6400`."""
+"""Train a tokenizer: `python runner/tokenizer.py path=[text.jsonl,chats.jsonl] to=my_tokenizer vocab_size=6400`.
+
+It is measured on rows that were held out; compare=DIR puts another tokenizer beside it.
+Two that exist already are measured by `python runner/tokenizer.py path=text.jsonl tokenizer=DIR compare=DIR`.
+"""
 
 import os
 import sys
@@ -11,26 +15,44 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from data.corpus import Survey, TokenizerConfig, corpus
+from data.corpus import Measure, Survey, TokenizerConfig, corpus, measure
 from runner.launch.small import refusing, start, typed
 
 
 def train_tokenizer(cfg: TokenizerConfig) -> None:
-    """Train on the rows of `cfg.path`, write `cfg.to`, and say what was left out and how well held-out rows are cut."""
+    """Train on the rows of `cfg.path` and write `cfg.to`, or take `cfg.tokenizer`; say what was left out and how held-out rows are cut."""
     from data.chat import CHATML
-    from data.formats import Source
-    from data.tokenizer import train_bpe
+    from data.formats import find_sources
+    from data.tokenizer import Tokenizer, train_bpe
 
-    paths, survey = [Path(path) for path in cfg.path], Survey()
-    for path in paths:
-        Source.open(path)  # the last file is refused before the first is read
-    tokenizer = train_bpe(corpus(paths, cfg.max_lines, survey), cfg.vocab_size, Path(cfg.to), CHATML.read_text(encoding="utf-8"))
-    print(f"{tokenizer.vocab_size} words from {survey.rows} rows in {cfg.to}")
+    sources = [source for found in find_sources(cfg.path) for source in found]  # the last file is refused before the first is read
+    other = Tokenizer.load(Path(cfg.compare)) if cfg.compare else None
+    survey = Survey()
+    texts = corpus(sources, cfg.max_lines, survey)
+    if cfg.tokenizer:
+        tokenizer = Tokenizer.load(Path(cfg.tokenizer))
+        read = sum(1 for _ in texts)
+        print(f"{read} texts of {survey.rows} rows passed over")
+    else:
+        tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)), CHATML.read_text(encoding="utf-8"))
+        print(f"{tokenizer.vocab_size} words from {survey.rows} rows in {cfg.to}")
     for reason, count in survey.bad.most_common():
         print(f"left out {count}: {reason}, first at {survey.first[reason]}")
-    for (name, language), texts in survey.held_out.items():
-        ids = sum(map(len, tokenizer.encode_batch(texts)))
-        print(f"{sum(map(len, texts)) / ids:.2f} characters a token on {len(texts)} held-out texts of {name} ({language})")
+    print(table({str(each.folder): measure(each, survey.held_out) for each in (tokenizer, other) if each}, survey))
+
+
+def table(measures: dict[str, Measure], survey: Survey) -> str:
+    """One column a tokenizer."""
+    lines = [["", *measures], ["vocabulary", *(f"{each.vocabulary}" for each in measures.values())]]
+    for name, texts in survey.held_out.items():
+        title = f"characters a token on {len(texts)} held-out texts of {name[0]} ({name[1]})"
+        lines.append([title, *(f"{each.characters[name]:.2f}" for each in measures.values())])
+    lines.append(["unknown bytes", *(f"{each.unknown}" for each in measures.values())])
+    lines.append(["texts that do not come back as they were", *(f"{len(each.changed)}" for each in measures.values())])
+    if any(each.changed for each in measures.values()):
+        lines.append(["the first of them", *(each.changed[0] if each.changed else "" for each in measures.values())])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([f"{line[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))]) for line in lines)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="tokenizer")
@@ -40,4 +62,4 @@ def main(tree: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    start(main, TokenizerConfig, free=("path", "to"))
+    start(main, TokenizerConfig, free=("path", "to", "tokenizer", "compare"))
