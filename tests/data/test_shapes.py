@@ -1,0 +1,202 @@
+"""Every common shape of rows becomes text, a conversation or a preference; a row that cannot is bad, and says where and why."""
+
+import json
+
+import pytest
+
+from data.formats import BadRow
+from data.shapes import SHAPES, Chat, Pair, Text, check_chat, recognise, weight_of
+
+CALL = {"name": "weather", "arguments": {"town": "Pell"}}
+CALLED = {"type": "function", "function": CALL}
+TOOLS = [{"name": "weather", "description": "of a town", "parameters": {"type": "object"}}]
+ASK = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "ho"}
+WORSE = {"role": "assistant", "content": "no"}
+HUMAN = {"from": "human", "value": "hi"}
+GPT = {"from": "gpt", "value": "ho"}
+
+
+def short(item):
+    """What was read, without the fields that are empty."""
+    if isinstance(item, Pair):
+        return short(item.chosen), short(item.rejected)
+    return [{key: value for key, value in message.items() if value} for message in item.messages]
+
+
+def read(row, rows, shape=None):
+    return (SHAPES[shape] if shape else recognise(row, rows, "file:1")).read(row, "file:1")
+
+
+TALK = [ASK, ANSWER]
+CHATS = [  # shape, row, what is said
+    ("minimind chat", {"conversations": TALK}, TALK),
+    ("minimind chat", {"conversations": json.dumps(TALK)}, TALK),
+    ("minimind chat", {"conversations": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, [ASK, {**ANSWER, "reasoning_content": "hm"}]),
+    (
+        "minimind chat",
+        {"conversations": [ASK, {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}]},
+        [ASK, {"role": "assistant", "tool_calls": [CALLED]}],
+    ),
+    ("minimind chat", {"conversations": [*TALK, ASK]}, [*TALK, ASK]),
+    ("openai messages", {"messages": TALK}, TALK),
+    ("openai messages", {"messages": [{"role": "developer", "content": "be brief"}, *TALK]}, [{"role": "system", "content": "be brief"}, *TALK]),
+    ("openai messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]}, TALK),
+    (
+        "openai messages",
+        {
+            "messages": [
+                ASK,
+                {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": {**CALL, "arguments": '{"town": "Pell"}'}}]},
+                {"role": "tool", "content": "dry", "tool_call_id": "1"},
+                ANSWER,
+            ]
+        },
+        [ASK, {"role": "assistant", "tool_calls": [{**CALLED, "id": "1"}]}, {"role": "tool", "content": "dry", "tool_call_id": "1"}, ANSWER],
+    ),
+    ("sharegpt", {"conversations": [HUMAN, GPT]}, TALK),
+    ("sharegpt", {"conversations": [HUMAN, GPT], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *TALK]),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "be brief"}, {"from": "user", "value": "hi"}, {"from": "bing", "value": "ho"}]}, None),
+    (
+        "sharegpt",
+        {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "dry"}, GPT]},
+        [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry"}, ANSWER],
+    ),
+    ("alpaca", {"instruction": "hi", "output": "ho"}, TALK),
+    (
+        "alpaca",
+        {"instruction": "add", "input": "1 2", "output": "3", "text": "all of it"},
+        [{"role": "user", "content": "add\n1 2"}, {"role": "assistant", "content": "3"}],
+    ),
+    ("alpaca", {"instruction": "", "input": "hi", "output": "ho"}, TALK),
+    (
+        "alpaca",
+        {"instruction": "hi", "input": "", "output": "ho", "system": "be brief", "history": [["a", "b"], ["c", "d"]]},
+        [
+            {"role": "system", "content": "be brief"},
+            *({"role": role, "content": words} for role, words in zip(["user", "assistant"] * 2, "abcd", strict=True)),
+            *TALK,
+        ],
+    ),
+    ("alpaca", {"instruction": "hi", "output": "ho", "history": "[]"}, TALK),
+    ("prompt completion", {"prompt": "hi", "completion": "ho"}, TALK),
+    ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, TALK),
+    ("prompt response", {"prompt": "hi", "response": "ho"}, TALK),
+]
+
+
+@pytest.mark.parametrize("shape, row, said", CHATS)
+def test_a_conversation_of_every_shape_is_recognised_and_read(shape, row, said):
+    assert recognise(row, "chat", "file:1").name == shape
+    chat = read(row, "chat")
+    assert isinstance(chat, Chat) and chat.tools is None and (said is None or short(chat) == said)
+    assert [message["role"] for message in chat.messages if message["content"] == "be brief"] in ([], ["system"])
+
+
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": TALK},
+        {"conversations": [HUMAN, GPT]},
+        {"messages": TALK},
+        {"chosen": TALK, "rejected": [ASK, WORSE]},
+        {"instruction": "hi", "output": "ho"},
+    ],
+)
+def test_tools_may_stand_beside_the_messages_as_a_list_or_as_json(row, stored):
+    read_row = read({**row, "tools": stored}, "preference" if "chosen" in row else "chat")
+    assert (read_row.chosen if isinstance(read_row, Pair) else read_row).tools == TOOLS
+
+
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
+def test_tools_may_stand_on_a_message(stored):
+    system = {"role": "system", "content": "be brief", "tools": stored}
+    assert read({"conversations": [system, *TALK]}, "chat").tools == TOOLS
+    pair = read({"prompt": [system, ASK], "chosen": [ANSWER], "rejected": [WORSE]}, "preference")
+    assert pair.chosen.tools == pair.rejected.tools == TOOLS and "tools" not in pair.chosen.messages[0]
+
+
+@pytest.mark.parametrize(
+    "shape, row",
+    [
+        ("minimind preference", {"chosen": TALK, "rejected": [ASK, WORSE]}),
+        ("minimind preference", {"chosen": json.dumps(TALK), "rejected": json.dumps([ASK, WORSE])}),
+        ("trl preference", {"prompt": "hi", "chosen": "ho", "rejected": "no"}),
+        ("trl preference", {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}),
+        ("trl preference", {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WORSE])}),
+        ("trl preference", {"prompt": [ASK], "chosen": ANSWER, "rejected": WORSE}),
+        ("trl preference", {"prompt": [ASK], "chosen": TALK, "rejected": [ASK, WORSE]}),
+        ("trl preference", {"prompt": "hi", "chosen": TALK, "rejected": [ASK, WORSE], "messages": TALK, "score_chosen": 5.0}),
+        ("sharegpt preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}),
+        ("sharegpt preference", {"conversations": [HUMAN], "chosen": [ANSWER], "rejected": WORSE}),
+        ("alpaca preference", {"instruction": "hi", "input": "", "chosen": "ho", "rejected": "no"}),
+    ],
+)
+def test_a_preference_of_every_shape_becomes_two_whole_conversations(shape, row):
+    assert recognise(row, "preference", "file:1").name == shape
+    assert short(read(row, "preference")) == (TALK, [ASK, WORSE])
+
+
+def test_a_prompt_of_several_turns_is_not_doubled():
+    prompt = [{"role": "system", "content": "be brief"}, *TALK, {"role": "user", "content": "more"}]
+    for chosen, rejected in (([ANSWER], [WORSE]), ([*prompt, ANSWER], [*prompt, WORSE])):
+        assert short(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == ([*prompt, ANSWER], [*prompt, WORSE])
+    whole = [prompt[0], ASK, ANSWER]  # the prompt is the question alone, the answers tell what came before it, too
+    assert short(read({"prompt": "hi", "chosen": whole, "rejected": [prompt[0], ASK, WORSE]}, "preference"))[0] == whole
+
+
+def test_text_is_text_to_the_character():
+    assert read({"text": " a\n", "url": "b"}, "text") == Text(" a\n")
+
+
+def test_good_values_pass_unchanged():
+    messages = [{"role": "user", "content": " hi\n", "name": "Ada"}, {"role": "assistant", "content": "<think>no</think> [{"}]
+    turns, tools = check_chat(messages, "", "here")
+    assert [{key: turn[key] for key in message} for turn, message in zip(turns, messages, strict=True)] == messages and tools is None
+
+
+ROW = {"text": {"text": "a"}, "chat": {"conversations": TALK}, "preference": {"chosen": TALK, "rejected": [ASK, WORSE]}}
+STAGE = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}
+
+
+@pytest.mark.parametrize("rows", ROW)
+@pytest.mark.parametrize("other", ROW)
+def test_a_file_of_another_stage_is_told_which(rows, other):
+    if rows == other:
+        return
+    with pytest.raises(BadRow) as refusal:
+        recognise(ROW[other], rows, "file:1")
+    assert refusal.value.reason == "wrong keys" and STAGE[rows] in refusal.value.args[0]
+    assert refusal.value.args[2] == f"the file looks made for {STAGE[other]}" and ", ".join(ROW[other]) in refusal.value.args[0]
+
+
+def test_what_stands_beside_two_answers_is_no_conversation():
+    with pytest.raises(BadRow, match="stage=sft reads .*looks made for stage=dpo"):
+        recognise({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chat", "file:1")
+
+
+def test_a_shape_that_is_forced_is_not_guessed_again():
+    with pytest.raises(BadRow) as refusal:
+        SHAPES["alpaca"].read({"messages": TALK}, "file:1")
+    assert refusal.value.args == (
+        "rows of the shape alpaca have instruction and output; found messages",
+        "file:1",
+        'the row looks like one of the shape openai messages: data.shape="openai messages"',
+    )
+
+
+def test_every_shape_is_named_by_itself_and_fits_its_stage():
+    assert all(name == shape.name and shape.rows in STAGE for name, shape in SHAPES.items())
+
+
+@pytest.mark.parametrize("weight, read_as", [(2, 2.0), (0.5, 0.5), ("3", 3.0), (None, 1.0), ("", 1.0)])
+def test_a_row_may_weigh_more_or_less(weight, read_as):
+    assert weight_of({"weight": weight}, "file:1") == read_as and weight_of({}, "file:1") == 1.0
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400])
+def test_a_weight_that_is_none_is_refused(weight):
+    with pytest.raises(BadRow) as refusal:
+        weight_of({"weight": weight}, "file:1")
+    assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 weight"
