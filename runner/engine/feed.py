@@ -172,7 +172,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {
 
 
 def described(part: Part) -> dict[str, Any]:
-    return {"file": str(part.source.path), "shape": part.store.facts["recipe"]["shape"], **dataclasses.asdict(part.store.tally)}
+    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.tally).items()}
+    return {"file": part.source.name, "shape": part.store.facts["recipe"]["shape"], **counts}
 
 
 def table(files: list[dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from runner.launch.compose import compose
 
 SMALL = [
     "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8", "model.intermediate_size=64",
-    "model.max_position_embeddings=128", "data.max_length=64", "data.val_path=null", "data.val_fraction=0", "train.batch_size=4", "train.accumulation_steps=1", "train.epochs=1",
+    "model.max_position_embeddings=128", "data.max_length=64", "data.packing=none", "data.val_path=null", "data.val_fraction=0", "train.batch_size=4", "train.accumulation_steps=1", "train.epochs=1",
     "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer=adamw", "optimizer.lr=1e-3", "stage.beta=0.1", "schedule.warmup_steps=0", "tracker.console=quiet",
     "init_from=scratch",
 ]  # fmt: skip
@@ -45,7 +45,7 @@ def make_run(tmp_path):
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
-        return build_run(compose([f"stage={stage}", *SMALL, *adapters, f"data.path={path}", *words]), where, attempt=attempt, note=lambda **facts: None)
+        return build_run(compose([f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]), where, attempt=attempt, note=lambda **facts: None)
 
     return make
 

@@ -9,6 +9,7 @@ from runner.engine.optim import lr_at
 from runner.engine.run import RunFailed
 
 STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
+PACKED = ["data.packing=pack"]
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
 
 
@@ -21,15 +22,16 @@ def assert_equal(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("extra", [[], MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("extra", [[], MOE, PACKED, MOE + PACKED], ids=["dense", "moe", "packed", "packed moe"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_changes_nothing_but_memory(make_run, stage, extra):
-    """36 ragged rows in steps of 8: five AdamW steps, the last of them short."""
+    """36 ragged rows in steps of 8: five AdamW steps, the last of them short. Packed: what 60 rows fill, in steps of 8 windows."""
     results = []
     for batch_size, accumulation_steps in ((8, 1), (4, 2), (2, 4)):
-        run = make_run(stage, f"train.batch_size={batch_size}", f"train.accumulation_steps={accumulation_steps}", *extra, folder=f"{batch_size}")
+        words = [f"train.batch_size={batch_size}", f"train.accumulation_steps={accumulation_steps}", *extra]
+        run = make_run(stage, *words, folder=f"{batch_size}", rows=60 if PACKED[0] in extra else 36)
         train(run)
-        assert run.progress.step == 5
+        assert len(run.feed.train) % 8 and run.progress.step == -(-len(run.feed.train) // 8) >= 3
         results.append(weights(run))
     for other in results[1:]:
         for name, weight in results[0].items():

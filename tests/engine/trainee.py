@@ -28,7 +28,7 @@ PATIENCE = 120  # seconds; a child that hangs is ended, and its test fails inste
 STEPS = 16  # 15 rows to train on in steps of 2, two epochs
 WORDS = [
     "stage=sft", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8",
-    "model.intermediate_size=64", "model.max_position_embeddings=128", "model.dropout=0.1", "data.max_length=64", "data.val_path=null", "data.val_fraction=0.1", "train.batch_size=2",
+    "model.intermediate_size=64", "model.max_position_embeddings=128", "model.dropout=0.1", "data.max_length=64", "data.packing=none", "data.val_path=null", "data.val_fraction=0.1", "train.batch_size=2",
     "train.epochs=2", "train.log_every=1", "train.save_every=1", "train.eval_every=5", "train.sample_every=6", "train.sample_tokens=4", "stage.prompts=[goats]", "optimizer.lr=1e-3",
     "schedule.warmup_steps=0", "tracker.console=quiet", "device=cpu",
 ]  # fmt: skip
@@ -58,7 +58,7 @@ def config(folder: Path, *words: str) -> Config:
     said = ["the lake of Oru", "lies north", "of the old mill where Tami keeps nine grey goats", "and sings", "to them of the moon"]
     rows = [{"conversations": [{"role": "user", "content": said[i % 5]}, {"role": "assistant", "content": " ".join(said[: 1 + i % 4])}]} for i in range(17)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return compose([*WORDS, f"data.path={folder / 'rows.jsonl'}", *words])
+    return compose([*WORDS, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *words])
 
 
 def launch(config: Config, folder: Path, before: Callable[[], None] = lambda: None) -> int:
