@@ -5,14 +5,13 @@ from __future__ import annotations
 import difflib
 import glob
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.badrow import BadRow, kind_of, parse, refuse
-from data.badrow import kind_of as kind
-from data.badrow import parse as _parse
 from data.readers import READERS
 from data.stream import BOM, PIECE, opened
 
@@ -35,16 +34,16 @@ class Source:
     name: str  # what messages call it
 
     @classmethod
-    def open(cls, path: str | Path, name: str = "") -> Source:
+    def open(cls, path: str | Path) -> Source:
         """Looks at the file's name and first bytes. Raises the refusal of a path that cannot be read as rows."""
         path = Path(path)
-        if not path.exists():
+        if not os.path.exists(path):  # unlike Path.exists, this takes any string for an answer
             raise _missing(path)
         if path.is_dir():
             raise ValueError("a folder, where one file is meant", str(path), f"name a file in it; files end in {KNOWN}")
         if not path.is_file():
             raise ValueError("not a file: a pipe or a device cannot be read twice", str(path), "write what comes out of it into a file first")
-        return cls(path, _kind(path), name or str(path))
+        return cls(path, _kind(path), str(path))
 
     @property
     def size(self) -> int:
@@ -112,9 +111,9 @@ def _found(word: str) -> list[Source]:
     if "://" in word:
         raise ValueError("not a path: nothing is read over the network", word, "download it first; a data set of Hugging Face is named hub:owner/name")
     path = Path(word).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         return [Source.open(file) for file in _inside(path)]
-    if not path.exists() and glob.has_magic(word):
+    if not os.path.exists(path) and glob.has_magic(word):
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
         if not files:
             raise ValueError("no file matches", word, "look with: ls " + word)
@@ -170,72 +169,3 @@ def _missing(path: Path) -> ValueError:
     near = difflib.get_close_matches(path.name, sorted(file.name for file in path.parent.glob("*")), n=3)
     fix = f"did you mean {' or '.join(near)}?" if near else "check the path; a relative one starts where you stand"
     return ValueError("there is no such file", str(path), fix)
-
-
-# Until rows.py and score.py read shapes by data/shapes.py.
-SHAPES = {"text": ("text",), "chat": ("conversations",), "preference": ("chosen", "rejected")}
-STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
-ROLES = ("system", "user", "assistant", "tool")
-
-
-def fields(row: dict, shape: str, where: str) -> list[Any]:
-    """The values of a row of `shape`, after checking that it is one."""
-    wanted = SHAPES[shape]
-    if all(key in row for key in wanted):
-        return [row[key] for key in wanted]
-    other = next((name for name, keys in SHAPES.items() if all(key in row for key in keys)), None)
-    fix = f"the file looks made for {STAGES[other]}" if other else f"write rows as {{{', '.join(f'{json.dumps(key)}: ...' for key in wanted)}}}"
-    raise ValueError(f"{STAGES[shape]} reads {' and '.join(wanted)}; found {', '.join(map(str, row)) or 'nothing'}", where, fix)
-
-
-def check_text(text: Any, where: str) -> str:
-    if not isinstance(text, str):
-        raise ValueError(f"text must be a string, found {kind(text)}", where, 'write {"text": "..."}')
-    if not text.strip():
-        raise ValueError("the text is empty", where, "delete the row")
-    return text
-
-
-def check_chat(messages: Any, tools: Any, where: str) -> tuple[list[dict], list[dict] | None]:
-    """Messages and tools with what MiniMind stores as JSON strings parsed. Tools may stand beside the messages or on one of them."""
-    if not isinstance(messages, list) or not messages:
-        found = "an empty one" if messages == [] else kind(messages)
-        raise ValueError(f"a conversation is a list of messages, found {found}", where, 'write [{"role": "user", "content": "..."}, ...]')
-    turns = [_turn(message, f"{where}[{place}]") for place, message in enumerate(messages)]
-    for place, turn in enumerate(turns):
-        tools = _objects(turn.pop("tools", None), f"{where}[{place}].tools") or tools
-    return turns, _objects(tools, f"{where} tools")
-
-
-def _turn(message: Any, where: str) -> dict:
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is a JSON object, found {kind(message)}", where, 'write {"role": "user", "content": "..."}')
-    if message.get("role") not in ROLES:
-        role = json.dumps(message.get("role"), ensure_ascii=False)
-        near = difflib.get_close_matches(role, ROLES, n=1)
-        raise ValueError(f"unknown role {role}", f"{where}.role", f"did you mean {near[0]}?" if near else f"use one of {', '.join(ROLES)}")
-    turn = dict(message)
-    turn["tool_calls"] = _objects(message.get("tool_calls"), f"{where}.tool_calls")
-    for call in turn["tool_calls"] or []:
-        function = call.get("function", call)
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), (dict, str)):
-            raise ValueError("a tool call has a name and arguments", f"{where}.tool_calls", 'write {"name": "...", "arguments": {...}}')
-    for field in ("content", "reasoning_content"):
-        if message.get(field) is None and (field != "content" or message["role"] == "assistant"):
-            turn[field] = ""
-        elif not isinstance(message.get(field), str):
-            raise ValueError(f"{field} must be a string, found {kind(message.get(field))}", f"{where}.{field}", "write the words as one string")
-    if message["role"] == "assistant" and not (turn["content"] or turn["reasoning_content"] or turn["tool_calls"]):
-        raise ValueError("the assistant says nothing", f"{where}.content", "give the turn a content, or delete it")
-    return turn
-
-
-def _objects(value: Any, where: str) -> list[dict] | None:
-    """A list of objects, also where it is stored as a JSON string; None where there is nothing."""
-    if isinstance(value, str):
-        value = _parse(value.encode(), where) if value.strip() else None
-    if not value:
-        return None
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError(f"expected a list of objects, found {kind(value)}", where, "write a JSON list of objects")
-    return value

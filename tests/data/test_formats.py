@@ -260,6 +260,7 @@ def test_a_word_names_a_file_a_glob_or_a_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "word, what, fix",
     [
+        ("x" * 300, "there is no such file", "check the path"),
         ("other/place", "there is no such file", "check the path"),
         ("rowz.jsonl", "there is no such file", "did you mean rows.jsonl"),
         ("*.parquet", "no file matches", "ls *.parquet"),
