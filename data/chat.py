@@ -108,6 +108,21 @@ class ChatTemplate:
         messages, tools = check_chat(messages, tools, where)
         return self.assemble([self._cut(self._renderer(messages, tools, where)(len(messages), prompt=True))])[0][0]
 
+    def turns(self, messages: list[dict], tools: list[dict] | None, where: str) -> list[tuple[int, str]]:
+        """(characters, role): after how many characters of the rendered conversation each message is over. For people to look at:
+        messages whose texts cannot be told apart stand there as one, without a role."""
+        render = self._renderer(messages, tools, where)
+        whole, ends, untold = render(len(messages)), [], False
+        for count, message in enumerate(messages, 1):
+            try:
+                end = self._beginning(whole, render(count))
+            except BadRow:  # no conversation may end here
+                end = None
+            if end is not None:
+                ends.append((len(_public(whole[:end])), "" if untold else message["role"]))
+            untold = end is None
+        return ends
+
     def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str) -> Render:
         self._check_nothing_is_lost(messages, tools, where)
         # A field that is there but empty is, to many templates, a field that is there.
@@ -180,6 +195,11 @@ class ChatTemplate:
             else:
                 pieces.append(Piece(seam[0], True, learn))
         return pieces
+
+
+def _public(text: str) -> str:
+    """Without our private marks."""
+    return text.translate(dict.fromkeys(map(ord, PRIVATE)))
 
 
 def _default(template: Any) -> str:

@@ -9,6 +9,7 @@ from runner.launch.words import CONF, groups
 
 COMMANDS = (
     ("train.py", "train; also every sweep and every relaunch"),
+    ("rows.py", "see rows as the model will see them:  stage=sft n=3"),
     ("chat.py", "talk to a trained model:  run=last  prompt=\"...\""),
     ("evaluate.py", "loss, perplexity, exact match on a file:  run=last data.path=FILE"),
     ("tokenizer.py", "train a byte-level BPE tokenizer:  path=[FILE,...] to=DIR"),
@@ -49,14 +50,17 @@ def page() -> str:
     )
 
 
-def command(name: str, about: str) -> str:
+FLAGS = "Flags\n  --cfg job        print the words with their values and leave\n  --hydra-help     Hydra's own flags"
+
+
+def command(name: str, about: str, flags: str = FLAGS) -> str:
     """The page of a small command: its docstring, and the words of conf/<name>.yaml with their values and comments."""
     title = "Words, as they stand when they are not given; one with ... has to be given"
     return "\n\n".join(
         [
             about.strip().replace("`", ""),
             _table(title, [(f"{word}={'...' if value == '???' else value}", comment) for word, value, comment in _words(name)]),
-            "Flags\n  --cfg job        print the words with their values and leave\n  --hydra-help     Hydra's own flags",
+            flags,
         ]
     )
 

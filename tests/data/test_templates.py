@@ -215,3 +215,22 @@ def test_transformers_renders_the_same_text(families, name):
     talk = [QUESTION, says("four"), AGAIN, says("4")]
     ids, _ = template.encode(talk, train_on="all")
     assert theirs.apply_chat_template(talk, tokenize=False) == template.tokenizer.decode(ids, skip_special=False)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+def test_who_speaks_where_can_be_told(families, name):
+    template = families(name)
+    talk = [QUESTION, says("four"), AGAIN, says("4")]
+    told = template.turns(talk, None, "messages")
+    assert [role for _, role in told] == ["user", "assistant", "user", "assistant"]
+    ends = [0, *(end for end, _ in told)]
+    rendered = text(template, talk)
+    assert all(message["content"] in rendered[start:stop] for message, start, stop in zip(talk, ends[:-1], ends[1:], strict=True))
+
+
+def test_where_it_cannot_be_told_who_speaks_nobody_is_named(families):
+    template = families("qwen3")
+    talk = [QUESTION, says("four"), AGAIN, says("4")]  # the first answer has a think block while it is the last one
+    assert [role for _, role in template.turns(talk, None, "messages")] == ["user", "", "assistant"]
+    moved = [{"role": "system", "content": "Be brief."}, QUESTION, says("four")]  # inside the question
+    assert [role for _, role in families("llama2").turns(moved, None, "messages")] == ["system", "user", "assistant"]
