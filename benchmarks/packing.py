@@ -83,7 +83,10 @@ def table(words: list[str], rounds: int) -> str:
                     times[way].append(found)
         fills = {way: fill(way, words, Path(folder)) for way in WAYS}
     rate = {way: sum(useful for _, useful, _ in steps) / sum(seconds for seconds, _, _ in steps) for way, steps in times.items()}
-    lines = ["| rows are | share of tokens that are no padding | tokens of an epoch | useful tokens/s | against padded | step, median |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| rows are | share of tokens that are no padding | tokens of an epoch | useful tokens/s | against padded | step, median |",
+        "|---|---|---|---|---|---|",
+    ]
     for way in WAYS:
         share, useful = fills[way]
         median = statistics.median(seconds for seconds, _, _ in times[way])
@@ -99,7 +102,15 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     parser.add_argument("words", nargs="*", help="words of train.py on top, e.g. precision=bf16")
     asked = parser.parse_args()
-    base = [f"stage={asked.stage}", "init_from=scratch", "data=own", f"data.path={asked.path}", "data.val_path=null", "data.val_fraction=0", "data.num_workers=0"]
+    base = [
+        f"stage={asked.stage}",
+        "init_from=scratch",
+        "data=own",
+        f"data.path={asked.path}",
+        "data.val_path=null",
+        "data.val_fraction=0",
+        "data.num_workers=0",
+    ]
     base += ["model=minimind_26m", "optimizer=adamw", "data.max_length=512", "train.batch_size=4", "tracker.console=quiet", *asked.words]
     about = f"`python benchmarks/packing.py --path {Path(asked.path).name} --stage {asked.stage} {' '.join(asked.words)}`".replace(" `", "`")
     text = f"{about}: 4 lines of 512 a step, {asked.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n\n{table(base, asked.rounds)}\n"

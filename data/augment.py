@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from data.shapes import Chat, Pair, Text
+from data.shapes import Chat, Pair
 
 EMPTY_THINK = "<think>\n\n</think>\n\n"
-Row = Text | Chat | Pair
+Row = Chat | Pair
 
 
 def augment(row: Row, system_prob: float, system_prompts: Sequence[str], empty_think_prob: float, seed: int, identity: int) -> Row:
@@ -32,7 +32,7 @@ def augment(row: Row, system_prob: float, system_prompts: Sequence[str], empty_t
     empty_think = bool(for_think < empty_think_prob)
     if isinstance(row, Pair):
         return replace(row, chosen=_changed(row.chosen, system, empty_think), rejected=_changed(row.rejected, system, empty_think))
-    return _changed(row, system, empty_think) if isinstance(row, Chat) else row
+    return _changed(row, system, empty_think)
 
 
 def _changed(chat: Chat, system: str | None, empty_think: bool) -> Chat:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Optional
 
-
 TOO_LONG = ("auto", "truncate", "drop", "split")
 ON_BAD_ROW = ("error", "skip")
 TRAIN_ON = ("assistant", "last_assistant", "all")
@@ -63,6 +62,8 @@ class DataConfig:
         if self.weights is None:
             return
         if len(self.weights) != len(self.paths):
-            raise ValueError(f"{len(self.weights)} weights for {len(self.paths)} paths", f"data.weights={self.weights}", "give one weight for each path, in their order")
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.paths)} paths", f"data.weights={self.weights}", "give one weight for each path, in their order"
+            )
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise ValueError("a weight is a positive number", f"data.weights={self.weights}", "leave a path out instead of giving it 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,6 +22,7 @@ from data.tokenizer import Tokenizer
 
 VERSION = 1  # of what this file makes of a row: raise it, and every store is built again
 TOO_LONG = "longer than data.max_length"
+LOOKED_AT = 100  # rows of a file, before it is said to be of no shape
 NO_ANSWER_LEFT = "cut before the first answer"
 NO_DIFFERENCE_LEFT = "chosen and rejected differ only beyond data.max_length"
 
@@ -155,7 +157,8 @@ class Encoder:
 
     def _texts(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
         size = self.recipe.max_length
-        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch([item.text for _, _, item in rows]), strict=True):
+        texts = [item.text for _, _, item in rows if isinstance(item, Text)]
+        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch(texts), strict=True):
             ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.recipe.too_long == "drop":
@@ -185,6 +188,7 @@ class Encoder:
         assert template is not None
         for place, weight, item in rows:
             where = source.where(place)
+            assert not isinstance(item, Text), "shapes of the wanted rows only"
             item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
             chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
             try:
@@ -296,11 +300,11 @@ class _Growing:
 
 
 def shape_of(source: Source, rows: str) -> str:
-    """The name of the shape that the first readable row of a file has."""
-    for place, raw in source.items():
+    """The name of the shape that a file's rows have: that of the first row which has one that can be read as `rows`."""
+    error = ValueError("the file holds no row that can be read", source.name, "look at it with: head -c 300 FILE")
+    for place, raw in itertools.islice(source.items(), LOOKED_AT):
         try:
-            row = source.row(place, raw)
-        except BadRow:
-            continue
-        return recognise(row, rows, source.where(place)).name
-    raise ValueError("the file holds no row that can be read", str(source.path), "look at it with: head -c 300 FILE")
+            return recognise(source.row(place, raw), rows, source.where(place)).name
+        except BadRow as bad:
+            error = error if isinstance(error, BadRow) else bad
+    raise error

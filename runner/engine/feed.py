@@ -80,7 +80,7 @@ def read(word: str, data: DataConfig, recipe: Recipe, tokenizer: Tokenizer) -> l
     parts = []
     for source in find_sources([word])[0]:
         made = dataclasses.replace(recipe, shape=recipe.shape or shape_of(source, recipe.rows))
-        with Meter(f"tokenising {source.path}") as progress:
+        with Meter(f"tokenising {source.name}") as progress:
             store = prepare(source, made, tokenizer, Path(data.cache), progress)
         check(store.tally, source, data)
         parts.append(Part(source, store))
@@ -94,11 +94,11 @@ def check(tally: Tally, source: Source, data: DataConfig) -> None:
     if bad > data.max_bad_fraction * tally.read:
         raise ValueError(
             f"{bad} of {tally.read} rows are bad: {reasons}",
-            str(source.path),
+            source.name,
             f"mend the file, or allow it: data.max_bad_fraction={bad / tally.read:.2g}",
         )
     if not tally.kept:
-        raise ValueError(f"no row is left to train on: {reasons or 'the file holds none'}", str(source.path), "raise data.max_length, or give another file")
+        raise ValueError(f"no row is left to train on: {reasons or 'the file holds none'}", source.name, "raise data.max_length, or give another file")
 
 
 def held_out_file(data: DataConfig) -> str | None:
@@ -181,7 +181,10 @@ def table(files: list[dict[str, Any]]) -> str:
     head = ["rows of", "shape", *COLUMNS]
     lines = [[Path(file["file"]).name, file["shape"], *(f"{count(file):,}" for count in COLUMNS.values())] for file in files]
     widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
-    told = ["  ".join(f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(line, widths, strict=True))) for line in [head, *lines]]
+    told = [
+        "  ".join(f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in [head, *lines]
+    ]
     for file in files:
         for kind in ("dropped", "bad"):
             told += [f"  {kind} {count:,}: {reason} (first: {file['first'][reason]})" for reason, count in file[kind].items()]

@@ -130,18 +130,25 @@ def _shapes(cfg: EvaluateConfig) -> tuple[str, list[tuple[Source, Shape]]]:
     from data.rows import shape_of
     from data.shapes import SHAPES
 
-    *others, last = READS[cfg.metric]
-    sources = _sources(cfg)
-    for rows in others:
+    sources, refusals = _sources(cfg), []
+    for rows in READS[cfg.metric]:
         try:
             return rows, [(source, SHAPES[shape_of(source, rows)]) for source in sources]
-        except ValueError:
-            continue  # the refusal of the last one is what is told
+        except ValueError as error:
+            refusals.append(error)
+    what, where, fix = refusals[0].args
+    others = [metric for metric, reads in READS.items() if metric != cfg.metric and any(_is_of(sources[0], rows) for rows in reads)]
+    wanted = " or ".join(READS[cfg.metric])
+    raise ValueError(f"metric={cfg.metric} reads {wanted} rows: {what}", where, f"such rows are for metric={others[0]}" if others else fix) from refusals[0]
+
+
+def _is_of(source: Source, rows: str) -> bool:
+    from data.rows import shape_of
+
     try:
-        return last, [(source, SHAPES[shape_of(source, last)]) for source in sources]
-    except ValueError as error:
-        what, where, _ = error.args
-        raise ValueError(what, where, f"metric={cfg.metric} reads {' or '.join(READS[cfg.metric])} rows: choose another metric or another file") from error
+        return bool(shape_of(source, rows))
+    except ValueError:
+        return False
 
 
 def _rows(trained: Trained, cfg: EvaluateConfig, rows: str, shapes: list[tuple[Source, Shape]]) -> Rows:
@@ -175,14 +182,19 @@ def _batches(rows: Rows, trained: Trained, cfg: EvaluateConfig) -> Iterator[Batc
 
 
 def _texts(shapes: list[tuple[Source, Shape]]) -> Iterator[str]:
+    from data.shapes import Text
+
     for source, shape in shapes:
         for place, row in source.rows():
-            yield shape.read(row, source.where(place)).text
+            text = shape.read(row, source.where(place))
+            assert isinstance(text, Text)
+            yield text.text
 
 
 def _questions(trained: Trained, cfg: EvaluateConfig) -> Iterator[dict[str, Any]]:
     """Each conversation up to its last assistant turn, and that turn."""
     from data.chat import ChatTemplate
+    from data.shapes import Chat
 
     template = ChatTemplate(trained.tokenizer)
     room = trained.model.cfg.max_position_embeddings - cfg.max_new_tokens
@@ -190,12 +202,15 @@ def _questions(trained: Trained, cfg: EvaluateConfig) -> Iterator[dict[str, Any]
         for place, row in source.rows():
             where = source.where(place)
             chat = shape.read(row, where)
+            assert isinstance(chat, Chat)
             messages = chat.messages
             if messages[-1]["role"] != "assistant":
                 raise ValueError(f"the conversation ends with the {messages[-1]['role']}", where, "end it with the answer that is expected")
             prompt = template.prompt(messages[:-1], chat.tools)
             if len(prompt) > room:
-                raise ValueError(f"a question of {len(prompt)} tokens leaves no room for an answer", where, "choose a smaller max_new_tokens, or delete the row")
+                raise ValueError(
+                    f"a question of {len(prompt)} tokens leaves no room for an answer", where, "choose a smaller max_new_tokens, or delete the row"
+                )
             yield {"where": where, "asked": messages[-2]["content"] if len(messages) > 1 else "", "expected": messages[-1]["content"], "prompt": prompt}
 
 

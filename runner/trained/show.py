@@ -178,8 +178,8 @@ def _turns(names: set[str], feed: Feed, run: Config, tokenizer: Tokenizer) -> di
                 return found
             if (where := part.source.where(place)) in names and where not in found:
                 item = shape.read(part.source.row(place, raw), where)
-                item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
                 assert not isinstance(item, Text)
+                item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
                 chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
                 found[where] = [template.turns(chat.messages, chat.tools, where) for chat in chats]
     return found

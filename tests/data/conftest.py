@@ -3,7 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from data.build import prepare
 from data.chat import ChatTemplate
+from data.formats import Source
+from data.mixture import Part, Rows, mixture
+from data.rows import Recipe, shape_of
 from data.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
@@ -30,3 +34,16 @@ def write(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def build(tokenizer, tmp_path):
+    """build(rows, path) is what a file becomes: `rows` is text, chat or preference; `options` are those of a Recipe."""
+
+    def build(rows: str, path: Path, **options) -> Rows:
+        plain = {"max_length": 64, "too_long": "split" if rows == "text" else "truncate", "train_on": "assistant", "on_bad_row": "error"}
+        source = Source.open(path)
+        recipe = Recipe(rows=rows, tokenizer=tokenizer.folder, **{"shape": options.get("shape") or shape_of(source, rows), **plain, **options})
+        return mixture([[Part(source, prepare(source, recipe, tokenizer, tmp_path / "cache"))]], None)
+
+    return build

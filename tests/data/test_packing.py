@@ -71,7 +71,9 @@ def test_a_plan_is_the_same_again_and_is_read_from_the_disk(tmp_path, monkeypatc
     assert again.fingerprint == first.fingerprint and again.fill == first.fill == sum(range(1, 60)) / (len(first) * 64)
 
 
-@pytest.mark.parametrize("spoil", [lambda raw: raw[:-8], lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], lambda raw: b""], ids=["cut", "flipped", "emptied"])
+@pytest.mark.parametrize(
+    "spoil", [lambda raw: raw[:-8], lambda raw: raw[:40] + bytes([raw[40] ^ 1]) + raw[41:], lambda raw: b""], ids=["cut", "flipped", "emptied"]
+)
 def test_a_torn_plan_is_made_again(tmp_path, spoil):
     rows = MadeRows(list(range(1, 60)))
     path = Packed(rows, 64, tmp_path).path

@@ -45,7 +45,12 @@ def make_run(tmp_path):
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
-        return build_run(compose([f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]), where, attempt=attempt, note=lambda **facts: None)
+        return build_run(
+            compose([f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]),
+            where,
+            attempt=attempt,
+            note=lambda **facts: None,
+        )
 
     return make
 

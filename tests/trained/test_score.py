@@ -24,7 +24,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def words(metric: str, data: Path, max_length: int = 128, **changes: object) -> EvaluateConfig:
-    given = {"run": "here", "metric": metric, "data": ScoredData(str(data), max_length), "batch_size": 3}
+    given = {"run": "here", "metric": metric, "data": ScoredData(str(data), max_length, str(data.parent / "cache")), "batch_size": 3}
     given |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
     return EvaluateConfig(**given | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
@@ -125,7 +125,7 @@ def test_a_file_without_rows_is_refused(hf_folder: Path, tmp_path: Path) -> None
     for metric in ("perplexity", "exact_match", "preference"):
         with pytest.raises(ValueError) as refusal:
             evaluate(words(metric, tmp_path / "none.json", reference=str(hf_folder)), hf_folder)
-        assert "no rows" in refusal.value.args[0]
+        assert "no row" in refusal.value.args[0]
 
 
 def test_every_evaluation_is_kept_beside_the_model(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
