@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 
-from data.formats import find_sources
-from runner.launch import folders, help, lineage, refusal, relaunch, words
-from runner.launch.compose import compose_with_folder, register, translated
+from runner.launch import folders, help, ready, refusal, relaunch, sweep, words
+from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
 from runner.launch.record import Record
-from runner.launch.refusal import nearest_path
 
 LOOKING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
 SWEEPING = {"--multirun", "-m"}
@@ -55,38 +52,25 @@ def _let_in(app: Callable[[], None]) -> None:
     resume = [word.removeprefix(RESUME) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
-        return _continue(resume[-1], typed)
+        return _continue(relaunch.find(resume[-1]), typed, flags, app)
     if nowhere := next((word for word in typed if word in ("hydra.run.dir=", "hydra.sweep.dir=")), None):
         raise ValueError("a run needs a folder", nowhere, "give one, or leave the word out")
-    sweep = bool(SWEEPING & set(flags))
-    place = "hydra.sweep.dir=" if sweep else "hydra.run.dir="
-    jobs = _jobs(typed) if sweep else [typed]
-    folder = [_checked(job) for job in jobs][0]
-    if not any(word.startswith(place) for word in typed):
-        folders.claim(sweep)
-        folder = _checked(jobs[0])
-    if not sweep:
-        opened.append(Record.open(folder))
+    if SWEEPING & set(flags):
+        return sweep.enter(typed, flags, app)
+    folder = ready.folder_of(typed)
+    if not any(word.startswith("hydra.run.dir=") for word in typed):
+        folders.claim(sweep=False)
+        folder = ready.folder_of(typed)
+    opened.append(Record.open(folder))
     sys.argv[1:] = [*flags, *typed]
     app()
 
 
-def _checked(job: list[str]) -> Path:
-    """The folder of a job whose words are right and whose files are there."""
-    config, folder = compose_with_folder(job)
-    find_sources([path for path in config.data.paths if not path.startswith("hub:")])  # a name on the hub is looked up where it is loaded
-    val_path = None if config.data.val_path == "auto" else config.data.val_path
-    for word, path in (("data.val_path", val_path), ("data.tokenizer", config.data.tokenizer)):
-        if path is not None and not Path(path).exists():
-            raise ValueError("there is no such file or folder", f"{word}={path}", nearest_path(path))
-    lineage.check(config)
-    return folder
-
-
-def _continue(name: str, extra: list[str]) -> None:
+def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
+    if relaunch.is_sweep(folder):
+        return sweep.resume(folder, extra, flags, app)
     from runner.launch.start import start
 
-    folder = relaunch.find(name)
     with Record.open(folder, resume=True) as record:
         if record.status == "completed" and not extra:
             return print(f"{folder}: already complete at step {record.fields['step']}")
@@ -98,22 +82,6 @@ def _continue(name: str, extra: list[str]) -> None:
 def record_of(folder: Path) -> Record:
     """The record of the run Hydra has just placed in `folder`: opened at the door, or, for a job of a sweep, now."""
     return opened.pop() if opened else Record.open(folder)
-
-
-def _jobs(typed: list[str]) -> list[list[str]]:
-    """Every combination a basic sweep will run, so that job 7 cannot fail on a typo after six have trained."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    with translated(typed):
-        parsed = OverridesParser.create().parse_overrides(typed)
-    folders.sweeping(override.get_key_element() for override in parsed if override.is_sweep_override())
-    values = []
-    for word, override in zip(typed, parsed, strict=True):
-        if not override.is_sweep_override():
-            values.append([word])
-        elif override.is_choice_sweep() or override.is_range_sweep():  # glob(*) names files that are there
-            values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
-    return [list(job) for job in itertools.product(*values)]
 
 
 @contextmanager

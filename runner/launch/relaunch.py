@@ -22,12 +22,17 @@ from runner.launch.refusal import is_refusal, nearest_path
 from runner.launch.words import CONF, ROOT
 
 STORED = Path(".hydra") / "config.yaml"
+SWEEP = "sweep.json"
 KEPT = ("config.yaml", "overrides.yaml")
 REPO = "${repo:}"
 
 
+def is_sweep(folder: Path) -> bool:
+    return (folder / SWEEP).is_file()
+
+
 def find(name: str) -> Path:
-    """The run that `resume=` names: its folder, anything inside it, or `last`."""
+    """The run or sweep that `resume=` names: its folder, anything inside it, or `last`. A file of a sweep that is in no job means the sweep."""
     if name == "last":
         runs = finished_runs(ROOT / "outputs")
         if not runs:
@@ -39,6 +44,8 @@ def find(name: str) -> Path:
     for place in (path, *path.parents):
         if (place / "run.json").is_file():
             _check_checkpoint(place, path)
+            return place
+        if is_sweep(place):
             return place
     raise ValueError("there is no run here", f"resume={name}", "give the folder of a run: it holds a run.json")
 
