@@ -12,12 +12,14 @@ COMMANDS = (
     ("rows.py", "see rows as the model will see them:  stage=sft n=3"),
     ("chat.py", "talk to a trained model:  run=last  prompt=\"...\""),
     ("evaluate.py", "loss, perplexity, exact match on a file:  run=last data.path=FILE"),
+    ("report.py", "which point of a sweep won:  sweep=last"),
     ("tokenizer.py", "train a byte-level BPE tokenizer:  path=[FILE,...] to=DIR"),
 )  # fmt: skip
 WORDS = (  # a stage, a model or an experiment has values of its own: none is given here as if it were the default
     ("data.path=FILE", "what to train on"),
-    ("data.max_length=N", "tokens of a row, e.g. 512"),
-    ("train.batch_size=N", "rows of a micro-batch, e.g. 16"),
+    ("data.max_length=N", "tokens of a row, and of a packed window, e.g. 512"),
+    ("data.packing=none", "every row a line of its own, instead of several in a window"),
+    ("train.batch_size=N", "lines of a micro-batch: windows, or rows where nothing is packed"),
     ("train.accumulation_steps=N", "micro-batches of an optimizer step, e.g. 8"),
     ("train.epochs=N", "times through the data, e.g. 2 ..."),
     ("train.max_steps=N", "... or exactly this many optimizer steps, e.g. 1000; 0: what the epochs hold"),

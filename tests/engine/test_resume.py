@@ -53,6 +53,17 @@ def test_two_stops_in_one_epoch_change_no_bit(stop_and_go):
     assert differences(stop_and_go("pretrain", *words, cuts=[], folder="whole"), stop_and_go("pretrain", *words, cuts=[2, 4])) == []
 
 
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+def test_a_stop_among_packed_windows_changes_no_bit(stop_and_go, stage):
+    words = ["data.packing=pack", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
+    assert differences(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[2, 5])) == []
+
+
+def test_a_stop_among_rows_grouped_by_length_changes_no_bit(stop_and_go):
+    words = ["data.group_by_length=true", "model.dropout=0.1"]
+    assert differences(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[4])) == []
+
+
 def cells():
     """Every pair of values of any two switches stands in some cell; the first twelve run each time, the others are slow."""
     switches = {
