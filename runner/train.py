@@ -6,10 +6,7 @@ import sys
 if not __package__:  # run by path: Python put runner/ first on the path, the repo root belongs there
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from pathlib import Path
-
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from runner.launch import door
@@ -22,7 +19,7 @@ def app(cfg: DictConfig) -> float:
     from runner.launch.start import start
 
     config = typed(cfg)
-    with door.explained(), door.record_of(Path(HydraConfig.get().runtime.output_dir)) as record:
+    with door.explained(), door.record_of(cfg) as record:
         return start(config, record)
 
 

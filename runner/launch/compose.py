@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
@@ -33,15 +37,42 @@ def compose(words: list[str]) -> Config:
     return compose_with_folder(words)[0]
 
 
-def compose_with_folder(words: list[str]) -> tuple[Config, Path]:
+def compose_with_folder(words: list[str], conf: Path = CONF) -> tuple[Config, Path]:
     """The config, and the folder the run will have. Raises ValueError(what, where, fix)."""
-    words = [words_of.whole(word) for word in words]
-    words_of.check(words)
-    register()
-    with initialize_config_dir(str(CONF), version_base="1.3"), translated(words):
-        tree = hydra_compose("config", overrides=words, return_hydra_config=True)
+    tree = compose_tree(words, conf)
+    with translated(words):
         folder = Path(tree.hydra.run.dir).absolute()
         return typed(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])), folder
+
+
+def compose_tree(words: list[str], conf: Path = CONF) -> DictConfig:
+    """Hydra's whole tree, nothing in it looked up yet."""
+    words = [words_of.whole(word) for word in words]
+    words_of.check(words, conf)
+    register()
+    with composing_from(conf), translated(words):
+        return hydra_compose("config", overrides=words, return_hydra_config=True)
+
+
+@contextmanager
+def composing_from(conf: Path) -> Iterator[None]:
+    """Hydra set up on a folder of files, also where it is set up already: within a run, or a sweep."""
+    hydra = GlobalHydra.instance()
+    before, hydra.hydra = hydra.hydra, None
+    try:
+        with initialize_config_dir(str(conf), version_base="1.3"):
+            yield
+    finally:
+        hydra.hydra = before
+
+
+def files(words: list[str], conf: Path = CONF) -> list[str]:
+    """The files of `conf` that the words are composed from; those that Hydra itself is composed from are not meant."""
+    register()
+    with composing_from(conf), translated(words):
+        found = GlobalHydra.instance().config_loader().compute_defaults_list("config", words, RunMode.RUN).defaults
+    names = [f"{part.config_path}.yaml" for part in found if not str(part.config_path).startswith("hydra/")]
+    return sorted({name for name in names if (conf / name).is_file()})
 
 
 def typed(tree: DictConfig) -> Config:

@@ -11,13 +11,15 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
+from omegaconf import DictConfig
 
-from runner.launch import folders, help, ready, refusal, relaunch, sweep, words
+from runner.launch import folders, help, places, ready, refusal, relaunch, snapshot, sweep, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
 from runner.launch.record import Record
 
-LOOKING = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc"}
+COMPLETING = {"--shell-completion", "-sc", "--hydra-help", "--version"}
+LOOKING = {"--cfg", "-c", "--info", "-i"}
 SWEEPING = {"--multirun", "-m"}
 RESUME = "resume="
 
@@ -43,45 +45,86 @@ def _let_in(app: Callable[[], None]) -> None:
     words.check_flags(flags)
     typed = [words.whole(word) for word in typed]
     sys.argv[1:] = [*flags, *typed]
-    if {flag.split("=")[0] for flag in flags} & LOOKING:
-        if not {"--shell-completion", "-sc"} & set(flags):
-            words.check(typed)
+    names = {flag.split("=")[0] for flag in flags}
+    if names & COMPLETING:
         register()
         with translated(typed):
             return app()
+    places.check_flags(flags)
     resume = [word.removeprefix(RESUME) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
-        return _continue(relaunch.find(resume[-1]), typed, flags, app)
-    if nowhere := next((word for word in typed if word in ("hydra.run.dir=", "hydra.sweep.dir=")), None):
-        raise ValueError("a run needs a folder", nowhere, "give one, or leave the word out")
-    if SWEEPING & set(flags):
+        return _continue(places.find(resume[-1]), typed, flags, app)
+    if names & LOOKING:
+        words.check(typed)
+        register()
+        with translated(typed):
+            return app()
+    _check_hydra_words(typed)
+    if SWEEPING & names:
         return sweep.enter(typed, flags, app)
     folder = ready.folder_of(typed)
     if not any(word.startswith("hydra.run.dir=") for word in typed):
         folders.claim(sweep=False)
         folder = ready.folder_of(typed)
+    places.check_free(folder)
     opened.append(Record.open(folder))
     sys.argv[1:] = [*flags, *typed]
     app()
 
 
-def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
-    if relaunch.is_sweep(folder):
-        return sweep.resume(folder, extra, flags, app)
-    from runner.launch.start import start
+def _check_hydra_words(typed: list[str]) -> None:
+    """Words to Hydra that would make a run which cannot be continued, or another one than was meant."""
+    for word in typed:
+        name, _, value = word.lstrip("+").partition("=")
+        if name in ("hydra.run.dir", "hydra.sweep.dir") and not value:
+            raise ValueError("a run needs a folder", word, "give one, or leave the word out")
+        if name == "hydra.output_subdir":
+            raise ValueError("a run keeps its words in .hydra, it is continued from there", word, "leave the word out")
+        if name == "hydra.mode":
+            raise ValueError("whether this is a sweep is said by a flag", word, "leave the word out; --multirun trains every combination")
 
+
+def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
+    looking = {flag.split("=")[0] for flag in flags} & LOOKING
+    if places.is_sweep(folder) and not looking:
+        return sweep.resume(folder, extra, flags, app)
+    if places.is_sweep(folder):
+        raise ValueError("a sweep is many runs", f"resume={folder}", f"look at one of them: resume={folder}/<its folder>")
+    if looking:
+        plan = relaunch.planned(folder, extra)
+        relaunch.say(plan)
+        return relaunch.looked_at(plan, flags, app)
+    if SWEEPING & set(flags):
+        raise ValueError("this folder holds one run", f"--multirun resume={folder}", "leave the flag out; it goes with the folder of a sweep")
     with Record.open(folder, resume=True) as record:
-        if record.status == "completed" and not extra:
+        plan = relaunch.planned(folder, extra, begun=record.attempt > 0)
+        relaunch.say(plan)
+        if record.status == "completed" and not plan.news:
             return print(f"{folder}: already complete at step {record.fields['step']}")
-        with relaunch.continued(folder, extra) as config:
+        ready.check_files(plan.config)
+        with relaunch.kept(plan) as config:
+            from runner.launch.start import start
+
             loss = start(config, record)
     print(f"{folder}: completed, loss {loss:.4f}")
 
 
-def record_of(folder: Path) -> Record:
-    """The record of the run Hydra has just placed in `folder`: opened at the door, or, for a job of a sweep, now."""
-    return opened.pop() if opened else Record.open(folder)
+def record_of(tree: DictConfig) -> Record:
+    """The record of the run that Hydra has just placed: opened at the door, or, for a job of a sweep, now.
+
+    What Hydra has written of its words is made to last: what was looked up stays what it was, and the YAML files are copied.
+    """
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
+    record = opened.pop() if opened else Record.open(folder)
+    try:
+        relaunch.settle(folder, tree)
+        snapshot.take(folder, list(hydra.overrides.task))
+    except OSError as error:
+        record.close()
+        raise ValueError(f"a run cannot live here: {error.strerror or error}", str(folder), "place it elsewhere with hydra.run.dir=DIR") from error
+    return record
 
 
 @contextmanager

@@ -15,6 +15,7 @@ def folder_of(job: list[str]) -> Path:
     """The folder of a run whose words are right and whose files are there. Raises ValueError(what, where, fix)."""
     config, folder = compose_with_folder(job)
     check_files(config)
+    lineage.check(config)
     return folder
 
 
@@ -24,4 +25,3 @@ def check_files(config: Config) -> None:
     for word, path in (("data.val_path", val_path), ("data.tokenizer", config.data.tokenizer)):
         if path is not None and not Path(path).exists():
             raise ValueError("there is no such file or folder", f"{word}={path}", nearest_path(path))
-    lineage.check(config)

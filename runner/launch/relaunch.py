@@ -1,141 +1,194 @@
-"""Continuing a run from what stands in its folder. The stored config is read as data: nothing in it is ever run."""
+"""Continuing a run from what stands in its folder: its own words and values, its own copy of conf/, and the words on top."""
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError
 
 from runner.engine.config import Config
-from runner.engine.disk import replace
-from runner.engine.durable import verify
+from runner.engine.disk import read_file, replace
+from runner.launch import snapshot, stored
 from runner.launch import words as words_of
-from runner.launch.compose import register, translated, typed
-from runner.launch.folders import finished_runs
-from runner.launch.refusal import is_refusal, nearest_path
-from runner.launch.words import CONF, ROOT
+from runner.launch.compose import compose_tree, register, translated, typed
+from runner.launch.refusal import is_refusal
 
-STORED = Path(".hydra") / "config.yaml"
-SWEEP = "sweep.json"
-KEPT = ("config.yaml", "overrides.yaml")
-REPO = "${repo:}"
+KEPT = (stored.CONFIG, stored.WORDS)
+FIXED = ("stage", "model", "data", "experiment")  # another one makes another run
 
 
-def is_sweep(folder: Path) -> bool:
-    return (folder / SWEEP).is_file()
+@dataclass
+class Plan:
+    """How a run will be continued. Nothing has been written yet."""
+
+    folder: Path
+    config: Config
+    tree: DictConfig  # the same, as Hydra's tree
+    extra: list[str]  # the words on top
+    words: list[str]  # all that lead here: the run's own that still count, and those on top
+    said: list[str]  # what a person should know
+    news: bool  # whether the words on top change anything
 
 
-def find(name: str) -> Path:
-    """The run or sweep that `resume=` names: its folder, anything inside it, or `last`. A file of a sweep that is in no job means the sweep."""
-    if name == "last":
-        runs = finished_runs(ROOT / "outputs")
-        if not runs:
-            raise ValueError("there is no run yet", "resume=last", "start one: python runner/train.py")
-        return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
-    path = Path(name).expanduser().absolute()
-    if not path.exists():
-        raise ValueError("there is no such file or folder", f"resume={name}", nearest_path(name))
-    for place in (path, *path.parents):
-        if (place / "run.json").is_file():
-            _check_checkpoint(place, path)
-            return place
-        if is_sweep(place):
-            return place
-    raise ValueError("there is no run here", f"resume={name}", "give the folder of a run: it holds a run.json")
+def planned(folder: Path, extra: list[str], begun: bool = True) -> Plan:
+    """The run's own config with the words on top. Of one that has not `begun` the config may be torn: nothing is filled in there."""
+    register()
+    given = _parsed(folder, extra)
+    own = stored.plain(stored.config(folder), "", folder / stored.CONFIG)
+    words, said = _still_counting(folder, given)
+    with translated(extra), snapshot.laid_out(folder) as conf:
+        words_of.check(extra, conf)
+        tree = _on_schema(own, folder)
+        fresh = cache(lambda: compose_tree([*words, *extra], conf))  # what a new run with these words would be
+        missing = sorted(OmegaConf.missing_keys(tree)) if begun else []
+        for word in missing:
+            _take(tree, word, fresh(), folder)
+            said.append(f"{word}={OmegaConf.select(tree, word)} is of conf/: the word is newer than the run")
+        before = typed(tree)
+        for override in given:
+            if (key := override.key_or_group) in words_of.groups(conf):
+                _take(tree, key, fresh(), folder)
+        for override in given:
+            if override.key_or_group not in words_of.groups(conf):
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=isinstance(override.value(), dict))
+        config = typed(tree)
+    return Plan(folder, config, tree, extra, [*words, *extra], [*snapshot.differences(folder), *said], config != before)
 
 
-def _check_checkpoint(run: Path, path: Path) -> None:
-    """A run continues from its newest checkpoint: one that is named must be that one, and whole."""
-    inside = path.relative_to(run).parts
-    if len(inside) < 2 or inside[0] != "checkpoints":
-        return
-    named = run / "checkpoints" / inside[1]
-    if reason := verify(named):
-        raise ValueError(f"this checkpoint is not whole: {reason}", str(named), f"resume={run} continues from the newest that is")
-    newer = [other.name for other in named.parent.glob("step-*") if other.name > named.name]
-    if newer:
-        raise ValueError(f"there are newer checkpoints: {', '.join(sorted(newer))}", str(named), f"resume={run}, or start a new run from these weights")
+def _parsed(folder: Path, extra: list[str]) -> list[Override]:
+    words_of.check([word for word in extra if word.partition("=")[0] not in words_of.groups()])
+    with translated(extra):
+        given = OverridesParser.create().parse_overrides(extra)
+    for override in given:
+        key, word = override.key_or_group, str(override.input_line)
+        if override.is_sweep_override():
+            raise ValueError("a resumed run takes one value", word, f"give one; to compare several, start new runs with init_from={folder}")
+        if key.startswith(("hydra.", "hydra/")):
+            raise ValueError("a resumed run stays where it is and as it was started", word, "leave the word out")
+        if key in FIXED:
+            raise ValueError(f"a run keeps its {key}", word, f"start a new run with init_from={folder}")
+    return given
+
+
+def _still_counting(folder: Path, given: list[Override]) -> tuple[list[str], list[str]]:
+    """The run's own words that are not said anew; those for a choice that is no longer made are dropped, and that is said."""
+    again = {override.key_or_group for override in given}
+    swapped = tuple(f"{key}." for key in again if key in words_of.groups())
+    kept, said = [], []
+    for word in stored.words(folder):
+        key = word.partition("=")[0].lstrip("+")
+        if key.startswith(swapped) and swapped and key not in again:
+            said.append(f"{word} was said for the former {key.partition('.')[0]}: dropped")
+        elif key not in again:
+            kept.append(word)
+    return kept, said
+
+
+def _on_schema(own: dict[str, Any], folder: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.merge(OmegaConf.structured(Config), own)
+    except ConfigKeyError as error:
+        commit = _commit(folder)
+        fix = f"continue it with the program it was started with{f': git checkout {commit}' if commit else ''}"
+        raise ValueError("this program no longer knows a word of the run", f"{folder / stored.CONFIG}: {error.full_key}", fix) from error
+    assert isinstance(tree, DictConfig)
+    return tree
+
+
+def _commit(folder: Path) -> str | None:
+    try:
+        commit = json.loads(read_file(folder / "run.json", stored.LIMIT))["code"]["commit"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return commit if isinstance(commit, str) and commit.isalnum() else None
+
+
+def _take(tree: DictConfig, word: str, fresh: DictConfig, folder: Path) -> None:
+    """Put what `fresh` has under `word` into `tree`. It comes from files of the run's folder: values only."""
+    found = OmegaConf.select(fresh, word)
+    found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    found = stored.plain(found, word, folder / snapshot.PLACE)
+    if isinstance(found, dict):  # a whole section: what the former choice had and this one has not must not stay
+        found = OmegaConf.merge(OmegaConf.structured(words_of.schema()[word]), found)
+    OmegaConf.update(tree, word, found, merge=False)
+
+
+def settle(folder: Path, tree: DictConfig) -> None:
+    """Write down the values of a run that begins: one that is looked up, in the environment say, could be another tomorrow."""
+    raw = OmegaConf.to_container(tree)
+    config = stored.lasting(OmegaConf.to_container(tree, resolve=True), raw)
+    if config != raw:
+        _write(folder / stored.CONFIG, config)
+
+
+def _write(path: Path, content: Any) -> None:
+    replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+
+
+def say(plan: Plan) -> None:
+    for line in plan.said:
+        print(f"resume: {line}", file=sys.stderr)
 
 
 @contextmanager
-def continued(folder: Path, extra: list[str]) -> Iterator[Config]:
-    """The run's own config with the extra words on top. They stay in its folder, the former ones under `.hydra/history/`,
+def kept(plan: Plan) -> Iterator[Config]:
+    """Around the training: words on top stay in the run's folder, the former ones under `.hydra/history/`,
     unless the run refuses them inside: then its folder is as it was."""
-    config, tree = _with(folder, extra)
-    former = _keep(folder, tree, extra) if extra else None
+    if not plan.extra:
+        yield plan.config
+        return
+    former = _keep(plan)
+    with snapshot.laid_out(plan.folder) as conf:
+        added = snapshot.add(plan.folder, plan.words, conf)
     try:
-        yield config
+        yield plan.config
     except ValueError as error:
-        if former and is_refusal(error):
-            _take_back(folder, former)
+        if is_refusal(error):
+            _take_back(plan.folder, former, added)
         raise
 
 
-def _with(folder: Path, extra: list[str]) -> tuple[Config, DictConfig]:
-    words_of.check(extra)
-    register()
-    stored = _stored(folder / STORED)
-    with translated(extra):
-        tree = OmegaConf.merge(OmegaConf.structured(Config), stored)
-        for override in OverridesParser.create().parse_overrides(extra):
-            key = override.key_or_group
-            if override.is_sweep_override():
-                raise ValueError(
-                    "a resumed run takes one value", str(override.input_line), f"give one; to compare several, start new runs with init_from={folder}"
-                )
-            if key in ("stage", "model", "data", "experiment"):
-                raise ValueError(f"a run keeps its {key}", f"{key}={override.value()}", "start a new run with init_from=" + str(folder))
-            value = yaml.safe_load((CONF / key / f"{override.value()}.yaml").read_text()) if key in words_of.groups() else override.value()
-            OmegaConf.update(tree, key, value, merge=isinstance(value, dict))
-        assert isinstance(tree, DictConfig)
-        return typed(tree), tree
-
-
-def _stored(path: Path) -> dict[str, Any]:
-    try:
-        stored = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"the run's config cannot be read: {error}", str(path), f"give its first words again, with hydra.run.dir={path.parents[1]}") from error
-    if not isinstance(stored, dict):  # killed before its words were written
-        raise ValueError("the run has no config yet", str(path), f"give its first words again, with hydra.run.dir={path.parents[1]}")
-    return {key: _plain(value, key, path) for key, value in stored.items()}
-
-
-def _plain(value: Any, word: str, path: Path) -> Any:
-    """Values only: an interpolation could read the environment, `_target_` could name code."""
-    if isinstance(value, dict):
-        if bad := next((key for key in value if str(key).startswith("_") and str(key).endswith("_")), None):
-            raise ValueError("a run's config names code", f"{path}: {word}.{bad}", "do not resume this folder; nothing in it was run")
-        return {key: _plain(part, f"{word}.{key}", path) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_plain(part, word, path) for part in value]
-    if isinstance(value, str) and value.startswith(REPO):
-        value = str(ROOT) + value.removeprefix(REPO)
-    if isinstance(value, str) and "${" in value:
-        raise ValueError("a run's config reaches outside", f"{path}: {word}={value}", "write the value itself there")
-    return value
-
-
-def _keep(folder: Path, tree: DictConfig, extra: list[str]) -> Path:
+def _keep(plan: Plan) -> Path:
     """Put config and words of this launch in the place of the former ones; returns where those are now."""
-    hydra = folder / ".hydra"
-    former = hydra / "history" / f"{len(list((hydra / 'history').glob('*'))):03d}"
+    history = plan.folder / ".hydra" / "history"
+    former = history / f"{len(list(history.glob('*'))):03d}"
     former.mkdir(parents=True)
-    for name in KEPT:
-        shutil.copy2(hydra / name, former / name)
-    words = yaml.safe_load((former / "overrides.yaml").read_text())
-    replace(hydra / "config.yaml", OmegaConf.to_yaml(tree, resolve=True).encode())
-    replace(hydra / "overrides.yaml", yaml.safe_dump([*words, *extra]).encode())
+    for path in KEPT:
+        shutil.copy2(plan.folder / path, former / path.name)
+    config = stored.lasting(OmegaConf.to_container(plan.tree, resolve=True), stored.config(plan.folder))
+    _write(plan.folder / stored.CONFIG, config)
+    _write(plan.folder / stored.WORDS, plan.words)
     return former
 
 
-def _take_back(folder: Path, former: Path) -> None:
-    for name in KEPT:
-        replace(folder / ".hydra" / name, (former / name).read_bytes())
+def _take_back(folder: Path, former: Path, added: list[Path]) -> None:
+    for path in KEPT:
+        replace(folder / path, (former / path.name).read_bytes())
+    for file in added:
+        file.unlink()
     shutil.rmtree(former)
+
+
+def looked_at(plan: Plan, flags: list[str], app: Callable[[], None]) -> None:
+    """`--cfg job` and `--info` of the run as it would be continued. Nothing is written."""
+    if about := words_of.value_of(flags, "--cfg", "-c"):
+        if about != "job":
+            raise ValueError("a run is continued without Hydra, it has no settings of its own", f"--cfg {about}", "--cfg job shows the words of the run")
+        package = words_of.value_of(flags, "--package", "-p")
+        shown = OmegaConf.select(plan.tree, package) if package else plan.tree
+        return print(OmegaConf.to_yaml(shown, resolve=True) if OmegaConf.is_config(shown) else shown, end="")
+    with snapshot.laid_out(plan.folder) as conf:
+        sys.argv[1:] = [*flags, "--config-path", str(conf), *plan.words, f"hydra.run.dir={words_of.quoted(str(plan.folder))}"]
+        app()

@@ -19,17 +19,30 @@ ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PATHS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relative to where they are typed, wherever the run is resumed
 WHOLE = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
-VALUE_FLAGS = {"-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "-i", "--info"}
+ABOUT = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+INFO = ("--info", "-i")
+VALUE_FLAGS = {"-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "--experimental-rerun"}
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """(words, flags): `key=value` and `group=option` on one side, Hydra's own flags with their values on the other."""
     words: list[str] = []
     flags: list[str] = []
-    for i, arg in enumerate(argv):
-        is_flag = arg.startswith("-") or (i > 0 and argv[i - 1] in VALUE_FLAGS)
-        (flags if is_flag else words).append(arg)
+    for before, arg, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
+        if arg in INFO and after not in ABOUT:
+            arg = "--info=all"  # Hydra would take the next word for what is asked about
+        is_value = before in VALUE_FLAGS or (before in INFO and arg in ABOUT)
+        (flags if arg.startswith("-") or is_value else words).append(arg)
     return words, flags
+
+
+def value_of(flags: list[str], *names: str) -> str | None:
+    """What a flag was given: `--cfg job`, `--cfg=job` or `-cjob`."""
+    for flag, after in zip(flags, [*flags[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name in names:
+            return value if equals else after
+    return None
 
 
 def check_flags(flags: list[str]) -> None:
@@ -70,12 +83,12 @@ def _without_none(kind: Any) -> Any:
 
 
 @cache
-def groups() -> dict[str, list[str]]:
+def groups(conf: Path = CONF) -> dict[str, list[str]]:
     """{"precision": ["bf16", "fp16", "fp32"], ...}: the folders of conf/ and their files."""
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in sorted(CONF.iterdir()) if folder.is_dir() and folder.name != "hydra"}
+    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in sorted(conf.iterdir()) if folder.is_dir() and folder.name != "hydra"}
 
 
-def check(words: list[str]) -> None:
+def check(words: list[str], conf: Path = CONF) -> None:
     """Refuse a word that nothing would read. Hydra lets `+train.typo=1` pass in silence."""
     for word in words:
         if "=" not in word:
@@ -86,16 +99,15 @@ def check(words: list[str]) -> None:
         name = key.lstrip("+")
         if name.startswith(("hydra.", "hydra/")):
             continue
-        if name in groups():
-            _check_options(name, value)
+        if name in groups(conf):
+            _check_options(name, value, groups(conf)[name])
         elif name not in schema():
             raise ValueError("no such word", name, nearest_word(name))
         elif key.startswith("+"):
             raise ValueError("the word is there already, it needs no +", word, f"write {word.lstrip('+')}")
 
 
-def _check_options(group: str, value: str) -> None:
-    options = groups()[group]
+def _check_options(group: str, value: str, options: list[str]) -> None:
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
             hint = nearest(option, options, "")

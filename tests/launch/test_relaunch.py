@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from runner.engine.durable import write_folder
-from runner.launch import relaunch
+from runner.launch import places, relaunch
 from runner.launch.compose import compose
 from runner.launch.words import ROOT
 
@@ -23,7 +23,7 @@ def run(tmp_path):
 
 
 def config_of(folder, *words):
-    with relaunch.continued(folder, list(words)) as config:
+    with relaunch.kept(relaunch.planned(folder, list(words))) as config:
         return config
 
 
@@ -31,29 +31,29 @@ def test_a_run_is_found_by_anything_inside_it(run):
     inside = run / "model" / "config.json"
     inside.parent.mkdir()
     inside.touch()
-    assert relaunch.find(str(run)) == relaunch.find(str(inside)) == relaunch.find(str(run / "run.json")) == run
+    assert places.find(str(run)) == places.find(str(inside)) == places.find(str(run / "run.json")) == run
 
 
 def test_a_path_that_is_not_there_is_refused_though_a_run_lies_above_it(run):
     with pytest.raises(ValueError, match="no such file"):
-        relaunch.find(str(run / "typo" / "nothing.here"))
+        places.find(str(run / "typo" / "nothing.here"))
 
 
 def test_a_checkpoint_asked_for_by_name_must_be_whole_and_the_newest(run):
     older, newest = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
     for folder in (older, newest):
         write_folder(folder.parent, folder.name, {"state.json": b"{}"}, {})
-    assert relaunch.find(str(newest)) == run
+    assert places.find(str(newest)) == run
     with pytest.raises(ValueError, match="newer checkpoints: step-00000020"):
-        relaunch.find(str(older))
+        places.find(str(older))
     (newest / "state.json").write_bytes(b"[]")
     with pytest.raises(ValueError, match="not whole"):
-        relaunch.find(str(newest))
+        places.find(str(newest))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no run here"):
-        relaunch.find(str(tmp_path))
+        places.find(str(tmp_path))
 
 
 def test_the_stored_words_are_the_truth(run):
@@ -71,7 +71,7 @@ def test_words_on_top_count_and_stay(run):
 
 def test_words_the_run_refuses_leave_its_folder_as_it_was(run):
     before = {path.name: path.read_bytes() for path in (run / ".hydra").glob("*.yaml")}
-    with pytest.raises(ValueError), relaunch.continued(run, ["seed=8"]):
+    with pytest.raises(ValueError), relaunch.kept(relaunch.planned(run, ["seed=8"])):
         raise ValueError("this run is not the one", "seed", "resume with the stored words")
     assert {path.name: path.read_bytes() for path in (run / ".hydra").glob("*.yaml")} == before
     assert not list((run / ".hydra" / "history").iterdir())

@@ -1,0 +1,127 @@
+"""A run's own copy of the YAML files it was composed from, `.hydra/conf/`: whatever becomes of conf/, the run is composed as it was.
+
+The copy is read as data. Hydra never sees it where it lies, but a folder made of it in which nothing speaks of Hydra or of code.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.engine.disk import make_folder, remove, replace
+from runner.launch import stored
+from runner.launch.compose import files
+from runner.launch.words import CONF
+
+PLACE = Path(".hydra") / "conf"
+MAIN = "config.yaml"
+NAME = re.compile(r"(\w[\w.-]*/){0,3}\w[\w.-]*\.yaml")
+MOST = 200  # files; a run is composed from about ten
+PACKAGE = re.compile(r"\A(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+([\w.]+)")
+OF_HYDRA = re.compile(r"(?:\A|[ /@])hydra(?:[/.@]|\Z)")
+
+
+def take(folder: Path, words: list[str], conf: Path = CONF) -> None:
+    """Copy what a run that begins here is composed from. A copy that lies here already is that of a launch which came to nothing."""
+    if (folder / PLACE).exists():
+        remove(folder / PLACE)
+    add(folder, words, conf)
+
+
+def add(folder: Path, words: list[str], conf: Path) -> list[Path]:
+    """Copy what `words` are composed from beside what the run has already, which stays as it is; returns what is new."""
+    new = [name for name in files(words, conf) if not (folder / PLACE / name).exists()]
+    for name in new:
+        make_folder((folder / PLACE / name).parent)
+        replace(folder / PLACE / name, (conf / name).read_bytes())
+    return [folder / PLACE / name for name in new]
+
+
+def differences(folder: Path) -> list[str]:
+    """In one line each, which files of conf/ no longer say what the run's own copy says."""
+    return [f"conf/{name} {change}: the run keeps its own copy" for name, (_, tree) in _copy(folder).items() if (change := _change(name, tree))]
+
+
+def _change(name: str, own: dict[str, Any]) -> str:
+    try:
+        now = _of_the_job(stored.load(CONF / name) or {})
+    except FileNotFoundError:
+        return "is gone"
+    except (OSError, ValueError, AttributeError):
+        return "cannot be read any more"
+    changed = [word for word in own.keys() | now.keys() if own.get(word) != now.get(word)]
+    return f"has changed since ({', '.join(sorted(map(str, changed)))})" if changed else ""
+
+
+@contextmanager
+def laid_out(folder: Path) -> Iterator[Path]:
+    """A conf/ to compose from: today's, with the files of the run's own copy in place of those that are called the same."""
+    with tempfile.TemporaryDirectory(prefix="conf-") as temp:
+        conf = Path(temp).resolve()
+        shutil.copytree(CONF, conf, dirs_exist_ok=True)
+        for name, (header, tree) in _copy(folder).items():
+            if name == MAIN:
+                tree = _with_hydra_of_today(tree)
+            (conf / name).parent.mkdir(parents=True, exist_ok=True)
+            (conf / name).write_text(header + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+        yield conf
+
+
+def _copy(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """{name: (its @package line, its tree)} of what the run keeps, without what is said to Hydra. Empty for a run that keeps none."""
+    place = folder / PLACE
+    if not place.is_dir() or place.is_symlink():
+        return {}
+    names = sorted(str(path.relative_to(place)) for path in place.rglob("*.yaml"))
+    if bad := next((name for name in names if not NAME.fullmatch(name)), None if len(names) <= MOST else f"{len(names)} files"):
+        raise ValueError("a run's copy of conf/ is none of ours", f"{place}: {bad}", "do not resume this folder; nothing in it was run")
+    return {name: _file(place / name) for name in names}
+
+
+def _file(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        tree = stored.load(path) or {}
+        package = PACKAGE.match(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"a run's copy of conf/ cannot be read: {error}", str(path), "delete the file: today's of that name is taken instead") from error
+    if not isinstance(tree, dict) or _reaches_out(tree.get("defaults")) or (package and OF_HYDRA.search(package[1])):
+        raise ValueError("a run's copy of conf/ is none of ours", str(path), "do not resume this folder; nothing in it was run")
+    stored.plain(_uninterpolated(tree), "", path)
+    return (f"# @package {package[1]}\n" if package else ""), _of_the_job(tree)
+
+
+def _reaches_out(defaults: Any) -> bool:
+    """A list of files that is found by looking elsewhere."""
+    return defaults is not None and ("${" in str(defaults) or ".." in str(defaults) or not isinstance(defaults, list))
+
+
+def _uninterpolated(value: Any) -> Any:
+    """Values that are looked up are no harm here: those that a relaunch takes are asked again."""
+    if isinstance(value, dict):
+        return {key: _uninterpolated(part) for key, part in value.items()}
+    return None if isinstance(value, str) else [_uninterpolated(part) for part in value] if isinstance(value, list) else value
+
+
+def _of_the_job(tree: dict[str, Any]) -> dict[str, Any]:
+    """Without what is said to Hydra: where runs go and who starts them is the program's to say, today."""
+    tree = {word: value for word, value in tree.items() if not OF_HYDRA.search(str(word))}
+    if isinstance(tree.get("defaults"), list):
+        tree["defaults"] = [entry for entry in tree["defaults"] if not _names_hydra(entry)]
+    return tree
+
+
+def _names_hydra(entry: Any) -> bool:
+    return any(OF_HYDRA.search(str(name)) for name in (entry if isinstance(entry, dict) else [entry]))
+
+
+def _with_hydra_of_today(tree: dict[str, Any]) -> dict[str, Any]:
+    now = stored.load(CONF / MAIN)
+    defaults = [*tree.get("defaults", []), *(entry for entry in now["defaults"] if _names_hydra(entry))]
+    return {**tree, "defaults": defaults, "hydra": now["hydra"]}
