@@ -1,0 +1,107 @@
+"""What a job has written down about itself, as far as it can be read: a file that is missing, torn or damaged says less and stops nobody."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from runner.engine.disk import read_file
+
+LIMIT = 256 << 20  # bytes of a file we believe
+
+
+class Mark(NamedTuple):
+    """One logged loss."""
+
+    step: float
+    tokens: float
+    time: float  # seconds of training that led here, over all attempts
+    loss: float | None  # None: not finite
+
+
+@dataclass
+class Logged:
+    train: list[Mark] = field(default_factory=list)
+    eval: list[Mark] = field(default_factory=list)
+    tokens_per_second: float | None = None
+
+    @property
+    def last(self) -> Mark | None:
+        return max((marks[-1] for marks in (self.train, self.eval) if marks), key=lambda mark: mark.step, default=None)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where there is nothing to read."""
+    try:
+        found = json.loads(read_file(path, LIMIT))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_words(path: Path) -> list[str]:
+    """A list of words in YAML; empty where there is none."""
+    try:
+        found = yaml.safe_load(read_file(path, LIMIT))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []
+    return found if isinstance(found, list) and all(isinstance(word, str) for word in found) else []
+
+
+def read_metrics(path: Path) -> Logged:
+    """`time` begins anew with each attempt: what the attempts before have kept in the file is added."""
+    logged = Logged()
+    series = {"train": logged.train, "eval": logged.eval}
+    before = time = pace = 0.0  # pace: seconds a token took, each line counting for the steps since the one before
+    attempt, step, paced, tokens = None, 0.0, 0.0, 0.0
+    for line in _lines(path):
+        now = number(line.get("step"))
+        marks = series.get(str(line.get("kind")))
+        if now is None or marks is None:
+            continue
+        if line.get("attempt") != attempt:
+            attempt, before, time = line.get("attempt"), before + time, 0.0
+        time = _or(number(line.get("time")), time)
+        tokens = _or(number(line.get("tokens")), tokens)
+        marks.append(Mark(now, tokens, before + time, number(line.get("loss"))))
+        rate = number(line.get("tokens_per_second"))
+        if marks is logged.train and rate and rate > 0 and now > step:
+            pace, paced = pace + (now - step) / rate, paced + now - step
+        if marks is logged.train:
+            step = now
+    logged.tokens_per_second = paced / pace if pace else None
+    return logged
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = read_file(path, LIMIT).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return []
+    return [found for line in lines if line and isinstance(found := _parsed(line), dict)]
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number that no float can hold
+        return None
+
+
+def _or(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

@@ -1,0 +1,230 @@
+"""report.html of a sweep: one file that needs nothing beside it, with every text escaped. Hand-written, so that it opens anywhere."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from runner.engine.console import clean, clock
+from runner.launch import plot
+from runner.launch.logged import Mark
+from runner.launch.points import SEED, Job, Row, Spread, Sweep, number_in
+
+STYLE = Path(__file__).with_name("page.css")
+COLOURS, DASHES = 8, 4  # as page.css has them
+POINTS, IN_ALL, FEWEST = 500, 24_000, 60  # of a curve; of a panel; of a curve in a crowd
+LEGEND = 24  # more entries are folded away
+TIMES = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def page(sweep: Sweep) -> str:
+    styles = {id(row): f"s{place % COLOURS} d{place // COLOURS % DASHES}" for place, row in enumerate(sorted(sweep.rows, key=lambda row: _place(sweep, row)))}
+    parts = [_head(sweep), _table(sweep, styles), _curves(sweep, styles), _against(sweep)]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{_text(f'{sweep.status}: sweep {sweep.folder.name}')}</title>"
+        f"<style>{STYLE.read_text(encoding='utf-8')}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _place(sweep: Sweep, row: Row) -> int:
+    """A point keeps its colour while its rank changes."""
+    return next(place for place, job in enumerate(sweep.jobs) if job is row.jobs[0])
+
+
+def _head(sweep: Sweep) -> str:
+    made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    lines = [f"<h1>Sweep over {_text(', '.join(sweep.words) or 'the seed')}</h1>"]
+    lines.append(f'<p><b class="{_text(sweep.status)}">{_text(sweep.status)}</b> · {_text(counts(sweep))}</p>')
+    lines.append(f'<p class="dim">{_text(str(sweep.folder))}<br>begun {_text(sweep.created or "at an unknown time")} · this page was made {made}</p>')
+    if sweep.status == "running":
+        lines.append(_command("If it runs no longer, continue it with", sweep.continued))
+    elif sweep.status != "completed":
+        lines.append(_command("Continue it with", sweep.continued))
+    if sweep.best:
+        lines.append(_command(f"The best job again ({named(sweep.best.words) or sweep.best.name})", sweep.again(sweep.best)))
+    return f"<header>{''.join(lines)}</header>"
+
+
+def _command(title: str, line: str) -> str:
+    return f"<p>{_text(title)}</p><pre><code>{_text(line)}</code></pre>"
+
+
+def _table(sweep: Sweep, styles: dict[int, str]) -> str:
+    kind, seeds = sweep.judged, any(SEED in job.words for job in sweep.jobs)
+    losses = [f"final {kind} loss", f"best {kind} loss", "at step", *(["newest training loss"] if kind == "validation" else [])]
+    titles = ["", *sweep.words, *["seed"] * seeds, *losses, "tokens", "time", "tokens/s", "status"]
+    words = 1 + len(sweep.words) + seeds
+    head = "".join(f"<th{' class=n' if words <= i < len(titles) - 1 else ''}>{_wrapped(title)}</th>" for i, title in enumerate(titles))
+    body = "".join(_lines(sweep, row, place, styles[id(row)], seeds) for place, row in enumerate(sweep.rows, start=1))
+    note = f"Ordered by the best {kind} loss; what failed or is unfinished stands last."
+    if kind == "training":
+        note += " No job has evaluated, so the training loss of single steps is compared."
+    if any(row.members for row in sweep.rows):
+        note += " Jobs that differ only in their seed are one point: the mean over its completed jobs ± the standard deviation (number of jobs)."
+    note += " Time is that of training, over all attempts, without steps that were lost; tokens are those that carry loss, tokens/s counts all that are read."
+    return f'<section><h2>Points</h2><div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div><p class="dim">{_text(note)}</p></section>'
+
+
+def _lines(sweep: Sweep, row: Row, place: int, style: str, seeds: bool) -> str:
+    cells = [f'<th class="rank">{_swatch(style)}{place if row.ranked else "–"}</th>', *(f"<td>{_text(row.words.get(word, ''))}</td>" for word in sweep.words)]
+    cells += [f"<td>{len(row.jobs)} seeds</td>" if row.members else f"<td>{_text(row.jobs[0].words.get(SEED, ''))}</td>"] * seeds
+    out = [f'<tr class="point">{"".join(cells)}{_numbers(sweep, row)}{_status(row)}</tr>']
+    for job in row.members:
+        line = sweep.row_of(job)
+        blank = "<td></td>" * (1 + len(sweep.words))
+        out.append(f'<tr class="job">{blank}<td>{_text(job.words.get(SEED, ""))}</td>{_numbers(sweep, line)}{_status(line)}</tr>')
+    return f"<tbody>{''.join(out)}</tbody>"
+
+
+def _numbers(sweep: Sweep, row: Row) -> str:
+    cells = [spread(row.final) or ("not finite" if row.diverged else ""), spread(row.best), count(row.best_step)]
+    cells += [spread(row.train)] if sweep.judged == "validation" else []
+    cells += [count(row.tokens), "" if row.seconds is None else clock(row.seconds), count(row.tokens_per_second)]
+    return "".join(f'<td class="n">{_text(cell)}</td>' for cell in cells)
+
+
+def _status(row: Row) -> str:
+    if row.members:
+        return f'<td class="status">{_colour(row)}</td>'
+    job = row.jobs[0]
+    begun = job.folder and job.status != "new"
+    parts = [_colour(row), f' · <a href="./{quote(job.folder or "", errors="backslashreplace")}/">folder</a>' if begun else ""]
+    parts += [f'<div class="why">{_text(job.reason)}</div>' if job.reason else ""]
+    if job.last_lines:
+        parts.append(f"<details><summary>its last lines</summary><pre>{_text(chr(10).join(job.last_lines))}</pre></details>")
+    return f'<td class="status">{"".join(parts)}</td>'
+
+
+def _colour(row: Row) -> str:
+    return f'<b class="{"diverged" if row.status == "completed" and row.diverged else row.status}">{_text(status(row))}</b>'
+
+
+def _curves(sweep: Sweep, styles: dict[int, str]) -> str:
+    shown = [(job, styles[id(row)]) for row in sweep.rows for job in row.jobs if job.logged.last]
+    if not shown:
+        return ""
+    longest = max(job.logged.last.time for job, _ in shown if job.logged.last)
+    unit, unit_name = next((size, name) for size, name in TIMES if longest >= 2 * size or size == 1.0)
+    panels = []
+    for place, (title, across) in enumerate((("steps", _by_step), ("tokens", _by_tokens), (f"time, {unit_name}", lambda mark: mark.time / unit))):
+        lines = [line for job, style in shown for line in _both(job, style, across, len(shown))]
+        y = plot.height(lines)
+        x = plot.Axis(0.0, max(across(job.logged.last) for job, _ in shown if job.logged.last) or 1.0)
+        panels.append(f"<figure><figcaption>loss over {_text(title)}</figcaption>{plot.draw(lines, x, y, title, 'loss', f'clip{place}')}</figure>")
+    note = "Thick with dots: validation loss. Thin: training loss, smoothed. A cross: the loss was not finite. Lines may leave through the upper edge."
+    legend = _legend((styles[id(row)], named(row.words) or "all seeds") for row in sweep.rows)
+    return f'<section><h2>Curves</h2>{legend}<div class="panels">{"".join(panels)}</div><p class="dim">{note}</p></section>'
+
+
+def _by_step(mark: Mark) -> float:
+    return mark.step
+
+
+def _by_tokens(mark: Mark) -> float:
+    return mark.tokens
+
+
+def _both(job: Job, style: str, across: Callable[[Mark], float], jobs: int) -> Iterable[plot.Line]:
+    limit = max(FEWEST, min(POINTS, IN_ALL // jobs))
+    name = named(job.words) or job.name
+    train = plot.thin(plot.smooth([(across(mark), mark.loss) for mark in job.logged.train]), limit)
+    yield plot.Line(train, f"{style} train", f"{name}: training loss")
+    marks = plot.thin([(across(mark), mark.loss) for mark in job.logged.eval], limit)
+    yield plot.Line(marks, f"{style} eval", f"{name}: validation loss", dots=2.3 if len(marks) <= 40 else 0.0)
+
+
+def _against(sweep: Sweep) -> str:
+    """The final loss against the numeric word with most values; a line for each combination of the others."""
+    word = _abscissa(sweep)
+    rows = [row for row in sweep.rows if word in row.words and number_in(row.words[word]) is not None and row.status == "completed"]
+    finals = [row.final.mean for row in rows if row.final]
+    if word is None or not finals:
+        return ""
+    y, lines, names = plot.near(finals), [], {}
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple((other, row.words.get(other, "")) for other in sweep.words if other != word), []).append(row)
+    for place, (others, same) in enumerate(sorted(groups.items(), key=lambda group: [(number_in(value) or 0.0, value) for _, value in group[0]])):
+        style, name = f"s{place % COLOURS} d{place // COLOURS % DASHES}", named(dict(others))
+        same = sorted(same, key=lambda row: number_in(row.words[word]) or 0.0)
+        points = [(number_in(row.words[word]) or 0.0, min(row.final.mean, y.high) if row.final and not row.diverged else None) for row in same]
+        deviations = [row.final.deviation if row.final else None for row in same]
+        names[style] = name or "final loss"
+        told = "; ".join(f"{row.words[word]}: {spread(row.final) or 'not finite'}" for row in same)
+        lines.append(plot.Line(points, f"{style} eval", f"{name} {told}".strip(), dots=4.0, spread=deviations))
+    x = plot.spaced([here for line in lines for here, _ in line.points])
+    picture = plot.draw(lines, x, y, word, f"final {sweep.judged} loss", "clip9")
+    note = "Completed jobs only. A cross: the loss was not finite. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
+    title = f"Final {sweep.judged} loss against {_wrapped(word)}"
+    return f'<section><h2>{title}</h2>{_legend(names.items())}<div class="panels one"><figure>{picture}</figure></div><p class="dim">{note}</p></section>'
+
+
+def _abscissa(sweep: Sweep) -> str | None:
+    values = {word: {row.words[word] for row in sweep.rows if word in row.words} for word in sweep.words}
+    numeric = {word: len(found) for word, found in values.items() if len(found) > 1 and all(number_in(value) is not None for value in found)}
+    return max(numeric, key=lambda word: (numeric[word], word.endswith("lr")), default=None)
+
+
+def _legend(entries: Iterable[tuple[str, str]]) -> str:
+    items = [f"<li>{_swatch(style)}{_text(name)}</li>" for style, name in entries]
+    legend = f'<ul class="legend">{"".join(items)}</ul>'
+    return legend if len(items) <= LEGEND else f"<details><summary>{len(items)} colours</summary>{legend}</details>"
+
+
+def _swatch(style: str) -> str:
+    return f'<svg class="swatch" viewBox="0 0 26 8" aria-hidden="true"><path class="{style}" d="M1 4h24"/></svg>'
+
+
+def _text(text: str) -> str:
+    return html.escape(clean(text))
+
+
+def _wrapped(word: str) -> str:
+    """A long dotted word may break after its dots."""
+    return _text(word).replace(".", ".<wbr>").replace("_", "_<wbr>")
+
+
+def named(words: dict[str, str]) -> str:
+    return " ".join(f"{word}={value}" for word, value in words.items())
+
+
+def counts(sweep: Sweep) -> str:
+    """4 jobs: 3 completed, 1 failed."""
+    return f"{len(sweep.jobs)} job{'s' * (len(sweep.jobs) != 1)}: " + ", ".join(f"{n} {status}" for status, n in sweep.counts.items())
+
+
+def status(row: Row) -> str:
+    found: dict[str, int] = {}
+    for job in row.jobs:
+        found[job.status] = found.get(job.status, 0) + 1
+    text = row.status if len(found) == 1 else ", ".join(f"{n} {status}" for status, n in found.items())
+    lost = f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"
+    return f"{text}, {lost}" if row.diverged else text
+
+
+def reason(row: Row) -> str:
+    if len(row.jobs) == 1:
+        return row.jobs[0].reason
+    return "; ".join(f"{SEED}={job.words.get(SEED, '?')}: {job.reason}" for job in row.jobs if job.reason)
+
+
+def spread(found: Spread | None) -> str:
+    """2.3456, or 2.3456 ± 0.0012 (3)."""
+    if found is None:
+        return ""
+    return _loss(found.mean) if found.deviation is None else f"{_loss(found.mean)} ± {_loss(found.deviation)} ({found.n})"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def count(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
