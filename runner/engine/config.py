@@ -53,6 +53,20 @@ class TrainConfig:
 
 
 @dataclass
+class SweepConfig:
+    """Words of the sweep a run may be a job of; nothing of its training depends on them."""
+
+    fix: str
+    lr_scale: str
+    zip: list[str]
+
+    def __post_init__(self) -> None:
+        for word, options in (("fix", ("auto", "tokens", "steps", "epochs")), ("lr_scale", ("none", "linear", "sqrt"))):
+            if getattr(self, word) not in options:
+                raise ValueError("unknown way to sweep", f"sweep.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
+
+
+@dataclass
 class Config:
     model: ModelConfig
     data: DataConfig
@@ -63,6 +77,7 @@ class Config:
     distributed: DistributedConfig
     tracker: TrackerConfig
     train: TrainConfig
+    sweep: SweepConfig
     seed: int
     device: str  # auto | cpu | cuda | cuda:1
     init_from: str  # auto | scratch | a run, an HF folder, a MiniMind .pth

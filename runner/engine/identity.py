@@ -19,7 +19,7 @@ from runner.engine.config import Config
 RULES = {
     # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
     "free": (
-        "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.shape", "data.on_bad_row", "data.max_bad_fraction", "data.cache", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "init_from", "resume",
+        "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.shape", "data.on_bad_row", "data.max_bad_fraction", "data.cache", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "sweep.*", "init_from", "resume",
         "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.keep_every", "train.patience", "train.max_failed_saves", "train.verify_resume",
     ),
     # Allowed, said and recorded: another course from here on, exactly reproducible all the same.

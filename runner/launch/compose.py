@@ -19,17 +19,19 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from runner.engine.config import Config
+from runner.launch import launcher
 from runner.launch import words as words_of
 from runner.launch.folders import run_id, swept
 from runner.launch.words import CONF, ROOT
 
 
 def register() -> None:
-    """What conf/ refers to: the schema, and three resolvers."""
+    """What conf/ refers to: the schema, three resolvers, and the launcher and sweeper of ours."""
     ConfigStore.instance().store(name="schema", node=Config)
     OmegaConf.register_new_resolver("repo", lambda: str(ROOT), replace=True)
     OmegaConf.register_new_resolver("run_id", run_id, replace=True)
     OmegaConf.register_new_resolver("swept", swept, replace=True)
+    launcher.register()
 
 
 def compose(words: list[str]) -> Config:

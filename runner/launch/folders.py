@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -44,8 +44,14 @@ def sweeping(keys: Iterable[str]) -> None:
 
 
 def swept(words: Iterable[str]) -> str:
-    """The folder of a sweep's job: the words that set it apart, in an order of their own, as one name."""
-    apart = ",".join(sorted(word for word in words if word.split("=", 1)[0] in _swept)) or "job"
+    """The folder of a sweep's job, as Hydra asks for it: `job_name` of those words that set it apart."""
+    pairs = (word.partition("=") for word in words)
+    return job_name({key: value for key, _, value in pairs if key in _swept})
+
+
+def job_name(words: Mapping[str, str]) -> str:
+    """The folder of a job: the words that set it apart, in an order of their own, as one name."""
+    apart = ",".join(sorted(f"{key}={value}" for key, value in words.items())) or "job"
     name = re.sub(r"[^\w.=,+-]", "-", apart)
     if name == apart and len(name) <= NAME_LENGTH:
         return name

@@ -2,42 +2,231 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from runner.launch import folders, ready
-from runner.launch.compose import translated
+from omegaconf import DictConfig
+
+from runner.engine.config import Config
+from runner.launch import fair, folders, grid, ready
+from runner.launch import words as words_of
+from runner.launch.children import Children
+from runner.launch.grid import Composer, Point
+from runner.launch.launcher import JobFailed, Stopped
+from runner.launch.ledger import ENDED, Job, Ledger, begun, read_run
+from runner.launch.refusal import FAILED, INTERRUPTED
+from runner.launch.words import quoted
+
+MULTIRUN = ("--multirun", "-m")
+OURS = "grid"  # the sweeper whose points we know beforehand
+MANY = 50  # jobs whose checking takes so long that something should be said
+STORED = ("hydra/sweeper", "hydra/launcher", "hydra/sweeper/sampler", "hydra.sweeper.", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries")  # fmt: skip
+
+current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
+
+
+class Sweep:
+    """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.shared: list[str] = ledger.fields["words"]
+        self.composer = Composer(self.shared)
+        self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
+        self._complained = False
+
+    def config(self, job: Job) -> Config:
+        return self.composer.config(job["words"])
+
+    def changed(self, job: Job) -> dict[str, str]:
+        """What `sweep.fix` and `sweep.lr_scale` make different in this job."""
+        if job["name"] not in self._changed:
+            config = self.config(job)
+            fix = fair.kept(config.sweep.fix, self.ledger.fields["swept"])
+            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix)
+        return self._changed[job["name"]]
+
+    def job_of(self, words: Sequence[str]) -> Job:
+        """The job that a sweeper means; one that it has only now thought of is new."""
+        pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
+        return self.ledger.add({key: pairs[key] for key in self.ledger.fields["swept"] if key in pairs})
+
+    def is_due(self, job: Job) -> bool:
+        """Not completed, or to be continued with more words. One that diverged would diverge again."""
+        return bool(job.get("pending")) or not (job["status"] == "completed" or (job["status"] == "failed" and job["loss"] == "inf"))
+
+    def plain_words(self, job: Job) -> list[str]:
+        """What one would type for this job alone."""
+        mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
+        return grid.with_words(mine, [f"{key}={value}" for key, value in (job["words"] | self.changed(job)).items()])
+
+    def hydra_words(self, job: Job) -> list[str]:
+        """For a launcher that starts jobs its own way."""
+        return [*self.plain_words(job), f"hydra.sweep.subdir={quoted(job['name'])}"]
+
+    def child_words(self, job: Job) -> list[str]:
+        """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
+        folder = self.ledger.folder / job["name"]
+        if begun(read_run(folder)):
+            return [f"resume={folder}", *job.get("pending", [])]
+        return [*self.plain_words(job), f"hydra.run.dir={quoted(str(folder))}"]
+
+    def children(self) -> Children:
+        return Children(self.ledger, self.child_words, self.report)
+
+    def report(self) -> None:
+        """Leaderboard and page as of now. No disk trouble there ends a sweep."""
+        from runner.launch import compare
+
+        try:
+            compare.update(self.ledger.folder)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
 
 
 def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Start a sweep: `typed` are its words, checked and with whole paths, `flags` those of Hydra that stood beside them."""
-    jobs = _jobs(typed)
-    for job in jobs:
-        ready.folder_of(job)
+    shared, swept, counted = grid.split(typed)
+    composer = Composer(shared)
+    tree = composer.tree({word: values[0] for word, values in swept.items()} if counted else {})
+    sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
+    _check_hydra(tree, sweeper, launcher, counted, shared)
+    swept |= {str(key): [str(values)] for key, values in (tree.hydra.sweeper.get("params") or {}).items()}
+    points = grid.points(swept, tree.sweep.zip if sweeper == OURS else ()) if counted and sweeper in (OURS, "basic") else []
+    configs = [*_checked(composer, points)] or [composer.config({})]
+    base = min(map(fair.rows_of, configs))
+    for config in configs:
+        fair.words(config, base, fair.kept(config.sweep.fix, swept))
     if not any(word.startswith("hydra.sweep.dir=") for word in typed):
         folders.claim(sweep=True)
-    sys.argv[1:] = [*flags, *typed]
-    app()
+    folder = Path(Composer(shared).tree({}).hydra.sweep.dir if not points else Composer(shared).tree(points[0]).hydra.sweep.dir).absolute()
+    with Ledger.create(folder, words=shared, swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
+        for point in points:
+            ledger.add(point)
+        ledger.write()
+        _run(Sweep(ledger), typed, flags, app)
 
 
 def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Run what is not finished of the sweep in `folder`, and what the extra words add to it."""
-    raise ValueError("this folder holds a sweep", str(folder), "continue its jobs one by one: resume=<a folder in it>")
+    with Ledger.open(folder) as ledger:
+        more, added, _ = grid.split(extra)
+        stored = ledger.fields["swept"]
+        _check_stored(ledger)
+        added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
+        more = [word for word in more if word.partition("=")[0] not in stored]
+        _check_more(ledger, more, added)
+        if added or more:
+            _extend(ledger, more, added)
+        sweep = Sweep(ledger)
+        if ledger.fields["sweeper"] == OURS and not any(map(sweep.is_due, ledger.jobs)):
+            return _end(sweep, stopped=False)
+        typed = [*sweep.shared, *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items())]
+        _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
 
 
-def _jobs(typed: list[str]) -> list[list[str]]:
-    """Every combination a basic sweep will run, so that job 7 cannot fail on a typo after six have trained."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
+    ledger, stopped = sweep.ledger, False
+    folders.sweeping(ledger.fields["swept"])
+    current.append(sweep)
+    place = f"hydra.sweep.dir={quoted(str(ledger.folder))}"
+    sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith("hydra.sweep.dir=")), place]
+    ledger.finish("running")
+    print(f"{len(ledger.jobs) or 'a sampler chooses the'} jobs -> {ledger.folder}", flush=True)
+    try:
+        app()
+    except (Stopped, KeyboardInterrupt):
+        stopped = True
+    except JobFailed:
+        pass  # it stands in the ledger, and has been said
+    _end(sweep, stopped)
 
-    with translated(typed):
-        parsed = OverridesParser.create().parse_overrides(typed)
-    folders.sweeping(override.get_key_element() for override in parsed if override.is_sweep_override())
-    values = []
-    for word, override in zip(typed, parsed, strict=True):
-        if not override.is_sweep_override():
-            values.append([word])
-        elif override.is_choice_sweep() or override.is_range_sweep():  # glob(*) names files that are there
-            values.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
-    return [list(job) for job in itertools.product(*values)]
+
+def _end(sweep: Sweep, stopped: bool) -> None:
+    """The last word, and the exit code."""
+    ledger = sweep.ledger
+    ledger.catch_up()
+    found = {status: sum(job["status"] == status for job in ledger.jobs) for status in ("new", *ENDED)}
+    left = found["new"] + found["interrupted"] > 0
+    status = "interrupted" if stopped else "failed" if found["failed"] else "interrupted" if left else "completed"
+    if status != ledger.fields["status"]:
+        ledger.finish(status)
+        sweep.report()
+        if sys.stdout.isatty():
+            from runner.launch import compare
+
+            print(compare.terminal(ledger.folder))
+    print(f"{ledger.folder}: {len(ledger.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in found.items() if count)}")
+    if status == "completed":
+        return
+    if any(map(sweep.is_due, ledger.jobs)):
+        print(f"continue with: python runner/train.py resume={ledger.folder}", file=sys.stderr)
+    sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
+
+
+def _checked(composer: Composer, points: list[Point]) -> list[Config]:
+    """Every job's config, so that job 7 cannot fail on a typo after six have trained."""
+    configs = []
+    for number, point in enumerate(points, start=1):
+        configs.append(composer.config(point))
+        ready.check_files(configs[-1])
+        if number % MANY == 0:
+            print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
+    return configs
+
+
+def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, shared: list[str]) -> None:
+    if sweeper in (OURS, "basic") and not counted:
+        raise ValueError(
+            "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"
+        )
+    if sweeper != OURS and tree.sweep.zip:
+        raise ValueError("words go in pairs with our own sweeper only", f"sweep.zip hydra/sweeper={sweeper}", f"leave out hydra/sweeper={sweeper}")
+    if word := next((word for word in shared if word.startswith("hydra.sweep.subdir=")), None):
+        raise ValueError("jobs are named by their swept words", word, "leave it out; hydra.sweep.dir=DIR places the sweep")
+    for name, least in (("workers", 1), ("retries", 0)) if launcher == "local" else ():
+        value = tree.hydra.launcher[name]
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ValueError("this is no such count", f"hydra.launcher.{name}={value}", f"give a whole number, {least} or more")
+
+
+def _check_stored(ledger: Ledger) -> None:
+    """sweep.json is data: its words may set what a job's words may set, and choose among our plugins' options, and nothing else."""
+    for word in [*ledger.fields["words"], *(f"{key}={value}" for key, values in ledger.fields["swept"].items() for value in values)]:
+        key, _, value = word.partition("=")
+        foreign = key.startswith(("hydra.", "hydra/")) and not key.startswith(STORED)
+        if "${" in value or "_target_" in word or foreign:
+            raise ValueError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
+
+
+def _check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
+    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)])
+    if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
+        raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
+    if word := next((word for word in more if word.startswith(("sweep.", "hydra.sweep.dir="))), None):
+        raise ValueError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")
+
+
+def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
+    """New points, and new words for all jobs. Checked as a whole before anything is written."""
+    swept = ledger.fields["swept"]
+    shared = grid.with_words(ledger.fields["words"], more)
+    composer = Composer(shared)
+    zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
+    points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] == OURS else []
+    _checked(composer, points)
+    jobs = [job for job in ledger.jobs if begun(read_run(ledger.folder / job["name"]))]
+    plain = [word for word in more if not word.startswith(("hydra.", "hydra/"))]
+    _checked(composer, [job["words"] for job in jobs] if plain else [])
+    ledger.fields["words"] = shared
+    ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
+    for point in points:
+        ledger.add(point)
+    sweep = Sweep(ledger)
+    for job in jobs if plain else ():
+        keys = {word.partition("=")[0] for word in plain}
+        job["pending"] = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
+    ledger.write()

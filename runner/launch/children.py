@@ -1,0 +1,189 @@
+"""The processes of a sweep: each job is one, several run side by side, and none outlives us without saving."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.engine.disk import make_folder
+from runner.engine.signals import StopFlag
+from runner.launch import ledger as books
+from runner.launch.ledger import Job, Ledger
+from runner.launch.refusal import DONE, INTERRUPTED, WRONG
+from runner.launch.words import ROOT
+
+LOG = "console.log"  # what a job says, all its attempts
+POLL = 0.05  # seconds
+LAST_LINES = 12
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Slot:
+    threads: int | None  # None: as torch chooses
+    devices: list[str] | None
+
+
+@dataclass
+class Child:
+    job: Job
+    slot: Slot
+    process: subprocess.Popen
+    log: Path
+    read: int  # bytes of the log that are told or not ours
+
+    def tell(self, prefix: str) -> None:
+        """Pass on what the job has said since, whole lines only."""
+        with open(self.log, "rb") as log:
+            log.seek(self.read)
+            lines, newline, _ = log.read().rpartition(b"\n")
+        if newline:
+            self.read += len(lines) + 1
+            for line in lines.decode("utf-8", "replace").split("\n"):
+                print(f"{prefix}{line}", flush=True)
+
+
+class Children:
+    """Runs the jobs of a sweep. `words_of(job)` is the command line of a job, `report` is called when one has ended."""
+
+    def __init__(self, ledger: Ledger, words_of: Callable[[Job], list[str]], report: Callable[[], None]) -> None:
+        self.ledger, self.words_of, self.report = ledger, words_of, report
+        self.running: list[Child] = []
+        self.tries: Counter[str] = Counter()
+
+    def run(self, jobs: list[Job], slots: list[Slot], fail_fast: bool, retries: int) -> bool:
+        """Every job until it ends; returns whether we were asked to stop, and then each running one has saved."""
+        waiting, free, told = deque(jobs), list(slots), False
+        with StopFlag() as stop:
+            while waiting or self.running:
+                if not told and (stop() or (fail_fast and any(job["status"] == "failed" and self.tries[job["name"]] for job in self.ledger.jobs))):
+                    told = True
+                    waiting.clear()
+                    for child in self.running:
+                        child.process.send_signal(signal.SIGTERM)
+                while free and (job := self._next(waiting)):
+                    self.running.append(self._start(job, free.pop(0)))
+                for child in list(self.running):
+                    child.tell(f"[{self._number(child.job)}] " if len(slots) > 1 else "")
+                    if (code := child.process.poll()) is not None:
+                        self.running.remove(child)
+                        free.append(child.slot)
+                        if self._ended(child, code, told) and self.tries[child.job["name"]] <= retries and not told:
+                            waiting.appendleft(child.job)
+                time.sleep(POLL)
+            return stop()
+
+    def _next(self, waiting: deque[Job]) -> Job | None:
+        """The next job to start. One that an earlier, killed driver has left behind is still saving: the others go first."""
+        for job in list(waiting):
+            if not books.is_held(self.ledger.folder / job["name"]):
+                waiting.remove(job)
+                return job
+        return None
+
+    def _start(self, job: Job, slot: Slot) -> Child:
+        folder = self.ledger.folder / job["name"]
+        words = self.words_of(job)
+        make_folder(folder)
+        self.tries[job["name"]] += 1
+        job.pop("last_lines", None)
+        self.ledger.mark(job, status="running", attempt=job["attempt"] + 1, error=None, started=books.now(), ended=None, loss=None)
+        log = folder / LOG
+        with open(log, "ab") as out:
+            child = Child(job, slot, _spawn(words, slot, out.fileno()), log, out.tell())
+        print(f"[{self._number(job)}] {job['name']} {'continues' if words[0].startswith('resume=') else 'starts'}", flush=True)
+        return child
+
+    def _ended(self, child: Child, code: int, told: bool) -> bool:
+        """Write down how a job ended; returns whether trying again could help."""
+        job, run = child.job, books.read_run(self.ledger.folder / child.job["name"])
+        child.tell(f"[{self._number(job)}] ")
+        ended = {"ended": books.now()}
+        if code == DONE:
+            job.pop("pending", None)
+            self.ledger.mark(job, status="completed", loss=books.loss_of(run), **ended)
+        elif code == INTERRUPTED or (told and code in (-signal.SIGTERM, -signal.SIGKILL)):
+            self.ledger.mark(job, status="interrupted" if books.begun(run) else "new", **ended)
+        else:
+            lines = _last_lines(child.log)
+            diverged = books.diverged(run)
+            self.ledger.mark(job, status="failed", error=_why(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
+            print(f"[{self._number(job)}] {job['name']} failed: {job['error']}", file=sys.stderr, flush=True)
+            self.report()
+            return code != WRONG and not diverged
+        self.report()
+        return False
+
+    def _number(self, job: Job) -> str:
+        return f"{self.ledger.jobs.index(job) + 1}/{len(self.ledger.jobs)}"
+
+
+def slots(workers: int | None, devices: list[str] | None) -> list[Slot]:
+    """A place for each job that runs at the same time, and what of the machine it gets."""
+    count = workers or len(devices or "1")
+    each = max(1, len(devices or []) // count)
+    dealt = [[devices[(place * each + i) % len(devices)] for i in range(each)] for place in range(count)] if devices else [None] * count
+    # torch takes every core for itself: two jobs that do so wait for each other
+    threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // count)
+    return [Slot(threads, given) for given in dealt]
+
+
+def _spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
+    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # the door sets it for this process only
+    environment["PYTHONUNBUFFERED"] = "1"
+    if slot.threads:
+        environment["OMP_NUM_THREADS"] = str(slot.threads)
+    if slot.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "runner" / "train.py"), *words],
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=out,
+        env=environment,
+        process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on, once
+        preexec_fn=_end_with_parent(os.getpid()),
+    )
+
+
+def _end_with_parent(parent: int) -> Callable[[], None]:
+    """Should we be killed, the job is asked to save and leave. Linux only; elsewhere it trains to its end, and its lock is waited for."""
+    if not sys.platform.startswith("linux"):
+        return lambda: None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def ask() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was gone before we could ask
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
+
+
+def _last_lines(log: Path) -> list[str]:
+    with open(log, "rb") as file:
+        file.seek(max(0, os.path.getsize(log) - (1 << 16)))
+        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+
+
+def _why(code: int, run: dict, lines: list[str]) -> str:
+    """One line."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}" + (" (out of memory, or kill -9)" if code == -signal.SIGKILL else "")
+    if run.get("status") == "failed" and run.get("error"):
+        return " ".join(str(run["error"]).split())
+    said = [line.strip() for line in lines if line.strip()]
+    at = next((place for place, line in enumerate(said) if line.startswith("error: ")), None)
+    if at is None:
+        return said[-1] if said else f"exit code {code}"
+    return said[at].removeprefix("error: ") + "".join(
+        f" ({line.removeprefix('where:').strip()})" for line in said[at + 1 : at + 2] if line.startswith("where:")
+    )

@@ -1,0 +1,64 @@
+"""What stays equal between the jobs of a sweep whose steps hold different numbers of rows. Pure arithmetic on one job's config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from runner.engine.config import Config
+
+ROWS = ("train.batch_size", "train.accumulation_steps")
+# Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
+INTERVALS = ("train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.keep_every", "schedule.warmup_steps")
+
+
+def rows_of(config: Config) -> int:
+    """Rows of an optimizer step."""
+    return config.train.batch_size * config.train.accumulation_steps
+
+
+def kept(fix: str, swept: Iterable[str]) -> str:
+    """What `sweep.fix` means for a sweep over these words."""
+    if fix != "auto":
+        return fix
+    return "tokens" if set(ROWS) & set(swept) else "epochs"
+
+
+def words(config: Config, base: int, fix: str) -> dict[str, str]:
+    """The words to change in a job so that it is fair beside one whose steps hold `base` rows. `fix` is what `kept` returned.
+
+    Raises ValueError(what, where, fix) where the two cannot be made equal.
+    """
+    rows, train = rows_of(config), config.train
+    if rows == base:
+        return {}
+    if fix == "steps" and not train.max_steps:
+        raise ValueError(
+            "steps cannot be kept equal: their number comes from the epochs", "sweep.fix=steps", "add train.max_steps=N, or choose sweep.fix=tokens"
+        )
+    if fix == "epochs" and train.max_steps:
+        raise ValueError(
+            "epochs cannot be kept equal: train.max_steps sets the length",
+            f"sweep.fix=epochs train.max_steps={train.max_steps}",
+            "set train.max_steps=0, or choose sweep.fix=tokens",
+        )
+    found = (
+        {} if fix == "steps" else {word: str(_scaled(_value(config, word), base / rows)) for word in ("train.max_steps", *INTERVALS) if _value(config, word)}
+    )
+    if config.sweep.lr_scale != "none":
+        found["optimizer.lr"] = repr(scaled_lr(config.optimizer.lr, rows / base, config.sweep.lr_scale))
+    return found
+
+
+def scaled_lr(lr: float, ratio: float, how: str) -> float:
+    """The learning rate for steps with `ratio` times the rows."""
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[how]
+
+
+def _scaled(count: int, ratio: float) -> int:
+    return max(1, round(count * ratio))
+
+
+def _value(config: Config, word: str) -> int:
+    section, name = word.split(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,97 @@
+"""From the words of a sweep to its points, and to the config of each without composing each."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob
+from omegaconf import DictConfig, OmegaConf
+
+from runner.engine.config import Config
+from runner.launch import words as words_of
+from runner.launch.compose import register, translated, typed
+
+Point = dict[str, str]  # swept word -> value, as Hydra writes it: 1e-4 and 0.0001 are one point
+
+
+def split(typed: list[str]) -> tuple[list[str], dict[str, list[str]], bool]:
+    """(words all jobs share, {swept word: values}, whether the values can be counted: an interval is a sampler's business)."""
+    with translated(typed):
+        parsed = OverridesParser.create().parse_overrides(typed)
+    shared, swept, counted = [], {}, True
+    for word, override in zip(typed, parsed, strict=True):
+        if not override.is_sweep_override():
+            shared.append(word)
+        elif isinstance(chosen := override.value(), Glob):
+            swept[override.key_or_group] = chosen.filter(words_of.groups().get(override.key_or_group, []))
+        elif override.is_discrete_sweep():
+            swept[override.get_key_element()] = [str(value) for value in override.sweep_string_iterator()]
+        else:
+            swept[override.get_key_element()], counted = [override.get_value_string()], False
+    return shared, swept, counted
+
+
+def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[Point]:
+    """Every combination; the words of `zipped` go together, first with first, second with second."""
+    together = list(zipped)
+    if strange := next((word for word in together if word not in swept), None):
+        raise ValueError("a word that goes in pairs has several values", f"sweep.zip: {strange}", f"give them: {strange}=<value>,<value>")
+    if len({len(swept[word]) for word in together}) > 1:
+        counts = " ".join(f"{word}={','.join(swept[word])}" for word in together)
+        raise ValueError("words that go in pairs have the same number of values", counts, "give each the same number, or leave out sweep.zip")
+    sets = [[{word: value} for value in values] for word, values in swept.items() if word not in together]
+    if together:
+        sets.append([dict(zip(together, values, strict=True)) for values in zip(*(swept[word] for word in together), strict=True)])
+    found = [{word: value for part in parts for word, value in part.items()} for parts in itertools.product(*sets)]
+    return [point for place, point in enumerate(found) if point not in found[:place]]
+
+
+class Composer:
+    """Configs of the points of one sweep. Hydra composes once for each choice of groups; plain values are put on top."""
+
+    def __init__(self, shared: list[str]) -> None:
+        self.shared = shared
+        self._trees: dict[tuple[str, ...], DictConfig] = {}
+
+    def config(self, point: Mapping[str, str]) -> Config:
+        """What the job of `point` would train. Raises ValueError(what, where, fix)."""
+        tree = self.tree(point)
+        return typed(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"]))
+
+    def tree(self, point: Mapping[str, str]) -> DictConfig:
+        words = [f"{key}={value}" for key, value in point.items()]
+        groups = tuple(word for word in words if word.partition("=")[0] in words_of.groups())
+        values = [words_of.whole(word) for word in words if word not in groups]
+        words_of.check(values)
+        if groups not in self._trees:
+            self._trees[groups] = _composed([*self.shared, *groups])
+        tree = copy.deepcopy(self._trees[groups])
+        with translated([*self.shared, *words]):
+            for override in OverridesParser.create().parse_overrides(values):
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+        return tree
+
+
+def _composed(words: list[str]) -> DictConfig:
+    words = [words_of.whole(word) for word in words]
+    words_of.check(words)
+    register()
+    inside = GlobalHydra.instance()  # where a sampler thinks of a point while Hydra runs its sweep: Hydra composes for one at a time
+    outer, inside.hydra = inside.hydra, None
+    try:
+        with initialize_config_dir(str(words_of.CONF), version_base="1.3"), translated(words):
+            return compose("config", overrides=words, return_hydra_config=True)
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def with_words(words: list[str], more: Iterable[str]) -> list[str]:
+    """`words` with those of `more` in place of what they say of the same keys."""
+    more = list(more)
+    keys = {word.partition("=")[0] for word in more}
+    return [*(word for word in words if word.partition("=")[0] not in keys), *more]
