@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any, TypeVar
 
@@ -115,7 +116,8 @@ def _start(recipe: Recipe, source: Source) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     # -P: no module of the folder where somebody stands comes before ours.
     process = subprocess.Popen([sys.executable, "-P", "-m", "data.pool"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    _send(_pipe(process.stdin), (recipe, source))
+    with suppress(BrokenPipeError):  # dead already: whoever asks it first says so
+        _send(_pipe(process.stdin), (recipe, source))
     return process
 
 

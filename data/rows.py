@@ -7,18 +7,21 @@ import hashlib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from data.augment import augment
-from data.chat import ChatTemplate, Encoded
+from data.chat import ChatTemplate, Encoded, Piece
 from data.formats import BadRow, Source
 from data.shapes import SHAPES, Chat, Pair, Text, recognise, weight_of
 from data.tokenizer import Tokenizer
+
+T = TypeVar("T")
+Item = Text | Chat | Pair
 
 VERSION = 1  # of what this file makes of a row: raise it, and every store is built again
 TOO_LONG = "longer than data.max_length"
@@ -118,36 +121,32 @@ class RowSource(Protocol):
     def fingerprint(self) -> str: ...
 
 
-# A row read and checked, not yet tokens.
-Read = tuple[int, float, Text | Chat | Pair]
-
-
 class Encoder:
     """Rows of files into blocks of ids. Made once in each process that encodes."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.shape = recipe, SHAPES[recipe.shape]
         self.tokenizer = Tokenizer.load(recipe.tokenizer)
         self.template = None if recipe.rows == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Block:
         """Raises the BadRow of the first bad row where recipe.on_bad_row is error, and counts it where it is skip."""
         tally, made = Tally(), _Growing()
-        make = self._texts if self.recipe.rows == "text" else self._chats
-        make(source, self._read(source, chunk, tally), tally, made)
+        if self.template is None:
+            self._texts(source, list(self._good(source, chunk, tally, self._text)), tally, made)
+        else:
+            self._chats(source, list(self._good(source, chunk, tally, self._pieces)), tally, made)
         return made.block(tally)
 
-    def _read(self, source: Source, chunk: Iterable[tuple[int, object]], tally: Tally) -> list[Read]:
-        shape, good = SHAPES[self.recipe.shape], []
+    def _good(self, source: Source, chunk: Iterable[tuple[int, object]], tally: Tally, ready: Callable[[Item, int, str], T]) -> Iterator[tuple[int, float, T]]:
+        """(place, weight, what is ready to be tokenised) of each row that can be used."""
         for place, raw in chunk:
             tally.read += 1
             try:
-                row = source.row(place, raw)
-                where = source.where(place)
-                good.append((place, weight_of(row, where), shape.read(row, where)))
+                row, where = source.row(place, raw), source.where(place)
+                yield place, weight_of(row, where), ready(self.shape.read(row, where), place, where)
             except BadRow as error:
                 self._bad(error, tally)
-        return good
 
     def _bad(self, error: BadRow, tally: Tally) -> None:
         if self.recipe.on_bad_row == "error":
@@ -155,10 +154,21 @@ class Encoder:
             raise BadRow(error.reason, what, where, f"{fix}; or leave such rows out: data.on_bad_row=skip") from error
         tally.leave_out("bad", error.reason, error.args[1])
 
-    def _texts(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
+    def _text(self, item: Item, place: int, where: str) -> str:
+        assert isinstance(item, Text), "the shape is one of texts"
+        return item.text
+
+    def _pieces(self, item: Item, place: int, where: str) -> list[list[Piece]]:
+        """The rendered conversation, or those of both sides of a pair."""
+        recipe, template = self.recipe, self.template
+        assert template is not None and not isinstance(item, Text), "the shape is one of conversations"
+        item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
+        chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
+        return [template.pieces(chat.messages, chat.tools, where, recipe.train_on) for chat in chats]
+
+    def _texts(self, source: Source, rows: list[tuple[int, float, str]], tally: Tally, made: _Growing) -> None:
         size = self.recipe.max_length
-        texts = [item.text for _, _, item in rows if isinstance(item, Text)]
-        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch(texts), strict=True):
+        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
             ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.recipe.too_long == "drop":
@@ -177,30 +187,12 @@ class Encoder:
                 part = ids[start : min(start + size, last) + 1]
                 made.add(place, weight, [(part, [(1, len(part))])])
 
-    def _chats(self, source: Source, rows: list[Read], tally: Tally, made: _Growing) -> None:
+    def _chats(self, source: Source, rows: list[tuple[int, float, list[list[Piece]]]], tally: Tally, made: _Growing) -> None:
         """Conversations, and pairs of them."""
-        ready = list(self._pieces(source, rows, tally))
-        for (place, weight, _), encoded in zip(ready, self._assembled(ready), strict=True):
-            self._keep(source, place, weight, encoded, tally, made)
-
-    def _pieces(self, source: Source, rows: list[Read], tally: Tally) -> Iterator[tuple[int, float, list]]:
-        recipe, template = self.recipe, self.template
-        assert template is not None
-        for place, weight, item in rows:
-            where = source.where(place)
-            assert not isinstance(item, Text), "shapes of the wanted rows only"
-            item = augment(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
-            chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
-            try:
-                yield place, weight, [template.pieces(chat.messages, chat.tools, where, recipe.train_on) for chat in chats]
-            except BadRow as error:
-                self._bad(error, tally)
-
-    def _assembled(self, ready: list[tuple[int, float, list]]) -> Iterator[list[Encoded]]:
         assert self.template is not None
-        flat = iter(self.template.assemble([side for _, _, sides in ready for side in sides]))
-        for _ in ready:
-            yield [next(flat) for _ in range(self.recipe.sides)]
+        encoded = iter(self.template.assemble([side for _, _, sides in rows for side in sides]))
+        for place, weight, sides in rows:
+            self._keep(source, place, weight, [next(encoded) for _ in sides], tally, made)
 
     def _keep(self, source: Source, place: int, weight: float, sides: list[Encoded], tally: Tally, made: _Growing) -> None:
         """Take a conversation or a pair as it is, shortened, or not at all."""
