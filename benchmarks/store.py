@@ -48,7 +48,7 @@ def make(folder: Path, size: int) -> int:
     """A file, and under its key a store of `size` bytes of tokens instead of the file's own. Returns the number of rows."""
     import numpy as np
 
-    from data.rows import Block, Tally
+    from data.block import Block, Tally
     from data.store import Writer
     from data.tokenizer import Tokenizer
     from runner.engine.feed import open_feed

@@ -18,8 +18,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any, TypeVar
 
+from data.block import Block
 from data.formats import Source
-from data.rows import Block, Encoder, Recipe
+from data.rows import Encoder, Recipe
 
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process is one thread: there is one for each core

@@ -6,15 +6,15 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from data.augment import augment
+from data.block import Block, Growing, Span, Tally
 from data.chat import ChatTemplate, Encoded, Piece
 from data.formats import BadRow, Source
 from data.shapes import SHAPES, Chat, Pair, Text, recognise, weight_of
@@ -60,45 +60,6 @@ class Recipe:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass
-class Tally:
-    """What became of the rows of a source. Tallies of parts add up."""
-
-    read: int = 0
-    kept: int = 0
-    split: int = 0  # texts that became several rows
-    cut: int = 0  # conversations that lost their end
-    tokens: int = 0
-    supervised: int = 0  # of them, those that carry loss
-    lost: int = 0  # those that would have, had nothing been cut or left out for its length
-    dropped: Counter[str] = field(default_factory=Counter)  # by reason: the options' doing ...
-    bad: Counter[str] = field(default_factory=Counter)  # ... and rows that cannot be used
-    first: dict[str, str] = field(default_factory=dict)  # where each reason was met first
-
-    def __iadd__(self, other: Tally) -> Tally:
-        for part in dataclasses.fields(self):
-            mine, theirs = getattr(self, part.name), getattr(other, part.name)
-            setattr(self, part.name, {**theirs, **mine} if part.name == "first" else mine + theirs)
-        return self
-
-    def leave_out(self, kind: str, reason: str, where: str) -> None:
-        getattr(self, kind)[reason] += 1
-        self.first.setdefault(reason, where)
-
-
-@dataclass
-class Block:
-    """What some rows of one source became: S sequences, N rows of `sides` sequences each."""
-
-    tokens: np.ndarray  # int32, all sequences one after the other
-    lengths: np.ndarray  # int64 (S,)
-    spans: np.ndarray  # int32 (P, 2): [start, stop) within its sequence of tokens that carry loss
-    span_counts: np.ndarray  # int64 (S,)
-    places: np.ndarray  # int64 (N,) where each row stands in the source
-    weights: np.ndarray  # float32 (N,)
-    tally: Tally
-
-
 class Sequence(NamedTuple):
     ids: np.ndarray  # int32 (n,), n <= max_length + 1: the model reads all but the last and predicts all but the first
     learn: np.ndarray  # bool (n,): learn[t] where predicting token t is a lesson; learn[0] is False, nothing predicts it
@@ -131,7 +92,7 @@ class Encoder:
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> Block:
         """Raises the BadRow of the first bad row where recipe.on_bad_row is error, and counts it where it is skip."""
-        tally, made = Tally(), _Growing()
+        tally, made = Tally(), Growing()
         if self.template is None:
             self._texts(source, list(self._good(source, chunk, tally, self._text)), tally, made)
         else:
@@ -166,7 +127,7 @@ class Encoder:
         chats = (item.chosen, item.rejected) if isinstance(item, Pair) else (item,)
         return [template.pieces(chat.messages, chat.tools, where, recipe.train_on) for chat in chats]
 
-    def _texts(self, source: Source, rows: list[tuple[int, float, str]], tally: Tally, made: _Growing) -> None:
+    def _texts(self, source: Source, rows: list[tuple[int, float, str]], tally: Tally, made: Growing) -> None:
         size = self.recipe.max_length
         for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
             ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
@@ -187,14 +148,14 @@ class Encoder:
                 part = ids[start : min(start + size, last) + 1]
                 made.add(place, weight, [(part, [(1, len(part))])])
 
-    def _chats(self, source: Source, rows: list[tuple[int, float, list[list[Piece]]]], tally: Tally, made: _Growing) -> None:
+    def _chats(self, source: Source, rows: list[tuple[int, float, list[list[Piece]]]], tally: Tally, made: Growing) -> None:
         """Conversations, and pairs of them."""
         assert self.template is not None
         encoded = iter(self.template.assemble([side for _, _, sides in rows for side in sides]))
         for place, weight, sides in rows:
             self._keep(source, place, weight, [next(encoded) for _ in sides], tally, made)
 
-    def _keep(self, source: Source, place: int, weight: float, sides: list[Encoded], tally: Tally, made: _Growing) -> None:
+    def _keep(self, source: Source, place: int, weight: float, sides: list[Encoded], tally: Tally, made: Growing) -> None:
         """Take a conversation or a pair as it is, shortened, or not at all."""
         where, size = source.where(place), self.recipe.max_length
         learned = [_lessons(learn) for _, learn in sides]
@@ -219,9 +180,6 @@ class Encoder:
             tally.cut += 1
         tally.kept += 1
         made.add(place, weight, [(ids, side) for (ids, _), side in zip(sides, spans, strict=True)])
-
-
-Span = tuple[int, int]
 
 
 def _lessons(learn: list[bool]) -> list[Span]:
@@ -254,41 +212,6 @@ def _stop(length: int, spans: list[Span], size: int) -> int:
     """Where a conversation that is too long ends: with the last answer that fits whole, else in the middle of one."""
     whole = [stop for _, stop in spans if stop <= size + 1]
     return length if length <= size + 1 else whole[-1] if whole else size + 1
-
-
-class _Growing:
-    """The lists behind a block."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.lengths: list[int] = []
-        self.spans: list[Span] = []
-        self.span_counts: list[int] = []
-        self.places: list[int] = []
-        self.weights: list[float] = []
-
-    def add(self, place: int, weight: float, sequences: list[tuple[list[int], list[Span]]]) -> None:
-        self.places.append(place)
-        self.weights.append(weight)
-        for ids, spans in sequences:
-            self.tokens += ids
-            self.lengths.append(len(ids))
-            self.spans += spans
-            self.span_counts.append(len(spans))
-
-    def block(self, tally: Tally) -> Block:
-        spans = np.array(self.spans, np.int32).reshape(-1, 2)
-        tally.tokens += len(self.tokens)
-        tally.supervised += int((spans[:, 1] - spans[:, 0]).sum())
-        return Block(
-            tokens=np.array(self.tokens, np.int32),
-            lengths=np.array(self.lengths, np.int64),
-            spans=spans,
-            span_counts=np.array(self.span_counts, np.int64),
-            places=np.array(self.places, np.int64),
-            weights=np.array(self.weights, np.float32),
-            tally=tally,
-        )
 
 
 def shape_of(source: Source, rows: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from data.rows import Block, Tally
+from data.block import Block, Tally
 
 FORMAT = 1  # of these files: raise it, and every store is built again
 MANIFEST = "MANIFEST.json"

@@ -13,10 +13,11 @@ from runner.engine.config import Config
 from runner.engine.console import Meter
 
 if TYPE_CHECKING:
+    from data.block import Tally
     from data.formats import Source
     from data.loader import StepLoader, Windows
     from data.mixture import Part
-    from data.rows import Recipe, RowSource, Tally
+    from data.rows import Recipe, RowSource
     from data.tokenizer import Tokenizer
 
 

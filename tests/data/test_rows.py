@@ -5,8 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data.block import Tally
 from data.formats import BadRow
-from data.rows import Recipe, Tally
+from data.rows import Recipe
 
 
 def chat(*turns):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.rows import Block, Tally
+from data.block import Block, Tally
 from data.store import FILES, MANIFEST, Store, Writer
 
 ROOT = Path(__file__).parents[2]
