@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import yaml
 from runner.engine.disk import read_file
 
 LIMIT = 256 << 20  # bytes of a file we believe
+HUGE = 1e100
 
 
 class Mark(NamedTuple):
@@ -79,11 +79,13 @@ def read_metrics(path: Path) -> Logged:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """Every line that can be read. A sweep has many: they are parsed at once, and one by one only where that fails."""
     try:
-        lines = read_file(path, LIMIT).decode("utf-8", "replace").split("\n")
+        lines = [line for line in read_file(path, LIMIT).decode("utf-8", "replace").split("\n") if line]
     except OSError:
         return []
-    return [found for line in lines if line and isinstance(found := _parsed(line), dict)]
+    found = _parsed(f"[{','.join(lines)}]")
+    return [line for line in (map(_parsed, lines) if found is None else found) if isinstance(line, dict)]
 
 
 def _parsed(line: str) -> Any:
@@ -94,13 +96,10 @@ def _parsed(line: str) -> Any:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """A finite number, or None; what no training comes to counts as infinite, so that sums and pictures stay finite too."""
+    if type(value) is not float and type(value) is not int:  # True is no number
         return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number that no float can hold
-        return None
+    return float(value) if abs(value) < HUGE else None
 
 
 def _or(value: float | None, otherwise: float) -> float:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 from urllib.parse import quote
 
-from runner.engine.console import clean, clock
+from runner.engine.console import clock
 from runner.launch import plot
 from runner.launch.logged import Mark
+from runner.launch.plot import safe
 from runner.launch.points import SEED, Job, Row, Spread, Sweep, number_in
 
 STYLE = Path(__file__).with_name("page.css")
@@ -28,7 +28,7 @@ def page(sweep: Sweep) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{_text(f'{sweep.status}: sweep {sweep.folder.name}')}</title>"
+        f"<title>{safe(f'{sweep.status}: sweep {sweep.folder.name}')}</title>"
         f"<style>{STYLE.read_text(encoding='utf-8')}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
     )
 
@@ -40,9 +40,9 @@ def _place(sweep: Sweep, row: Row) -> int:
 
 def _head(sweep: Sweep) -> str:
     made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    lines = [f"<h1>Sweep over {_text(', '.join(sweep.words) or 'the seed')}</h1>"]
-    lines.append(f'<p><b class="{_text(sweep.status)}">{_text(sweep.status)}</b> · {_text(counts(sweep))}</p>')
-    lines.append(f'<p class="dim">{_text(str(sweep.folder))}<br>begun {_text(sweep.created or "at an unknown time")} · this page was made {made}</p>')
+    lines = [f"<h1>Sweep over {safe(', '.join(sweep.words) or 'the seed')}</h1>"]
+    lines.append(f'<p><b class="{safe(sweep.status)}">{safe(sweep.status)}</b> · {safe(counts(sweep))}</p>')
+    lines.append(f'<p class="dim">{safe(str(sweep.folder))}<br>begun {safe(sweep.created or "at an unknown time")} · this page was made {made}</p>')
     if sweep.status == "running":
         lines.append(_command("If it runs no longer, continue it with", sweep.continued))
     elif sweep.status != "completed":
@@ -53,7 +53,7 @@ def _head(sweep: Sweep) -> str:
 
 
 def _command(title: str, line: str) -> str:
-    return f"<p>{_text(title)}</p><pre><code>{_text(line)}</code></pre>"
+    return f"<p>{safe(title)}</p><pre><code>{safe(line)}</code></pre>"
 
 
 def _table(sweep: Sweep, styles: dict[int, str]) -> str:
@@ -69,17 +69,17 @@ def _table(sweep: Sweep, styles: dict[int, str]) -> str:
     if any(row.members for row in sweep.rows):
         note += " Jobs that differ only in their seed are one point: the mean over its completed jobs ± the standard deviation (number of jobs)."
     note += " Time is that of training, over all attempts, without steps that were lost; tokens are those that carry loss, tokens/s counts all that are read."
-    return f'<section><h2>Points</h2><div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div><p class="dim">{_text(note)}</p></section>'
+    return f'<section><h2>Points</h2><div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div><p class="dim">{safe(note)}</p></section>'
 
 
 def _lines(sweep: Sweep, row: Row, place: int, style: str, seeds: bool) -> str:
-    cells = [f'<th class="rank">{_swatch(style)}{place if row.ranked else "–"}</th>', *(f"<td>{_text(row.words.get(word, ''))}</td>" for word in sweep.words)]
-    cells += [f"<td>{len(row.jobs)} seeds</td>" if row.members else f"<td>{_text(row.jobs[0].words.get(SEED, ''))}</td>"] * seeds
+    cells = [f'<th class="rank">{_swatch(style)}{place if row.ranked else "–"}</th>', *(f"<td>{safe(row.words.get(word, ''))}</td>" for word in sweep.words)]
+    cells += [f'<td class="rank">{len(row.jobs)} seeds</td>' if row.members else f"<td>{safe(row.jobs[0].words.get(SEED, ''))}</td>"] * seeds
     out = [f'<tr class="point">{"".join(cells)}{_numbers(sweep, row)}{_status(row)}</tr>']
     for job in row.members:
         line = sweep.row_of(job)
         blank = "<td></td>" * (1 + len(sweep.words))
-        out.append(f'<tr class="job">{blank}<td>{_text(job.words.get(SEED, ""))}</td>{_numbers(sweep, line)}{_status(line)}</tr>')
+        out.append(f'<tr class="job">{blank}<td>{safe(job.words.get(SEED, ""))}</td>{_numbers(sweep, line)}{_status(line)}</tr>')
     return f"<tbody>{''.join(out)}</tbody>"
 
 
@@ -87,7 +87,7 @@ def _numbers(sweep: Sweep, row: Row) -> str:
     cells = [spread(row.final) or ("not finite" if row.diverged else ""), spread(row.best), count(row.best_step)]
     cells += [spread(row.train)] if sweep.judged == "validation" else []
     cells += [count(row.tokens), "" if row.seconds is None else clock(row.seconds), count(row.tokens_per_second)]
-    return "".join(f'<td class="n">{_text(cell)}</td>' for cell in cells)
+    return "".join(f'<td class="n">{safe(cell)}</td>' for cell in cells)
 
 
 def _status(row: Row) -> str:
@@ -96,14 +96,14 @@ def _status(row: Row) -> str:
     job = row.jobs[0]
     begun = job.folder and job.status != "new"
     parts = [_colour(row), f' · <a href="./{quote(job.folder or "", errors="backslashreplace")}/">folder</a>' if begun else ""]
-    parts += [f'<div class="why">{_text(job.reason)}</div>' if job.reason else ""]
+    parts += [f'<div class="why">{safe(job.reason)}</div>' if job.reason else ""]
     if job.last_lines:
-        parts.append(f"<details><summary>its last lines</summary><pre>{_text(chr(10).join(job.last_lines))}</pre></details>")
+        parts.append(f"<details><summary>its last lines</summary><pre>{safe(chr(10).join(job.last_lines))}</pre></details>")
     return f'<td class="status">{"".join(parts)}</td>'
 
 
 def _colour(row: Row) -> str:
-    return f'<b class="{"diverged" if row.status == "completed" and row.diverged else row.status}">{_text(status(row))}</b>'
+    return f'<b class="{"diverged" if row.status == "completed" and row.diverged else row.status}">{safe(status(row))}</b>'
 
 
 def _curves(sweep: Sweep, styles: dict[int, str]) -> str:
@@ -117,7 +117,7 @@ def _curves(sweep: Sweep, styles: dict[int, str]) -> str:
         lines = [line for job, style in shown for line in _both(job, style, across, len(shown))]
         y = plot.height(lines)
         x = plot.Axis(0.0, max(across(job.logged.last) for job, _ in shown if job.logged.last) or 1.0)
-        panels.append(f"<figure><figcaption>loss over {_text(title)}</figcaption>{plot.draw(lines, x, y, title, 'loss', f'clip{place}')}</figure>")
+        panels.append(f"<figure><figcaption>loss over {safe(title)}</figcaption>{plot.draw(lines, x, y, title, 'loss', f'clip{place}')}</figure>")
     note = "Thick with dots: validation loss. Thin: training loss, smoothed. A cross: the loss was not finite. Lines may leave through the upper edge."
     legend = _legend((styles[id(row)], named(row.words) or "all seeds") for row in sweep.rows)
     return f'<section><h2>Curves</h2>{legend}<div class="panels">{"".join(panels)}</div><p class="dim">{note}</p></section>'
@@ -143,8 +143,8 @@ def _both(job: Job, style: str, across: Callable[[Mark], float], jobs: int) -> I
 def _against(sweep: Sweep) -> str:
     """The final loss against the numeric word with most values; a line for each combination of the others."""
     word = _abscissa(sweep)
-    rows = [row for row in sweep.rows if word in row.words and number_in(row.words[word]) is not None and row.status == "completed"]
-    finals = [row.final.mean for row in rows if row.final]
+    rows = [row for row in sweep.rows if word in row.words and number_in(row.words[word]) is not None and (row.status == "completed" or row.diverged)]
+    finals = [row.final.mean for row in rows if row.final and not row.diverged]
     if word is None or not finals:
         return ""
     y, lines, names = plot.near(finals), [], {}
@@ -161,7 +161,7 @@ def _against(sweep: Sweep) -> str:
         lines.append(plot.Line(points, f"{style} eval", f"{name} {told}".strip(), dots=4.0, spread=deviations))
     x = plot.spaced([here for line in lines for here, _ in line.points])
     picture = plot.draw(lines, x, y, word, f"final {sweep.judged} loss", "clip9")
-    note = "Completed jobs only. A cross: the loss was not finite. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
+    note = "Jobs that came to their end. A cross: the loss was not finite. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
     title = f"Final {sweep.judged} loss against {_wrapped(word)}"
     return f'<section><h2>{title}</h2>{_legend(names.items())}<div class="panels one"><figure>{picture}</figure></div><p class="dim">{note}</p></section>'
 
@@ -173,7 +173,7 @@ def _abscissa(sweep: Sweep) -> str | None:
 
 
 def _legend(entries: Iterable[tuple[str, str]]) -> str:
-    items = [f"<li>{_swatch(style)}{_text(name)}</li>" for style, name in entries]
+    items = [f"<li>{_swatch(style)}{safe(name)}</li>" for style, name in entries]
     legend = f'<ul class="legend">{"".join(items)}</ul>'
     return legend if len(items) <= LEGEND else f"<details><summary>{len(items)} colours</summary>{legend}</details>"
 
@@ -182,13 +182,9 @@ def _swatch(style: str) -> str:
     return f'<svg class="swatch" viewBox="0 0 26 8" aria-hidden="true"><path class="{style}" d="M1 4h24"/></svg>'
 
 
-def _text(text: str) -> str:
-    return html.escape(clean(text))
-
-
 def _wrapped(word: str) -> str:
     """A long dotted word may break after its dots."""
-    return _text(word).replace(".", ".<wbr>").replace("_", "_<wbr>")
+    return safe(word).replace(".", ".<wbr>").replace("_", "_<wbr>")
 
 
 def named(words: dict[str, str]) -> str:

@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from runner.engine.console import clean
+
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 44, 16, 10, 40
 INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+TINY = 1e-30  # nothing is told apart by less
 Point = tuple[float, float | None]  # None: not finite, the line has a gap
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -35,7 +38,7 @@ class Axis:
         """0 at the low end, 1 at the high end."""
         value = max(value, self.low / 2) if self.log else value
         low, high, value = (math.log10(part) for part in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        return (value - low) / (high - low) if high > low else 0.5
+        return (value - low) / (high - low) if high - low > TINY else 0.5
 
     def marks(self) -> list[float]:
         wide = self.log and self.high > 10 * self.low
@@ -43,12 +46,17 @@ class Axis:
         return [tick for tick in found if self.low <= tick <= self.high]
 
 
+def safe(text: str) -> str:
+    """Text of any origin, to be shown by a browser and not obeyed."""
+    return html.escape(clean(text))
+
+
 def draw(lines: Sequence[Line], x: Axis, y: Axis, x_title: str, y_title: str, name: str) -> str:
     """One picture; `name` tells it from the others of its page. What lies above y.high leaves through the upper edge."""
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(f"{y_title} over {x_title}")}">']
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(f"{y_title} over {x_title}")}">']
     parts.append(f'<clipPath id="{name}"><rect x="{LEFT}" y="{TOP - 4}" width="{INNER_WIDTH + RIGHT}" height="{INNER_HEIGHT + 8}"/></clipPath>')
     parts += _grid(x, y)
-    parts.append(f'<text class="axis" x="{LEFT + INNER_WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{html.escape(x_title)}</text>')
+    parts.append(f'<text class="axis" x="{LEFT + INNER_WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{safe(x_title)}</text>')
     parts.append(f'<g clip-path="url(#{name})">')
     for line in lines:
         parts += _line(line, x, y)
@@ -56,7 +64,7 @@ def draw(lines: Sequence[Line], x: Axis, y: Axis, x_title: str, y_title: str, na
 
 
 def _line(line: Line, x: Axis, y: Axis) -> Iterable[str]:
-    title = f"<title>{html.escape(line.title)}</title>"
+    title = f"<title>{safe(line.title)}</title>"
     placed = [(_across(x, here), None if value is None else _down(y, value)) for here, value in line.points]
     if path := _path(placed):
         yield f'<path class="{line.style}" d="{path}">{title}</path>'
@@ -111,7 +119,7 @@ def height(lines: Iterable[Line]) -> Axis:
     low, high = min(map(min, finite)), max(map(max, finite))
     usual = statistics.median(map(max, finite))
     axis = _padded(low, usual if high > low + 1.5 * (usual - low) else high)
-    return Axis(low * 0.97, axis.high, log=True) if low > 0 else axis
+    return Axis(low * 0.97, axis.high, log=True) if low > TINY else axis
 
 
 def near(values: Sequence[float]) -> Axis:
@@ -129,7 +137,7 @@ def _padded(low: float, high: float) -> Axis:
 def spaced(values: Sequence[float]) -> Axis:
     """The values of a swept word: on a log axis where all are positive, a tick at each while they are few."""
     low, high = min(values), max(values)
-    if low > 0:
+    if low > TINY:
         room = (high / low) ** 0.08 if high > low else 2.0
         axis = Axis(low / room, high * room, log=True)
     else:

@@ -216,7 +216,7 @@ def _judge(job: Job, record: dict[str, Any], loss: Any) -> None:
         if value is not None and kind not in job.final:
             job.final[kind] = value
             job.best[kind] = (best[0], best[1] or step) if kind == "validation" and best[0] is not None else (value, step)
-    if loss in ("inf", "Infinity") and job.status == "completed":  # what it returned outweighs the last line it logged
+    if loss in ("inf", "Infinity") and job.status in ("completed", "failed"):  # how it ended outweighs the last line it logged
         job.final["validation" if "validation" in job.final else "training"] = math.inf
 
 
