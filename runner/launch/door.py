@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ COMPLETING = {"--shell-completion", "-sc", "--hydra-help", "--version"}
 LOOKING = {"--cfg", "-c", "--info", "-i"}
 SWEEPING = {"--multirun", "-m"}
 RESUME = "resume="
+ANSWERED = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")  # that is no longer being typed
 
 tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it, before we do
 opened: list[Record] = []  # the run of this process, its lock held since before Hydra wrote into its folder
@@ -31,8 +33,6 @@ def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
     share_the_machine()
     try:
-        if {"--help", "-h"} & set(sys.argv[1:]):
-            return print(help.page())
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
         _let_in(app)
     except Exception as error:
@@ -42,12 +42,16 @@ def enter(app: Callable[[], None]) -> None:
 
 def _let_in(app: Callable[[], None]) -> None:
     typed, flags = words.split(sys.argv[1:])
+    if {"--help", "-h"} & set(flags):
+        return print(help.page())
     words.check_flags(flags)
     typed = [words.whole(word) for word in typed]
     sys.argv[1:] = [*flags, *typed]
     names = {flag.split("=")[0] for flag in flags}
     if names & COMPLETING:
         register()
+        if "COMP_LINE" in os.environ:  # which run is meant changes nothing in what can be said, and its path need not be one that Hydra can read
+            os.environ["COMP_LINE"] = ANSWERED.sub("", os.environ["COMP_LINE"])
         with translated(typed):
             return app()
     places.check_flags(flags)

@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from runner.launch import snapshot, stored
 from runner.launch import words as words_of
 from runner.launch.compose import compose_tree, register, translated, typed
 from runner.launch.refusal import is_refusal
+from runner.launch.words import CONF
 
 KEPT = (stored.CONFIG, stored.WORDS)
 FIXED = ("stage", "model", "data", "experiment")  # another one makes another run
@@ -48,11 +49,12 @@ def planned(folder: Path, extra: list[str], begun: bool = True) -> Plan:
     given = _parsed(folder, extra)
     own = stored.plain(stored.config(folder), "", folder / stored.CONFIG)
     words, said = _still_counting(folder, given)
-    with translated(extra), snapshot.laid_out(folder) as conf:
-        words_of.check(extra, conf)
+    with translated(extra):
         tree = _on_schema(own, folder)
+    missing = sorted(OmegaConf.missing_keys(tree)) if begun else []
+    with translated(extra), snapshot.laid_out(folder) if extra or missing else nullcontext(CONF) as conf:
+        words_of.check(extra, conf)
         fresh = cache(lambda: compose_tree([*words, *extra], conf))  # what a new run with these words would be
-        missing = sorted(OmegaConf.missing_keys(tree)) if begun else []
         for word in missing:
             _take(tree, word, fresh(), folder)
             said.append(f"{word}={OmegaConf.select(tree, word)} is of conf/: the word is newer than the run")

@@ -122,6 +122,9 @@ def _names_hydra(entry: Any) -> bool:
 
 
 def _with_hydra_of_today(tree: dict[str, Any]) -> dict[str, Any]:
-    now = stored.load(CONF / MAIN)
-    defaults = [*tree.get("defaults", []), *(entry for entry in now["defaults"] if _names_hydra(entry))]
-    return {**tree, "defaults": defaults, "hydra": now["hydra"]}
+    try:
+        now = stored.load(CONF / MAIN)
+        of_hydra = [entry for entry in now["defaults"] if _names_hydra(entry)]
+        return {**tree, "defaults": [*tree["defaults"], *of_hydra], "hydra": now["hydra"]}
+    except (OSError, ValueError, KeyError, TypeError):  # no longer there, or no longer ours: a run is continued without it
+        return tree

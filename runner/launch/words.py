@@ -21,6 +21,10 @@ PATHS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relativ
 WHOLE = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 ABOUT = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 INFO = ("--info", "-i")
+LONG = (
+    "--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--shell-completion",
+    "--config-path", "--config-name", "--config-dir", "--experimental-rerun", "--info",
+)  # fmt: skip
 VALUE_FLAGS = {"-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir", "-p", "--package", "-c", "--cfg", "--experimental-rerun"}
 
 
@@ -28,12 +32,22 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """(words, flags): `key=value` and `group=option` on one side, Hydra's own flags with their values on the other."""
     words: list[str] = []
     flags: list[str] = []
+    argv = [_in_full(arg) for arg in argv]
     for before, arg, after in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
         if arg in INFO and after not in ABOUT:
             arg = "--info=all"  # Hydra would take the next word for what is asked about
         is_value = before in VALUE_FLAGS or (before in INFO and arg in ABOUT)
         (flags if arg.startswith("-") or is_value else words).append(arg)
     return words, flags
+
+
+def _in_full(arg: str) -> str:
+    """A flag as it is called: Hydra takes --multi and -cjob too, and we would not see what is asked for."""
+    name, equals, value = arg.partition("=")
+    if short := re.fullmatch(r"-(?:c(job|hydra|all)|i(all|config|defaults|defaults-tree|plugins|searchpath))", arg):
+        return f"--cfg={short[1]}" if short[1] else f"--info={short[2]}"
+    meant = [flag for flag in LONG if flag.startswith(name)] if len(name) > 2 else []
+    return f"{meant[0]}{equals}{value}" if len(meant) == 1 else arg
 
 
 def value_of(flags: list[str], *names: str) -> str | None:

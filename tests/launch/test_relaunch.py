@@ -1,3 +1,5 @@
+"""What is read of a run folder, what words on top do to it, and what is refused."""
+
 import dataclasses
 import json
 
@@ -5,7 +7,7 @@ import pytest
 import yaml
 
 from runner.engine.durable import write_folder
-from runner.launch import places, relaunch
+from runner.launch import places, relaunch, snapshot
 from runner.launch.compose import compose
 from runner.launch.words import ROOT
 
@@ -18,7 +20,8 @@ def run(tmp_path):
     words = ["stage=sft", "seed=7"]
     (hydra / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(compose(words))))
     (hydra / "overrides.yaml").write_text(yaml.safe_dump(words))
-    (hydra.parent / "run.json").write_text(json.dumps({"status": "interrupted"}))
+    (hydra.parent / "run.json").write_text(json.dumps({"status": "interrupted", "started": "2026-01-01T00:00:00+00:00", "code": {"commit": "abc123"}}))
+    snapshot.take(hydra.parent, words)
     return hydra.parent
 
 
@@ -118,3 +121,100 @@ def test_a_config_that_is_none_is_refused(run, text):
     with pytest.raises(ValueError) as refusal:
         config_of(run)
     assert len(refusal.value.args) == 3
+
+
+def test_a_word_said_again_is_said_once(run):
+    config_of(run, "train.max_steps=50")
+    config_of(run, "train.max_steps=60")
+    assert yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text()) == ["stage=sft", "seed=7", "train.max_steps=60"]
+
+
+def test_another_choice_drops_the_words_said_for_the_former_and_says_so(run):
+    config_of(run, "schedule.min_lr_ratio=0.5", "optimizer.weight_decay=0.3")
+    plan = relaunch.planned(run, ["schedule=linear", "schedule.warmup_steps=3"])
+    assert plan.config.schedule == compose(["stage=sft", "schedule=linear", "schedule.warmup_steps=3"]).schedule
+    assert plan.config.optimizer.weight_decay == 0.3 and not [word for word in plan.words if "min_lr_ratio" in word]
+    assert plan.said == ["schedule.min_lr_ratio=0.5 was said for the former schedule: dropped"]
+
+
+def test_another_choice_is_what_a_new_run_with_these_words_would_have(run):
+    """The stage's own words for the optimizer stand above the optimizer's file, now as at the beginning."""
+    assert config_of(run, "optimizer=adamw") == compose(["stage=sft", "seed=7", "optimizer=adamw"])
+
+
+def test_a_choice_comes_from_the_run_s_own_copy_first_and_stays_there(run):
+    own = run / snapshot.PLACE / "schedule"
+    (own / "cosine.yaml").write_text((own / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.7"))
+    (own / "gone.yaml").write_text((own / "cosine.yaml").read_text().replace("0.7", "0.6"))
+    assert config_of(run, "schedule=cosine").schedule.min_lr_ratio == 0.7
+    assert config_of(run, "schedule=gone").schedule.min_lr_ratio == 0.6
+    assert config_of(run, "schedule=linear").schedule.name == "linear" and (own / "linear.yaml").is_file()
+
+
+def test_a_choice_that_is_refused_inside_leaves_nothing_behind(run):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError), relaunch.kept(relaunch.planned(run, ["optimizer=adamw"])):
+        raise ValueError("this run is not the one", "optimizer.name", "resume with the stored words")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_words_that_repeat_what_is_there_are_no_news(run):
+    assert not relaunch.planned(run, ["seed=7"]).news and relaunch.planned(run, ["train.max_steps=5"]).news
+
+
+def test_a_word_newer_than_the_run_gets_today_s_value_and_that_is_said(run):
+    path = run / ".hydra" / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    del stored["train"]["keep_every"]
+    path.write_text(yaml.safe_dump(stored))
+    plan = relaunch.planned(run, [])
+    assert plan.config == compose(["stage=sft", "seed=7"]) and plan.said == ["train.keep_every=0 is of conf/: the word is newer than the run"]
+    with pytest.raises(ValueError, match="no value yet"):  # of a run that never began the file may be torn
+        relaunch.planned(run, [], begun=False)
+
+
+def test_a_word_the_program_no_longer_knows_is_refused_with_the_program_that_did(run):
+    path = run / ".hydra" / "config.yaml"
+    path.write_text(path.read_text() + "momentum_of_old: 3\n")
+    with pytest.raises(ValueError) as refusal:
+        config_of(run)
+    assert "momentum_of_old" in refusal.value.args[1] and "git checkout abc123" in refusal.value.args[2]
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=/elsewhere", "hydra/launcher=basic", "+seed=3", "~seed", "optimizer=nothing", "${oc.env:HOME}=1"])
+def test_words_that_cannot_go_with_a_run_are_refused(run, word):
+    with pytest.raises(ValueError) as refusal:
+        config_of(run, word)
+    assert len(refusal.value.args) == 3
+
+
+def test_words_of_hydra_among_the_stored_ones_are_not_heard(run):
+    path = run / ".hydra" / "overrides.yaml"
+    path.write_text(yaml.safe_dump([*yaml.safe_load(path.read_text()), "hydra.searchpath=[file:///nowhere]", "+hydra.callbacks.x._target_=os.system"]))
+    assert config_of(run, "schedule=linear").schedule.name == "linear"
+    assert "hydra" not in path.read_text()
+
+
+def test_a_run_is_found_in_a_sweep_and_a_file_of_the_sweep_means_the_sweep(run, tmp_path):
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "report.html").touch()
+    assert places.find(str(run / ".hydra" / "config.yaml")) == run
+    assert places.find(str(tmp_path)) == places.find(str(tmp_path / "report.html")) == tmp_path and places.is_sweep(tmp_path)
+
+
+def test_last_is_the_run_that_began_last_whatever_was_written_since(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "ROOT", tmp_path)
+    single, job = tmp_path / "outputs" / "day" / "time", tmp_path / "outputs" / "multirun" / "day" / "time" / "seed=1"
+    for folder, began in ((job, "2026-01-02T00:00:00+00:00"), (single, "2026-01-01T00:00:00+00:00")):
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"started": began}))
+    assert places.find("last") == job
+
+
+def test_a_run_is_not_started_inside_another_nor_over_a_sweep(run, tmp_path):
+    with pytest.raises(ValueError, match="inside a run"):
+        places.check_free(run / "checkpoints" / "new")
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a sweep"):
+        places.check_free(tmp_path)
+    places.check_free(tmp_path / "another job")
