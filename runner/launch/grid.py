@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
 from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
 from runner.launch import words as words_of
-from runner.launch.compose import register, translated, typed
+from runner.launch.compose import compose_tree, translated, typed
 
 Point = dict[str, str]  # swept word -> value, as Hydra writes it: 1e-4 and 0.0001 are one point
 
@@ -54,40 +53,36 @@ def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[P
 class Composer:
     """Configs of the points of one sweep. Hydra composes once for each choice of groups; plain values are put on top."""
 
-    def __init__(self, shared: list[str]) -> None:
-        self.shared = shared
+    def __init__(self, shared: list[str], conf: Path = words_of.CONF) -> None:
+        self.shared, self.conf = shared, conf
         self._trees: dict[tuple[str, ...], DictConfig] = {}
+
+    @property
+    def choices(self) -> list[tuple[str, ...]]:
+        """The choices of groups met so far."""
+        return list(self._trees)
 
     def config(self, point: Mapping[str, str]) -> Config:
         """What the job of `point` would train. Raises ValueError(what, where, fix)."""
+        return typed(self.of_the_job(point))
+
+    def of_the_job(self, point: Mapping[str, str]) -> DictConfig:
+        """The tree without what is Hydra's."""
         tree = self.tree(point)
-        return typed(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"]))
+        return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
     def tree(self, point: Mapping[str, str]) -> DictConfig:
         words = [f"{key}={value}" for key, value in point.items()]
-        groups = tuple(word for word in words if word.partition("=")[0] in words_of.groups())
+        groups = tuple(word for word in words if word.partition("=")[0] in words_of.groups(self.conf))
         values = [words_of.whole(word) for word in words if word not in groups]
-        words_of.check(values)
+        words_of.check(values, self.conf)
         if groups not in self._trees:
-            self._trees[groups] = _composed([*self.shared, *groups])
+            self._trees[groups] = compose_tree([*self.shared, *groups], self.conf)
         tree = copy.deepcopy(self._trees[groups])
         with translated([*self.shared, *words]):
             for override in OverridesParser.create().parse_overrides(values):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         return tree
-
-
-def _composed(words: list[str]) -> DictConfig:
-    words = [words_of.whole(word) for word in words]
-    words_of.check(words)
-    register()
-    inside = GlobalHydra.instance()  # where a sampler thinks of a point while Hydra runs its sweep: Hydra composes for one at a time
-    outer, inside.hydra = inside.hydra, None
-    try:
-        with initialize_config_dir(str(words_of.CONF), version_base="1.3"), translated(words):
-            return compose("config", overrides=words, return_hydra_config=True)
-    finally:
-        GlobalHydra.instance().hydra = outer
 
 
 def with_words(words: list[str], more: Iterable[str]) -> list[str]:

@@ -41,11 +41,11 @@ class LocalLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Every job that is not finished yet. Raises Stopped."""
-        from runner.launch.sweep import current
+        from runner.launch.underway import current, is_due
 
         sweep = current[-1]
         jobs = [sweep.job_of(words) for words in job_overrides]
-        todo = {job["name"]: job for job in jobs if sweep.is_due(job)}
+        todo = {job["name"]: job for job in jobs if is_due(job)}
         if sweep.children().run([*todo.values()], self.slots, self.fail_fast, self.retries):
             raise Stopped
         return [self._returned(job, words) for job, words in zip(jobs, job_overrides, strict=True)]
@@ -64,10 +64,10 @@ class GridSweeper(Sweeper):
         self.starter = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
-        from runner.launch.sweep import current
+        from runner.launch.underway import current, is_due
 
         sweep = current[-1]
-        batch = [sweep.hydra_words(job) for job in sweep.ledger.jobs if sweep.is_due(job)]
+        batch = [sweep.hydra_words(job) for job in sweep.ledger.jobs if is_due(job)]
         return self.starter.launch(batch, initial_job_idx=0) if batch else []
 
 

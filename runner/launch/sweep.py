@@ -3,94 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from runner.engine.config import Config
-from runner.launch import fair, folders, grid, ready
+from runner.launch import compare, fair, folders, grid, ready, snapshot
 from runner.launch import words as words_of
-from runner.launch.children import Children
+from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
 from runner.launch.launcher import JobFailed, Stopped
-from runner.launch.ledger import ENDED, Job, Ledger, begun, read_run
+from runner.launch.ledger import ENDED, Ledger, begun, read_run
 from runner.launch.refusal import FAILED, INTERRUPTED
+from runner.launch.underway import Sweep, current, is_due
 from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
+PLACE = "hydra.sweep.dir="
 OURS = "grid"  # the sweeper whose points we know beforehand
+LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
 STORED = ("hydra/sweeper", "hydra/launcher", "hydra/sweeper/sampler", "hydra.sweeper.", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries")  # fmt: skip
-
-current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
-
-
-class Sweep:
-    """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.shared: list[str] = ledger.fields["words"]
-        self.composer = Composer(self.shared)
-        self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
-        self._complained = False
-
-    def config(self, job: Job) -> Config:
-        return self.composer.config(job["words"])
-
-    def changed(self, job: Job) -> dict[str, str]:
-        """What `sweep.fix` and `sweep.lr_scale` make different in this job."""
-        if job["name"] not in self._changed:
-            config = self.config(job)
-            fix = fair.kept(config.sweep.fix, self.ledger.fields["swept"])
-            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix)
-        return self._changed[job["name"]]
-
-    def job_of(self, words: Sequence[str]) -> Job:
-        """The job that a sweeper means; one that it has only now thought of is new."""
-        pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
-        return self.ledger.add({key: pairs[key] for key in self.ledger.fields["swept"] if key in pairs})
-
-    def is_due(self, job: Job) -> bool:
-        """Not completed, or to be continued with more words. One that diverged would diverge again."""
-        return bool(job.get("pending")) or not (job["status"] == "completed" or (job["status"] == "failed" and job["loss"] == "inf"))
-
-    def plain_words(self, job: Job) -> list[str]:
-        """What one would type for this job alone."""
-        mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
-        return grid.with_words(mine, [f"{key}={value}" for key, value in (job["words"] | self.changed(job)).items()])
-
-    def hydra_words(self, job: Job) -> list[str]:
-        """For a launcher that starts jobs its own way."""
-        return [*self.plain_words(job), f"hydra.sweep.subdir={quoted(job['name'])}"]
-
-    def child_words(self, job: Job) -> list[str]:
-        """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
-        folder = self.ledger.folder / job["name"]
-        if begun(read_run(folder)):
-            return [f"resume={folder}", *job.get("pending", [])]
-        return [*self.plain_words(job), f"hydra.run.dir={quoted(str(folder))}"]
-
-    def children(self) -> Children:
-        return Children(self.ledger, self.child_words, self.report)
-
-    def report(self) -> None:
-        """Leaderboard and page as of now. No disk trouble there ends a sweep."""
-        from runner.launch import compare
-
-        try:
-            compare.update(self.ledger.folder)
-        except OSError as error:
-            if not self._complained:
-                self._complained = True
-                print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
 
 
 def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Start a sweep: `typed` are its words, checked and with whole paths, `flags` those of Hydra that stood beside them."""
     shared, swept, counted = grid.split(typed)
-    composer = Composer(shared)
+    composer, shared = Composer(shared), [word for word in shared if not word.startswith(PLACE)]
     tree = composer.tree({word: values[0] for word, values in swept.items()} if counted else {})
     sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
     _check_hydra(tree, sweeper, launcher, counted, shared)
@@ -100,13 +41,15 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     base = min(map(fair.rows_of, configs))
     for config in configs:
         fair.words(config, base, fair.kept(config.sweep.fix, swept))
-    if not any(word.startswith("hydra.sweep.dir=") for word in typed):
+    if not any(word.startswith(PLACE) for word in typed):
         folders.claim(sweep=True)
-    folder = Path(Composer(shared).tree({}).hydra.sweep.dir if not points else Composer(shared).tree(points[0]).hydra.sweep.dir).absolute()
+    folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
     with Ledger.create(folder, words=shared, swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
         for point in points:
             ledger.add(point)
         ledger.write()
+        for groups in composer.choices:
+            snapshot.add(folder, [*(word for word in shared if not word.startswith(("hydra.", "hydra/"))), *groups], words_of.CONF)
         _run(Sweep(ledger), typed, flags, app)
 
 
@@ -119,21 +62,25 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
-        if added or more:
-            _extend(ledger, more, added)
-        sweep = Sweep(ledger)
-        if ledger.fields["sweeper"] == OURS and not any(map(sweep.is_due, ledger.jobs)):
-            return _end(sweep, stopped=False)
-        typed = [*sweep.shared, *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items())]
-        _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
+        if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] != OURS):
+            return _end(Sweep(ledger), stopped=False)
+        changed = snapshot.differences(folder)
+        for line in changed:
+            print(f"resume: {line}", file=sys.stderr)
+        with snapshot.laid_out(folder) if changed else nullcontext() as conf:
+            if added or more:
+                _extend(ledger, more, added, conf)
+            sweep = Sweep(ledger, conf)
+            typed = [*sweep.shared, *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items())]
+            _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
 
 
 def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     ledger, stopped = sweep.ledger, False
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
-    place = f"hydra.sweep.dir={quoted(str(ledger.folder))}"
-    sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith("hydra.sweep.dir=")), place]
+    sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(PLACE)), PLACE + quoted(str(ledger.folder))]
+    register()
     ledger.finish("running")
     print(f"{len(ledger.jobs) or 'a sampler chooses the'} jobs -> {ledger.folder}", flush=True)
     try:
@@ -156,13 +103,11 @@ def _end(sweep: Sweep, stopped: bool) -> None:
         ledger.finish(status)
         sweep.report()
         if sys.stdout.isatty():
-            from runner.launch import compare
-
             print(compare.terminal(ledger.folder))
     print(f"{ledger.folder}: {len(ledger.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in found.items() if count)}")
     if status == "completed":
         return
-    if any(map(sweep.is_due, ledger.jobs)):
+    if any(map(is_due, ledger.jobs)):
         print(f"continue with: python runner/train.py resume={ledger.folder}", file=sys.stderr)
     sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
@@ -206,26 +151,27 @@ def _check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]]) ->
     words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)])
     if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
         raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
-    if word := next((word for word in more if word.startswith(("sweep.", "hydra.sweep.dir="))), None):
+    if word := next((word for word in more if word.startswith(("sweep.", PLACE))), None):
         raise ValueError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")
 
 
-def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
+def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path | None) -> None:
     """New points, and new words for all jobs. Checked as a whole before anything is written."""
     swept = ledger.fields["swept"]
     shared = grid.with_words(ledger.fields["words"], more)
-    composer = Composer(shared)
+    composer = Composer(shared, conf or words_of.CONF)
     zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
     points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] == OURS else []
     _checked(composer, points)
-    jobs = [job for job in ledger.jobs if begun(read_run(ledger.folder / job["name"]))]
     plain = [word for word in more if not word.startswith(("hydra.", "hydra/"))]
+    longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
+    jobs = [job for job in ledger.jobs if (longer or job["status"] != "completed") and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
     ledger.fields["words"] = shared
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
         ledger.add(point)
-    sweep = Sweep(ledger)
+    sweep = Sweep(ledger, conf)
     for job in jobs if plain else ():
         keys = {word.partition("=")[0] for word in plain}
         job["pending"] = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])

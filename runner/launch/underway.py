@@ -1,0 +1,93 @@
+"""A sweep under way: what Hydra's sweepers and launchers ask of it, whichever they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+
+from runner.engine.config import Config
+from runner.engine.disk import make_folder, replace
+from runner.launch import compare, fair, grid, snapshot, stored
+from runner.launch import words as words_of
+from runner.launch.children import Children
+from runner.launch.grid import Composer
+from runner.launch.ledger import Job, Ledger, begun, read_run
+from runner.launch.record import Record
+from runner.launch.words import quoted
+
+current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
+
+
+class Sweep:
+    """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
+
+    def __init__(self, ledger: Ledger, conf: Path | None = None) -> None:
+        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, where today's is another
+        self.shared: list[str] = ledger.fields["words"]
+        self.composer = Composer(self.shared, conf or words_of.CONF)
+        self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
+        self._complained = False
+
+    def config(self, job: Job) -> Config:
+        return self.composer.config(job["words"])
+
+    def changed(self, job: Job) -> dict[str, str]:
+        """What `sweep.fix` and `sweep.lr_scale` make different in this job."""
+        if job["name"] not in self._changed:
+            config = self.config(job)
+            fix = fair.kept(config.sweep.fix, self.ledger.fields["swept"])
+            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix)
+        return self._changed[job["name"]]
+
+    def job_of(self, words: Sequence[str]) -> Job:
+        """The job that a sweeper means; one that it has only now thought of is new."""
+        pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
+        return self.ledger.add({key: pairs[key] for key in self.ledger.fields["swept"] if key in pairs})
+
+    def plain_words(self, job: Job) -> list[str]:
+        """What one would type for this job alone."""
+        mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
+        return grid.with_words(mine, [f"{key}={value}" for key, value in (job["words"] | self.changed(job)).items()])
+
+    def hydra_words(self, job: Job) -> list[str]:
+        """For a launcher that starts jobs its own way."""
+        return [*self.plain_words(job), f"hydra.sweep.subdir={quoted(job['name'])}"]
+
+    def child_words(self, job: Job) -> list[str]:
+        """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
+        folder = self.ledger.folder / job["name"]
+        if begun(read_run(folder)):
+            return [f"resume={folder}", *job.get("pending", [])]
+        if self.conf:
+            self._lay(folder, self.plain_words(job), self.conf)
+            return [f"resume={folder}"]
+        return [*self.plain_words(job), f"hydra.run.dir={quoted(str(folder))}"]
+
+    def _lay(self, folder: Path, words: list[str], conf: Path) -> None:
+        """A run that has not begun, composed as it would have been when the sweep was started."""
+        with Record.open(folder):
+            make_folder(folder / ".hydra")
+            replace(folder / stored.WORDS, yaml.safe_dump(words).encode())
+            replace(folder / stored.CONFIG, OmegaConf.to_yaml(Composer(words, conf).of_the_job({})).encode())
+            snapshot.take(folder, words, conf)
+
+    def children(self) -> Children:
+        return Children(self.ledger, self.child_words, self.report)
+
+    def report(self) -> None:
+        """Leaderboard and page as of now. No disk trouble there ends a sweep."""
+        try:
+            compare.update(self.ledger.folder)
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
+
+
+def is_due(job: Job) -> bool:
+    """Not completed, or to be continued with more words. One that diverged would diverge again."""
+    return bool(job.get("pending")) or not (job["status"] == "completed" or (job["status"] == "failed" and job["loss"] == "inf"))

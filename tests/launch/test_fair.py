@@ -1,0 +1,78 @@
+"""Fairness between jobs, by numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from runner.engine.config import Config
+from runner.launch import fair
+from runner.launch.compose import compose
+
+
+@pytest.fixture(scope="module")
+def base() -> Config:
+    return compose(["train.batch_size=8", "train.max_steps=400", "schedule.warmup_steps=20", "optimizer.lr=1e-3", "train.keep_every=0", "train.log_every=2"])
+
+
+def job(base: Config, **words: object) -> Config:
+    """`base` with words of train, and with `fix` and `lr_scale` of sweep."""
+    rules = {name: words.pop(name) for name in ("fix", "lr_scale") if name in words}
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, **words), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]
+
+
+def test_four_times_the_rows_of_a_step_take_a_quarter_of_the_steps(base: Config) -> None:
+    assert fair.words(job(base, accumulation_steps=4), base=8, fix="tokens") == {
+        "train.max_steps": "100",
+        "train.log_every": "1",  # 2 / 4, but at least 1
+        "train.eval_every": "25",
+        "train.save_every": "25",
+        "train.sample_every": "25",
+        "schedule.warmup_steps": "5",
+    }
+
+
+def test_rows_come_from_batch_size_and_accumulation_alike(base: Config) -> None:
+    one, other = job(base, batch_size=32), job(base, accumulation_steps=4)
+    assert fair.words(one, 8, "tokens") == fair.words(other, 8, "tokens")
+    assert fair.words(job(base, batch_size=2, accumulation_steps=4), 8, "tokens") == {}
+
+
+def test_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
+    for batch_size in range(1, 65):
+        found = fair.words(job(base, batch_size=batch_size), 8, "tokens")
+        steps = int(found.get("train.max_steps", 400))
+        assert abs(steps * batch_size - 400 * 8) <= batch_size / 2
+
+
+def test_equal_steps_change_no_count(base: Config) -> None:
+    assert fair.words(job(base, accumulation_steps=4), 8, "steps") == {}
+
+
+def test_equal_epochs_scale_what_is_counted_in_steps(base: Config) -> None:
+    found = fair.words(job(base, accumulation_steps=4, max_steps=0), 8, "epochs")
+    assert found["train.eval_every"] == "25" and "train.max_steps" not in found and "train.epochs" not in found
+
+
+def test_a_length_that_cannot_be_kept_equal_is_refused(base: Config) -> None:
+    for fix, steps in (("steps", 0), ("epochs", 400)):
+        with pytest.raises(ValueError, match="cannot be kept equal"):
+            fair.words(job(base, accumulation_steps=4, max_steps=steps), 8, fix)
+        assert fair.words(job(base, max_steps=steps), 8, fix) == {}  # all jobs alike: nothing to keep
+
+
+@pytest.mark.parametrize(("how", "lr"), [("linear", 4e-3), ("sqrt", 2e-3)])
+def test_lr_grows_with_the_rows_of_a_step(base: Config, how: str, lr: float) -> None:
+    assert float(fair.words(job(base, accumulation_steps=4, lr_scale=how), 8, "steps")["optimizer.lr"]) == pytest.approx(lr)
+
+
+def test_auto_keeps_tokens_where_the_rows_of_a_step_are_swept() -> None:
+    assert fair.kept("auto", ["optimizer.lr", "train.accumulation_steps"]) == fair.kept("auto", ["train.batch_size"]) == "tokens"
+    assert fair.kept("auto", ["optimizer.lr"]) == "epochs" and fair.kept("steps", ["train.batch_size"]) == "steps"
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    for word in ("sweep.fix=rows", "sweep.lr_scale=cubic"):
+        with pytest.raises(ValueError, match="unknown way to sweep"):
+            compose([word])

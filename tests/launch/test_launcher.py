@@ -1,0 +1,170 @@
+"""The processes of a sweep, with a few lines of Python in the place of a training: how they end is how jobs end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.launch import children
+from runner.launch.children import Children, Slot, slots
+from runner.launch.ledger import Job, Ledger
+
+GOOD = "says(status='completed', attempt=1, metrics={'loss': 1.5})"
+DIVERGED = "says(status='failed', attempt=1, error='3 steps in a row were not finite'); sys.exit(1)"
+REFUSED = "print('error: a row is wrong\\n  where: rows.jsonl:3\\n  fix:   mend it', file=sys.stderr); sys.exit(2)"
+BUG = "says(status='running', attempt=1); print('hello'); raise KeyError('lost')"
+KILLED = "says(status='running', attempt=1); os.kill(os.getpid(), 9)"
+SAVES = """
+import signal
+def leave(*_):
+    says(status='interrupted', attempt=1); sys.exit(75)
+signal.signal(signal.SIGTERM, leave)
+says(status='running', attempt=1)
+open('ready', 'w').close()
+time.sleep(60)
+"""
+HEAD = """
+import json, os, sys, time
+def says(**fields):
+    with open('run.json', 'w') as file: json.dump(fields, file)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`sweep(scripts, ...)`: a job for each script, run to its end; returns (whether it was stopped, the jobs)."""
+    started: list[str] = []
+    spawned = children._spawn
+
+    def spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
+        started.append(words[1])
+        script = f"import os; os.chdir({str(tmp_path / 'sweep' / words[1])!r})\n{HEAD}\n{words[0]}"
+        monkeypatch.setattr(children.subprocess, "Popen", lambda command, **how: Popen([sys.executable, "-c", script], **how))
+        return spawned([], slot, out)
+
+    Popen = subprocess.Popen
+    monkeypatch.setattr(children, "_spawn", spawn)
+
+    def run(scripts: list[str], workers: int = 1, fail_fast: bool = False, retries: int = 0) -> tuple[bool, list[Job]]:
+        with Ledger.create(tmp_path / "sweep", words=[], swept={"seed": [str(n) for n in range(len(scripts))]}) as ledger:
+            for number in range(len(scripts)):
+                ledger.add({"seed": str(number)})
+            group = Children(ledger, lambda job: [scripts[int(job["words"]["seed"])], job["name"]], lambda: None)
+            return group.run(list(ledger.jobs), slots(workers, None), fail_fast, retries), ledger.jobs
+
+    run.started = started  # type: ignore[attr-defined]
+    run.folder = tmp_path / "sweep"  # type: ignore[attr-defined]
+    return run
+
+
+def test_a_job_that_dies_in_any_way_is_recorded_and_the_sweep_goes_on(sweep: Any, capfd: pytest.CaptureFixture) -> None:
+    stopped, jobs = sweep([DIVERGED, REFUSED, BUG, KILLED, GOOD])
+    assert not stopped and [job["status"] for job in jobs] == ["failed"] * 4 + ["completed"]
+    assert [job["error"] for job in jobs[:4]] == [
+        "3 steps in a row were not finite",
+        "a row is wrong (rows.jsonl:3)",
+        "KeyError: 'lost'",
+        "killed by SIGKILL (out of memory, or kill -9)",
+    ]
+    assert [job["loss"] for job in jobs] == ["inf", None, None, None, 1.5]
+    assert "hello" in jobs[2]["last_lines"] and "last_lines" not in jobs[4]
+    said = capfd.readouterr()
+    assert "[2/5] seed=1 failed: a row is wrong" in said.err and "hello" in said.out
+    assert json.loads((sweep.folder / "sweep.json").read_text())["jobs"] == jobs
+
+
+def test_only_what_trying_again_could_help_is_tried_again(sweep: Any) -> None:
+    flaky = f"before = os.path.exists('tried')\nopen('tried', 'w').close()\nif before: {GOOD}\nelse: {KILLED}"
+    _, jobs = sweep([DIVERGED, REFUSED, KILLED, flaky], retries=2)
+    assert [job["attempt"] for job in jobs] == [1, 1, 3, 2]
+    assert [job["status"] for job in jobs] == ["failed", "failed", "failed", "completed"]
+
+
+def test_fail_fast_stops_at_the_first_failure_and_the_others_save(sweep: Any) -> None:
+    wait = "while not os.path.exists('../seed=0/ready'): time.sleep(0.01)\n"
+    stopped, jobs = sweep([SAVES, wait + KILLED, GOOD], workers=2, fail_fast=True)
+    assert not stopped and [job["status"] for job in jobs] == ["interrupted", "failed", "new"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_and_no_further_job_starts(sweep: Any, number: int) -> None:
+    def send() -> None:
+        while not all((sweep.folder / f"seed={n}" / "ready").exists() for n in (0, 1)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+    stopped, jobs = sweep([SAVES, SAVES, GOOD], workers=2)
+    assert stopped and [job["status"] for job in jobs] == ["interrupted", "interrupted", "new"]
+    assert sweep.started == ["seed=0", "seed=1"]
+
+
+def test_a_job_that_an_earlier_driver_left_behind_is_waited_for(sweep: Any) -> None:
+    folder = sweep.folder / "seed=0"
+    folder.mkdir(parents=True)
+    hold = "import fcntl, os, time; fd = os.open('.lock', os.O_RDWR | os.O_CREAT); fcntl.lockf(fd, fcntl.LOCK_EX); print(flush=True); time.sleep(1)"
+    holder = subprocess.Popen([sys.executable, "-c", hold], cwd=folder, stdout=subprocess.PIPE)
+    assert holder.stdout
+    holder.stdout.readline()
+    _, jobs = sweep([f"{GOOD}", GOOD])
+    holder.communicate()
+    assert sweep.started == ["seed=1", "seed=0"] and [job["status"] for job in jobs] == ["completed"] * 2
+
+
+def test_the_machine_is_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    assert slots(None, None) == [Slot(None, None)]
+    assert slots(3, None) == [Slot(2, None)] * 3
+    assert slots(16, None)[0].threads == 1
+    assert slots(None, ["0", "1"]) == [Slot(4, ["0"]), Slot(4, ["1"])]
+    assert [slot.devices for slot in slots(2, ["0", "1", "2", "3"])] == [["0", "1"], ["2", "3"]]
+    assert [slot.devices for slot in slots(4, ["0", "1"])] == [["0"], ["1"], ["0"], ["1"]]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert slots(2, None)[0].threads is None
+
+
+def test_a_slot_reaches_its_job_and_our_own_wish_for_tracebacks_does_not(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR")
+    seen: Callable[[], dict] = lambda: json.loads((sweep.folder / "seen.json").read_text())  # noqa: E731
+    with Ledger.create(sweep.folder, words=[], swept={"seed": ["0"]}) as ledger:
+        job = ledger.add({"seed": "0"})
+        script = f"{GOOD}; json.dump({{name: os.environ.get(name) for name in {names}}}, open('../seen.json', 'w'))"
+        Children(ledger, lambda job: [script, job["name"]], lambda: None).run([job], [Slot(3, ["2", "5"])], False, 0)
+    assert seen() == {"CUDA_VISIBLE_DEVICES": "2,5", "OMP_NUM_THREADS": "3", "HYDRA_FULL_ERROR": None}
+
+
+def test_a_job_asks_to_save_when_its_driver_is_killed(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, time
+from runner.launch import children
+children.subprocess.Popen, Popen = (lambda command, **how: Popen([sys.executable, "-c", {HEAD + SAVES!r}], cwd={str(tmp_path)!r}, **how)), children.subprocess.Popen
+print(children._spawn([], children.Slot(None, None), os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)).pid, flush=True)
+time.sleep(60)
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout
+    child = int(driver.stdout.readline())
+    until(lambda: (tmp_path / "ready").exists())
+    driver.kill()
+    driver.wait()
+    until(lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text())
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,151 @@
+"""sweep.json: what is believed, what is refused, and what it learns from the jobs themselves; and the points of a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.launch import grid
+from runner.launch.compose import compose
+from runner.launch.ledger import Ledger, is_held
+from runner.launch.record import Record
+
+POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed in ("1", "2")]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    with Ledger.create(tmp_path / "sweep", words=[], swept={"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2"]}) as ledger:
+        for point in POINTS:
+            ledger.add(point)
+        ledger.write()
+    return tmp_path / "sweep"
+
+
+def says(folder: Path, **fields: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps(fields))
+
+
+def test_a_job_is_known_by_its_words_in_whatever_order(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        before = [job["name"] for job in ledger.jobs]
+        for point in reversed(POINTS):
+            ledger.add(dict(reversed(point.items())))
+        assert [job["name"] for job in ledger.jobs] == before and before[1] == "optimizer.lr=0.1,seed=2"
+
+
+def test_what_a_killed_driver_could_not_write_is_learnt_from_the_jobs(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        for job in ledger.jobs[:3]:
+            ledger.mark(job, status="running")
+        names = [job["name"] for job in ledger.jobs]
+    says(sweep / names[0], status="completed", attempt=1, metrics={"loss": 2.0, "val_loss": 1.5})
+    says(sweep / names[1], status="running", attempt=1)
+    says(sweep / names[2], status="new", attempt=0)
+    with Ledger.open(sweep) as ledger:
+        assert [(job["status"], job["loss"]) for job in ledger.jobs] == [("completed", 1.5), ("interrupted", None), ("new", None), ("new", None)]
+
+
+def test_a_job_whose_folder_is_gone_is_new_again(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        ledger.mark(ledger.jobs[0], status="completed", loss=1.0)
+    with Ledger.open(sweep) as ledger:
+        assert ledger.jobs[0]["status"] == "new"
+
+
+def test_a_completed_job_without_a_finite_loss_has_an_infinite_one(sweep: Path) -> None:
+    says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": None, "val_loss": None})
+    with Ledger.open(sweep) as ledger:
+        assert ledger.jobs[0]["loss"] == "inf"
+
+
+def test_one_process_at_a_time_drives_a_sweep(sweep: Path) -> None:
+    with Ledger.open(sweep):
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                Ledger.open(sweep)
+            except ValueError as error:
+                code = 0 if "another process" in error.args[0] else 1
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_job_that_still_trains_is_seen(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    with Record.open(tmp_path):
+        if (child := os.fork()) == 0:
+            os._exit(0 if is_held(tmp_path) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not is_held(tmp_path)
+
+
+def test_a_folder_with_a_sweep_or_a_run_takes_no_other(sweep: Path, tmp_path: Path) -> None:
+    says(tmp_path / "run", status="completed")
+    for folder in (sweep, tmp_path / "run"):
+        with pytest.raises(ValueError, match="already holds"):
+            Ledger.create(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields["jobs"][0].update(name="../../outside"),
+        lambda fields: fields["jobs"][0].update(words={"seed": 1}),
+        lambda fields: fields["jobs"][0].update(status="done"),
+        lambda fields: fields.pop("swept"),
+        lambda fields: fields.update(words="seed=1"),
+    ],
+)
+def test_a_sweep_json_that_is_none_of_ours_is_refused(sweep: Path, change) -> None:
+    fields = json.loads((sweep / "sweep.json").read_text())
+    change(fields)
+    (sweep / "sweep.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="no sweep.json of ours"):
+        Ledger.open(sweep)
+
+
+def test_points_are_every_combination_each_once() -> None:
+    shared, swept, counted = grid.split(["stage=sft", "optimizer.lr=1e-4,0.0001,5e-4", "seed=range(1,3)"])
+    assert shared == ["stage=sft"] and counted
+    assert grid.points(swept) == [{"optimizer.lr": lr, "seed": seed} for lr in ("0.0001", "0.0005") for seed in ("1", "2")]
+
+
+def test_an_interval_cannot_be_counted() -> None:
+    assert grid.split(["optimizer.lr=interval(1e-5,1e-3)"])[1:] == ({"optimizer.lr": ["interval(1e-5,1e-3)"]}, False)
+
+
+def test_a_pattern_means_the_files_of_a_group() -> None:
+    assert grid.split(["precision=glob(*16)"])[1] == {"precision": ["bf16", "fp16"]}
+
+
+def test_zipped_words_go_in_pairs_and_the_others_with_each_pair() -> None:
+    swept = {"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2", "3"], "train.batch_size": ["8", "16"]}
+    found = grid.points(swept, ["optimizer.lr", "train.batch_size"])
+    assert len(found) == 6 and {(point["optimizer.lr"], point["train.batch_size"]) for point in found} == {("0.1", "8"), ("0.2", "16")}
+
+
+@pytest.mark.parametrize("zipped", [["optimizer.lr", "seed"], ["optimizer.lr", "train.epochs"]])
+def test_pairs_that_do_not_go_up_are_refused(zipped: list[str]) -> None:
+    with pytest.raises(ValueError, match="pairs"):
+        grid.points({"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2", "3"]}, zipped)
+
+
+@pytest.mark.parametrize(
+    "point", [{"optimizer.lr": "0.1", "train.max_steps": "1e3"}, {"precision": "bf16", "data.path": "'a b.jsonl'"}, {"stage": "lora", "stage.lora.rank": "4"}]
+)
+def test_a_point_is_composed_as_hydra_composes_it(point: dict[str, str]) -> None:
+    composer = grid.Composer(["train.epochs=2"])
+    composer.config({"optimizer.lr": "0.7"})  # must leave nothing behind
+    assert composer.config(point) == compose(["train.epochs=2", *(f"{key}={value}" for key, value in point.items())])
+
+
+def test_a_wrong_value_of_a_point_is_refused_in_its_own_words() -> None:
+    for point, what in (({"optimizer.lr": "x"}, "a number"), ({"optimizer.lrr": "1"}, "no such word"), ({"stage": "sfft"}, "no such stage")):
+        with pytest.raises(ValueError, match=what):
+            grid.Composer([]).config(point)

@@ -1,0 +1,287 @@
+"""A sweep as a person runs it: killed at any moment, continued, extended, stopped; every job to the bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.engine.verify import differences
+
+WORDS = [
+    "model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16", "model.intermediate_size=32",
+    "model.dropout=0.1", "data.max_length=32", "data.val_path=null", "data.val_fraction=0.2", "init_from=scratch", "train.batch_size=2", "train.max_steps=60", "train.log_every=4",
+    "train.save_every=8", "train.eval_every=20", "train.sample_every=0", "device=cpu", "tracker.console=quiet",
+]  # fmt: skip
+SWEPT = ["optimizer.lr=1e-3,2e-3", "train.accumulation_steps=1,4"]
+NAMES = {f"optimizer.lr={lr},train.accumulation_steps={steps}" for lr in ("0.001", "0.002") for steps in (1, 4)}
+
+Launch = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def launch(checkout: Path, rows: Path) -> Launch:
+    def launch(*words: str, **env: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(checkout / "runner" / "train.py"), *words],
+            cwd=rows.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=open(rows.parent / "said", "w+"),
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        )
+
+    return launch
+
+
+def first_words(folder: Path, rows: Path, *swept: str) -> list[str]:
+    return ["-m", *WORDS, f"data.path={rows}", *(swept or SWEPT), f"hydra.sweep.dir={folder}", "hydra.launcher.workers=2"]
+
+
+@pytest.fixture(scope="module")
+def whole(launch: Launch, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("sweep") / "whole"
+    assert launch(*first_words(folder, rows)).wait(120) == 0, (rows.parent / "said").read_text()
+    return folder
+
+
+def sweep_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "sweep.json").read_text())
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {job["name"]: job["status"] for job in sweep_of(folder)["jobs"]}
+
+
+def record(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text()) if (run / "run.json").exists() else {}
+
+
+def steps(run: Path) -> list[tuple[str, int]]:
+    file = run / "metrics.jsonl"
+    return [(line["kind"], line["step"]) for line in map(json.loads, file.read_text().splitlines())] if file.exists() else []
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def same_as(whole: Path, folder: Path) -> None:
+    """Every job of `folder` ended in the bits of the undisturbed one, and none of its steps was taken twice."""
+    assert statuses(folder) == statuses(whole)
+    for name in statuses(whole):
+        assert differences(whole / name, folder / name) == []
+        assert steps(folder / name) == steps(whole / name)
+
+
+def test_every_job_stands_in_a_folder_named_by_its_words(whole: Path) -> None:
+    told = sweep_of(whole)
+    assert told["status"] == "completed" and set(statuses(whole)) == NAMES and set(statuses(whole).values()) == {"completed"}
+    assert told["swept"] == {"optimizer.lr": ["0.001", "0.002"], "train.accumulation_steps": ["1", "4"]}
+    assert all(isinstance(job["loss"], float) and job["loss"] == record(whole / job["name"])["metrics"]["val_loss"] for job in told["jobs"])
+    assert (whole / "report.html").is_file() and (whole / "leaderboard.csv").is_file()
+
+
+def test_jobs_with_larger_steps_take_fewer_of_them_and_say_so(whole: Path) -> None:
+    name = "optimizer.lr=0.001,train.accumulation_steps=4"
+    assert {"train.max_steps=15", "train.eval_every=5"} <= set(yaml.safe_load((whole / name / ".hydra" / "overrides.yaml").read_text()))
+    assert record(whole / name)["step"] == 15
+    assert record(whole / name)["tokens"] == pytest.approx(record(whole / "optimizer.lr=0.001,train.accumulation_steps=1")["tokens"], rel=0.05)
+
+
+def test_a_sweep_killed_once_and_continued_costs_no_bit_and_runs_no_job_twice(whole: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    driver = launch(*first_words(folder, rows))
+    first, other = (folder / f"optimizer.lr=0.001,train.accumulation_steps={n}" for n in (1, 4))
+    until(lambda: steps(first) and steps(other))
+    driver.kill()
+    driver.wait()
+    before = statuses(folder)
+    assert "running" in before.values() and "new" in before.values()
+    assert launch(f"resume={folder}").wait(120) == 0, (rows.parent / "said").read_text()
+    same_as(whole, folder)
+    assert [record(folder / name)["attempt"] for name, status in before.items() if status in ("new", "completed")] == [1, 1]
+
+
+def test_a_finished_sweep_is_not_touched(whole: Path, launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / "more"
+    shutil.copytree(whole, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert launch(f"resume={folder}").wait(60) == 0
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.slow
+def test_new_points_are_trained_and_the_others_left_alone(whole: Path, launch: Launch, tmp_path: Path) -> None:
+    folder = tmp_path / "more"
+    shutil.copytree(whole, folder)
+    driver = launch(f"resume={folder}", "optimizer.lr=1e-3,3e-3", "train.accumulation_steps=4")
+    assert driver.wait(60) == 0
+    assert set(statuses(folder)) == NAMES | {"optimizer.lr=0.003,train.accumulation_steps=4"}
+    assert record(folder / "optimizer.lr=0.003,train.accumulation_steps=4")["step"] == 15
+    assert {record(folder / name)["attempt"] for name in NAMES} == {1}
+
+
+REFUSED = (["seed=1,2"], ["optimizer.lrr=1"], ["optimizer.lr=1e-3,x"], ["sweep.fix=steps"], ["hydra.sweep.dir=elsewhere"], ["train.max_steps=x"])
+
+
+def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import sweep
+
+    before = (whole / "sweep.json").read_bytes()
+    for extra in REFUSED:
+        with pytest.raises(ValueError) as refusal:
+            sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
+        assert len(refusal.value.args) == 3
+    assert (whole / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("word", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra/launcher=x._target_", "hydra.launcher.setup=[rm]"])
+def test_nothing_in_a_sweep_s_folder_can_reach_outside(whole: Path, tmp_path: Path, word: str) -> None:
+    from runner.launch import sweep
+
+    shutil.copy(whole / "sweep.json", tmp_path)
+    told = sweep_of(tmp_path)
+    (tmp_path / "sweep.json").write_text(json.dumps({**told, "words": [*told["words"], word]}))
+    with pytest.raises(ValueError, match="reach outside"):
+        sweep.resume(tmp_path, [], [], lambda: pytest.fail("it went on"))
+
+
+def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from runner.launch import sweep
+
+    for swept in (
+        ["optimizer.lr=1e-3,x"],
+        ["data.path=data/samples/pretrain.jsonl,nowhere.jsonl"],
+        ["train.batch_size=1,2", "train.max_steps=0", "sweep.fix=steps"],
+        ["optimizer.lr=1e-3,1e-4", "seed=1,2,3", "sweep.zip=[optimizer.lr,seed]"],
+        ["optimizer.lr=interval(1e-5,1e-3)"],
+        ["optimizer.lr=1e-3,1e-4", "hydra.launcher.workers=0"],
+    ):
+        with pytest.raises(ValueError) as refusal:
+            sweep.enter([*swept, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))
+        assert len(refusal.value.args) == 3
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow
+def test_the_words_of_conf_as_they_were_hold_for_jobs_that_had_not_begun(checkout: Path, whole: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder, schedule = tmp_path / "sweep", checkout / "conf" / "schedule" / "cosine.yaml"
+    driver = launch(*first_words(folder, rows))
+    until(lambda: "running" in statuses(folder).values() if (folder / "sweep.json").exists() else False)
+    driver.kill()
+    driver.wait()
+    text = schedule.read_text()
+    try:
+        schedule.write_text(text.replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.9"))
+        assert schedule.read_text() != text
+        assert launch(f"resume={folder}").wait(120) == 0, (rows.parent / "said").read_text()
+    finally:
+        schedule.write_text(text)
+    same_as(whole, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_every_job_saves_and_the_line_to_continue_is_printed(whole: Path, launch: Launch, rows: Path, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "stopped"
+    driver = launch(*first_words(folder, rows))
+    until(lambda: steps(folder / "optimizer.lr=0.001,train.accumulation_steps=1"))
+    driver.send_signal(number)
+    assert driver.wait(60) == 75
+    assert f"resume={folder}" in (rows.parent / "said").read_text()
+    assert sweep_of(folder)["status"] == "interrupted" and set(statuses(folder).values()) <= {"interrupted", "new", "completed"}
+    assert launch(f"resume={folder}").wait(120) == 0
+    same_as(whole, folder)
+
+
+@pytest.mark.slow
+def test_more_steps_continue_every_job_each_by_its_share(whole: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    longer = tmp_path / "longer"
+    words = [word.replace("train.max_steps=60", "train.max_steps=80") for word in first_words(longer, rows)]
+    assert launch(*words, "schedule=constant").wait(120) == 0
+    folder = tmp_path / "sweep"
+    assert launch(*first_words(folder, rows), "schedule=constant").wait(120) == 0
+    assert launch(f"resume={folder}", "train.max_steps=80").wait(120) == 0
+    assert {name: record(folder / name)["step"] for name in NAMES} == {name: 80 if name.endswith("1") else 20 for name in NAMES}
+
+
+@pytest.mark.slow
+def test_a_job_that_diverges_is_failed_with_an_infinite_loss_and_is_not_tried_again(launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    assert launch(*first_words(folder, rows, "optimizer.lr=1e-3,1e30"), "optimizer.grad_clip=0").wait(120) == 1
+    good, bad = sweep_of(folder)["jobs"]
+    assert good["status"] == "completed" and (bad["status"], bad["loss"]) == ("failed", "inf") and "not finite" in bad["error"] and bad["last_lines"]
+    assert launch(f"resume={folder}").wait(60) == 1
+    assert record(folder / bad["name"])["attempt"] == 1
+
+
+KILLS = 10
+
+
+@pytest.mark.slow
+def test_ten_cold_kills_of_driver_child_or_both_cost_no_bit(launch: Launch, rows: Path, tmp_path: Path) -> None:
+    swept = ("optimizer.lr=1e-3,2e-3,3e-3", "train.accumulation_steps=1,4")
+    whole, folder, chance, seen = tmp_path / "whole", tmp_path / "killed", random.Random(10), Counter[str]()
+    assert launch(*first_words(whole, rows, *swept)).wait(180) == 0
+    words = first_words(folder, rows, *swept)
+    starts: Counter[str] = Counter()
+    while seen["kills"] < KILLS:
+        driver = launch(*words)
+        seen["launches"] += 1
+        try:
+            code = driver.wait(chance.uniform(0.5, 6))
+        except subprocess.TimeoutExpired:
+            who = chance.choice(("driver", "child", "both"))
+            jobs = children_of(driver.pid)
+            victims = {"driver": [driver.pid], "child": jobs[:1], "both": [driver.pid, *jobs]}[who]
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            seen["kills"] += bool(victims)
+            seen[who] += bool(victims)
+            if who == "child":
+                try:
+                    code = driver.wait(chance.uniform(0.5, 6))
+                except subprocess.TimeoutExpired:
+                    driver.kill()
+                    seen["kills"] += 1
+            code = driver.wait()
+        assert code in (0, 1, -9), (rows.parent / "said").read_text()
+        if (folder / "sweep.json").exists():
+            words = [f"resume={folder}"]
+            for name, status in statuses(folder).items():
+                starts[name] = max(starts[name], record(folder / name).get("attempt", 0)) if status == "completed" else 0
+        if code == 0:
+            break
+    while launch(f"resume={folder}").wait(180) != 0:
+        seen["launches"] += 1
+        assert seen["launches"] < 30
+    print(dict(seen))
+    same_as(whole, folder)
+    assert all(record(folder / name)["attempt"] == attempts for name, attempts in starts.items() if attempts), "a completed job was run again"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
