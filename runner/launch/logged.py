@@ -32,7 +32,7 @@ class Logged:
 
     @property
     def last(self) -> Mark | None:
-        return max((marks[-1] for marks in (self.train, self.eval) if marks), key=lambda mark: mark.step, default=None)
+        return max((marks[-1] for marks in (self.train, self.eval) if marks), key=lambda mark: (mark.step, mark.time), default=None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

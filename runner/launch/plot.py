@@ -125,7 +125,7 @@ def height(lines: Iterable[Line]) -> Axis:
 def near(values: Sequence[float]) -> Axis:
     """Room for most of these values; the few far above stand at the upper edge."""
     low, high, usual = min(values), max(values), statistics.median(values)
-    top = usual + 4 * (usual - low)
+    top = usual + 2 * (usual - low)
     return _padded(low, top if low < top < high else high)
 
 

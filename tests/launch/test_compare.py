@@ -104,6 +104,11 @@ def test_time_goes_on_over_attempts_and_lost_steps_are_not_counted(tmp_path: Pat
     assert [mark.time for mark in read_metrics(tmp_path / "metrics.jsonl").train] == [3.0, 6.0, 8.5, 11.0]
 
 
+def test_time_includes_the_last_evaluation(tmp_path: Path) -> None:
+    (row,) = compare.table(made_sweep(tmp_path, [job({LR: "1"}, [line(10, 3.0, time=4.0), line(10, 3.0, time=6.0, kind="eval")])]))
+    assert row.seconds == 6.0
+
+
 def test_tokens_per_second_weighs_each_line_by_the_steps_it_stands_for(tmp_path: Path) -> None:
     """Ten steps at 1000 and thirty at 3000 take twice ten units of time for forty steps' worth: 2000."""
     lines = [line(10, 5.0) | {"tokens_per_second": 1000.0}, line(40, 4.0) | {"tokens_per_second": 3000.0}, line(41, 4.0) | {"tokens_per_second": None}]
