@@ -23,6 +23,7 @@ COMPLETING = {"--shell-completion", "-sc", "--hydra-help", "--version"}
 LOOKING = {"--cfg", "-c", "--info", "-i"}
 SWEEPING = {"--multirun", "-m"}
 RESUME = "resume="
+QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")  # as Hydra wants words with blanks in them; a path needs none
 ANSWERED = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")  # that is no longer being typed
 
 tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it, before we do
@@ -55,7 +56,7 @@ def _let_in(app: Callable[[], None]) -> None:
         with translated(typed):
             return app()
     places.check_flags(flags)
-    resume = [word.removeprefix(RESUME) for word in typed if word.startswith(RESUME)]
+    resume = [QUOTED.sub(r"\2", word.removeprefix(RESUME)) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
         return _continue(places.find(resume[-1]), typed, flags, app)

@@ -95,8 +95,8 @@ def test_whatever_becomes_of_conf_a_run_goes_on_as_it_began(program: Program, ru
 
 def test_a_finished_run_says_so_and_is_not_touched(program: Program, run: Path) -> None:
     before = contents(run)
-    for words in ([], ["train.max_steps=2"], [f"data.max_length={32}"]):
-        done = program(f"resume={run}", *words)
+    for words in ([f"resume={run}"], [f"resume='{run}'", "train.max_steps=2"]):
+        done = program(*words)
         assert done.returncode == 0 and "already complete at step 2" in done.stdout
     assert contents(run) == before
 
