@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.build import Progress, silent
 from data.order import shuffled
 from data.rows import Row, RowSource
 
@@ -51,7 +52,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return windows
 
 
-def _groups(rows: RowSource, capacity: int) -> Iterator[tuple[np.ndarray, int]]:
+def _groups(rows: RowSource, capacity: int, progress: Progress) -> Iterator[tuple[np.ndarray, int]]:
     """The numbers of the rows of each window, and their positions; slices of the file are mixed before they are packed against each other."""
     size = len(rows)
     slices = -(-size // SLICE)
@@ -64,17 +65,20 @@ def _groups(rows: RowSource, capacity: int) -> Iterator[tuple[np.ndarray, int]]:
         members, lengths = members[order], lengths[order]
         for window in best_fit(lengths, capacity):
             yield members[window], int(lengths[window].sum())
+        done = min((start + AT_ONCE // SLICE) * SLICE, size)
+        progress(done, size, done)
 
 
 class Packed:
     """Rows as windows: `packed[w]` is the list of rows of window w."""
 
-    def __init__(self, rows: RowSource, capacity: int, cache: Path) -> None:
+    def __init__(self, rows: RowSource, capacity: int, cache: Path, progress: Progress = silent) -> None:
+        """`progress` hears (rows done, rows in all, rows done), as when a store is built."""
         self.rows, self.capacity = rows, capacity
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {VERSION}".encode()).hexdigest()
         self.path = cache / f"{self.fingerprint}.windows"
         if not self._open():
-            _write(self.path, _groups(rows, capacity))
+            _write(self.path, _groups(rows, capacity, progress))
             assert self._open(), f"{self.path} was written a moment ago"
 
     def __len__(self) -> int:

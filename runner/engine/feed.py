@@ -140,7 +140,8 @@ def windows(rows: RowSource, cfg: Config) -> Windows:
     if cfg.data.packing == "none":
         return Single(rows)
     # A pair has room for both its sides, so that every pair fits that fits unpacked.
-    return Packed(rows, cfg.data.max_length * sides_of(cfg.stage.rows), Path(cfg.data.cache))
+    with Meter("packing") as progress:
+        return Packed(rows, cfg.data.max_length * sides_of(cfg.stage.rows), Path(cfg.data.cache), progress)
 
 
 def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, accumulation_steps: int) -> StepLoader:
