@@ -67,7 +67,7 @@ def terminal(folder: Path) -> str:
     text = [f"sweep {sweep.folder}", f"{sweep.status}: {page.counts(sweep)}", "", *_aligned(lines)]
     text += ["", *reasons] if reasons else []
     text += ["", f"the best again: {sweep.again(sweep.best)}"] if sweep.best else []
-    text += ["", f"continue with: {sweep.continued}"] if sweep.status != "completed" else []
+    text += ["", f"continue with: {sweep.continued}"] if sweep.unfinished else []
     return clean("\n".join(text))
 
 

@@ -18,6 +18,7 @@ STYLE = Path(__file__).with_name("page.css")
 COLOURS, DASHES = 8, 4  # as page.css has them
 POINTS, IN_ALL, FEWEST = 500, 24_000, 60  # of a curve; of a panel; of a curve in a crowd
 LEGEND = 24  # more entries are folded away
+LONG = 160  # characters of a reason
 TIMES = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
@@ -45,7 +46,7 @@ def _head(sweep: Sweep) -> str:
     lines.append(f'<p class="dim">{safe(str(sweep.folder))}<br>begun {safe(sweep.created or "at an unknown time")} · this page was made {made}</p>')
     if sweep.status == "running":
         lines.append(_command("If it runs no longer, continue it with", sweep.continued))
-    elif sweep.status != "completed":
+    elif sweep.unfinished:
         lines.append(_command("Continue it with", sweep.continued))
     if sweep.best:
         lines.append(_command(f"The best job again ({named(sweep.best.words) or sweep.best.name})", sweep.again(sweep.best)))
@@ -96,10 +97,17 @@ def _status(row: Row) -> str:
     job = row.jobs[0]
     begun = job.folder and job.status != "new"
     parts = [_colour(row), f' · <a href="./{quote(job.folder or "", errors="backslashreplace")}/">folder</a>' if begun else ""]
-    parts += [f'<div class="why">{safe(job.reason)}</div>' if job.reason else ""]
+    parts += [_folded(job.reason)] if job.reason else []
     if job.last_lines:
         parts.append(f"<details><summary>its last lines</summary><pre>{safe(chr(10).join(job.last_lines))}</pre></details>")
     return f'<td class="status">{"".join(parts)}</td>'
+
+
+def _folded(why: str) -> str:
+    """A reason that fits, or its beginning and the whole where it is asked for."""
+    if len(why) <= LONG:
+        return f'<div class="why">{safe(why)}</div>'
+    return f'<details class="why"><summary>{safe(why[:LONG])} …</summary>{safe(why)}</details>'
 
 
 def _colour(row: Row) -> str:

@@ -171,10 +171,10 @@ def _decades(low: float, high: float) -> list[float]:
 
 def short(value: float) -> str:
     """1500 as 1.5k, 0.0005 as 5e-4."""
-    for size, unit in UNITS:
+    for size, unit in UNITS if abs(value) < 1e15 else ():
         if abs(value) >= size:
             return f"{value / size:.4g}{unit}"
-    if value and abs(value) < 1e-2:
+    if value and not 1e-2 <= abs(value) < 1e15:
         digits, _, power = f"{value:.3e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.4g}"

@@ -30,6 +30,7 @@ class Job:
     logged: Logged = field(default_factory=Logged)
     final: dict[str, float] = field(default_factory=dict)  # by kind of loss; infinite where the newest is not finite
     best: dict[str, tuple[float, float]] = field(default_factory=dict)  # by kind of loss: the lowest, and its step
+    diverged: bool = False
     folder: str | None = None  # beside sweep.json; None for a name that leads elsewhere
 
     @property
@@ -42,7 +43,7 @@ class Job:
             return f"at step {last.step:,.0f}" if last else "nothing logged yet"
         if self.status == "failed":
             return self.error or "it left no reason"
-        return self.error or ("diverged: its last loss is not finite" if math.inf in self.final.values() else "")
+        return self.error or ("diverged: its last loss is not finite" if self.diverged else "")
 
 
 @dataclass
@@ -112,6 +113,12 @@ class Sweep:
         return shlex.join(["python", "runner/train.py", *(word for word in words if not word.lstrip("+").startswith(NOT_ALONE))])
 
     @property
+    def unfinished(self) -> bool:
+        """Whether resume= would run anything. A job that diverged would diverge again."""
+        left = [job for job in self.jobs if job.status != "completed" and not (job.status == "failed" and job.diverged)]
+        return self.status != "completed" and (bool(left) or not self.jobs)
+
+    @property
     def continued(self) -> str:
         return shlex.join(["python", "runner/train.py", f"resume={self.folder}"])
 
@@ -146,7 +153,7 @@ def rows_of(jobs: Iterable[Job], judged: str) -> list[Row]:
 def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
     """Means are over the completed jobs; where there is none, over what the others have come to."""
     counted = [job for job in jobs if job.status == "completed"] or jobs
-    finite = [job for job in counted if job.final.get(judged, math.inf) < math.inf]
+    finite = [job for job in counted if not job.diverged and job.final.get(judged, math.inf) < math.inf]
     steps = [job.best[judged][1] for job in finite if judged in job.best]
     lasts = [job.logged.last for job in counted if job.logged.last]
     return Row(
@@ -160,7 +167,7 @@ def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
         tokens=_mean(mark.tokens for mark in lasts),
         seconds=_mean(mark.time for mark in lasts),
         tokens_per_second=_mean(job.logged.tokens_per_second for job in counted),
-        diverged=sum(job.final.get(judged) == math.inf for job in jobs),
+        diverged=sum(job.diverged for job in jobs),
     )
 
 
@@ -216,8 +223,8 @@ def _judge(job: Job, record: dict[str, Any], loss: Any) -> None:
         if value is not None and kind not in job.final:
             job.final[kind] = value
             job.best[kind] = (best[0], best[1] or step) if kind == "validation" and best[0] is not None else (value, step)
-    if loss in ("inf", "Infinity") and job.status in ("completed", "failed"):  # how it ended outweighs the last line it logged
-        job.final["validation" if "validation" in job.final else "training"] = math.inf
+    ended = job.final.get("validation", job.final.get("training"))
+    job.diverged = ended == math.inf or (loss in ("inf", "Infinity") and job.status in ("completed", "failed"))
 
 
 def _loss(mark: Mark) -> float:

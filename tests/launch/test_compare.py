@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 import os
 import shutil
 import statistics
@@ -120,6 +119,11 @@ def test_a_job_that_returned_infinity_has_diverged_whatever_its_last_line_says(t
     for status in ("completed", "failed"):
         (row,) = compare.table(made_sweep(tmp_path / status, [job({LR: "5"}, falling(2.0), status=status, loss="inf")]))
         assert row.diverged == 1 and not row.ranked and row.final is None
+
+
+def test_a_job_that_diverged_before_it_evaluated_has_diverged_among_jobs_that_did(tmp_path: Path) -> None:
+    jobs = [job({LR: "1"}, falling(2.0)), job({LR: "5"}, [line(1, 9.0), line(2, None)], status="failed", error="not finite", loss="inf")]
+    assert "failed, diverged" in compare.terminal(made_sweep(tmp_path, jobs, status="failed"))
 
 
 def test_losses_come_from_run_json_where_nothing_was_logged(tmp_path: Path) -> None:
@@ -289,7 +293,5 @@ def test_report_prints_the_table_and_says_where_the_page_is(program, tmp_path: P
 
 
 def test_a_spread_of_one_has_no_deviation() -> None:
-    assert points.row({}, [points.Job("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})], "training").final == points.Spread(
-        2.0, None, 1
-    )
-    assert math.isinf(points.Job("a", {}, final={"training": math.inf}).final["training"])
+    only = points.Job("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
+    assert points.row({}, [only], "training").final == points.Spread(2.0, None, 1)

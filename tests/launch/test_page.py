@@ -88,6 +88,8 @@ def test_the_header_says_status_counts_the_line_to_continue_and_the_best_again(t
         f"python runner/train.py resume={tmp_path}" in told and "python runner/train.py train.max_steps=40 optimizer.lr=1e-4 train.accumulation_steps=1" in told
     )
     assert "resume=" not in text_of(drawn(made_sweep(tmp_path, grid())))
+    diverged = [*grid(), job({LR: "5", ACC: "1"}, [line(1, None)], status="failed", loss="inf")]  # resume= would not run it again
+    assert "resume=" not in text_of(drawn(made_sweep(tmp_path, diverged, status="failed")))
 
 
 def test_every_job_has_a_row_and_a_failed_one_its_reason_and_last_lines(tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_an_axis_has_a_few_marks_in_order_and_inside(a: float, b: float) -> None
 
 
 def test_short_numbers() -> None:
-    written = {0: "0", 1500: "1.5k", 2e6: "2M", 5e-4: "5e-4", 1.5e-5: "1.5e-5", 0.05: "0.05", -2000: "-2k", 8: "8", 0.01: "0.01"}
+    written = {0: "0", 1500: "1.5k", 2e6: "2M", 5e-4: "5e-4", 1.5e-5: "1.5e-5", 0.05: "0.05", -2000: "-2k", 8: "8", 0.01: "0.01", 1e30: "1e30", -1e-9: "-1e-9"}
     assert {value: plot.short(value) for value in written} == written
 
 
@@ -206,6 +208,12 @@ def test_a_sweep_of_many_points_has_a_folded_legend_and_a_page_of_bounded_size(t
     text = drawn(made_sweep(tmp_path, jobs))
     assert "<summary>60 colours</summary>" in text and len(text) < 5 << 20
     text_of(text)
+
+
+def test_a_long_reason_is_folded_and_whole(tmp_path: Path) -> None:
+    why = "rows " + " ".join(f"data/pretrain.jsonl:{i}" for i in range(40))
+    text = drawn(made_sweep(tmp_path, [job({LR: "1"}, [line(1, 2.0)], status="failed", error=why)], status="failed"))
+    assert f"<summary>{why[:160]} …</summary>{why}</details>" in text
 
 
 def test_links_lead_to_the_folders_of_jobs_that_have_begun(tmp_path: Path) -> None:
