@@ -13,6 +13,7 @@ from runner.engine.console import clean
 WIDTH, HEIGHT = 400, 270
 LEFT, RIGHT, TOP, BOTTOM = 44, 16, 10, 40
 INNER_WIDTH, INNER_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+FEW = 8  # values of a word that an axis can name
 TINY = 1e-30  # nothing is told apart by less
 Point = tuple[float, float | None]  # None: not finite, the line has a gap
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -142,7 +143,8 @@ def spaced(values: Sequence[float]) -> Axis:
         axis = Axis(low / room, high * room, log=True)
     else:
         axis = _padded(low, high)
-    return Axis(axis.low, axis.high, axis.log, _apart(sorted(set(values)), axis))
+    distinct = sorted(set(values))
+    return Axis(axis.low, axis.high, axis.log, _apart(distinct, axis) if len(distinct) <= FEW else ())
 
 
 def _apart(values: Sequence[float], axis: Axis) -> list[float]:

@@ -198,6 +198,11 @@ def test_an_axis_has_a_few_marks_in_order_and_inside(a: float, b: float) -> None
         assert 2 <= len(plot.Axis(low, high).marks()) <= 11
 
 
+def test_an_axis_names_the_values_of_a_word_while_they_are_few() -> None:
+    assert plot.spaced([3e-4, 1e-4, 7e-4]).marks() == [1e-4, 3e-4, 7e-4]
+    assert plot.spaced([i / 7 for i in range(50)]).marks() == [0, 2, 4, 6]
+
+
 def test_short_numbers() -> None:
     written = {0: "0", 1500: "1.5k", 2e6: "2M", 5e-4: "5e-4", 1.5e-5: "1.5e-5", 0.05: "0.05", -2000: "-2k", 8: "8", 0.01: "0.01", 1e30: "1e30", -1e-9: "-1e-9"}
     assert {value: plot.short(value) for value in written} == written
