@@ -9,11 +9,12 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
+from runner.launch.compose import AS_OF
 from runner.launch.small import find, refusing, start, typed
 from runner.trained.talk import ChatConfig, talk
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="chat")
+@hydra.main(**AS_OF, config_path="../conf", config_name="chat")
 def main(tree: DictConfig) -> None:
     with refusing():
         cfg = typed(tree, ChatConfig)

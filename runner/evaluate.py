@@ -9,11 +9,12 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
+from runner.launch.compose import AS_OF
 from runner.launch.small import find, refusing, start, typed
 from runner.trained.score import EvaluateConfig, evaluate
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="evaluate")
+@hydra.main(**AS_OF, config_path="../conf", config_name="evaluate")
 def main(tree: DictConfig) -> None:
     with refusing():
         cfg = typed(tree, EvaluateConfig)

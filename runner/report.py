@@ -10,10 +10,11 @@ import hydra
 from omegaconf import DictConfig
 
 from runner.launch import compare
+from runner.launch.compose import AS_OF
 from runner.launch.small import refusing, start, typed
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="report")
+@hydra.main(**AS_OF, config_path="../conf", config_name="report")
 def main(tree: DictConfig) -> None:
     with refusing():
         folder = compare.find(typed(tree, compare.ReportConfig).sweep)

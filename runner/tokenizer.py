@@ -16,6 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from data.corpus import Measure, Survey, TokenizerConfig, corpus, measure
+from runner.launch.compose import AS_OF
 from runner.launch.small import refusing, start, typed
 
 
@@ -55,7 +56,7 @@ def table(measures: dict[str, Measure], survey: Survey) -> str:
     return "\n".join("  ".join([f"{line[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))]) for line in lines)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="tokenizer")
+@hydra.main(**AS_OF, config_path="../conf", config_name="tokenizer")
 def main(tree: DictConfig) -> None:
     with refusing():
         train_tokenizer(typed(tree, TokenizerConfig))

@@ -10,10 +10,10 @@ import hydra
 from omegaconf import DictConfig
 
 from runner.launch import door
-from runner.launch.compose import typed
+from runner.launch.compose import AS_OF, typed
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(**AS_OF, config_path="../conf", config_name="config")
 def app(cfg: DictConfig) -> float:
     """What Hydra calls for a run, and for each job of a sweep; the loss it returns is what a sweep compares."""
     from runner.launch.start import start

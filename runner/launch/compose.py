@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,13 +26,19 @@ from runner.launch import words as words_of
 from runner.launch.folders import run_id, swept
 from runner.launch.words import CONF, ROOT
 
+AS_OF = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns if it is not said, 1.4 if it is
+
 
 def register() -> None:
     """What conf/ refers to: the schema, three resolvers, and the launcher and sweeper of ours."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    OmegaConf.register_new_resolver("repo", lambda: str(ROOT), replace=True)
-    OmegaConf.register_new_resolver("run_id", run_id, replace=True)
-    OmegaConf.register_new_resolver("swept", swept, replace=True)
+    if "schema.yaml" not in (store := ConfigStore.instance()).repo:  # 1.4 warns where a name is taken twice
+        store.store(name="schema", node=Config)
+    # OmegaConf 2.4 renamed it; 2.3 has another one of that name, which cannot replace
+    renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
+    resolver: Any = OmegaConf.register_resolver if renamed else OmegaConf.register_new_resolver
+    resolver("repo", lambda: str(ROOT), replace=True)
+    resolver("run_id", run_id, replace=True)
+    resolver("swept", swept, replace=True)
     launcher.register()
 
 
@@ -59,13 +67,13 @@ def compose_tree(words: list[str], conf: Path = CONF) -> DictConfig:
 @contextmanager
 def composing_from(conf: Path) -> Iterator[None]:
     """Hydra set up on a folder of files, also where it is set up already: within a run, or a sweep."""
-    hydra = GlobalHydra.instance()
-    before, hydra.hydra = hydra.hydra, None
+    current = GlobalHydra.instance()
+    before, current.hydra = current.hydra, None
     try:
-        with initialize_config_dir(str(conf), version_base="1.3"):
+        with initialize_config_dir(str(conf), **AS_OF):
             yield
     finally:
-        hydra.hydra = before
+        current.hydra = before
 
 
 def files(words: list[str], conf: Path = CONF) -> list[str]:

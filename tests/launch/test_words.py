@@ -29,6 +29,7 @@ UNKNOWN = [
     ("precision.nam=bf16", "precision.name"),
     ("distributed.nme=single", "distributed.name"),
     ("tracker.consol=plain", "tracker.console"),
+    ("sweep.fixed=steps", "sweep.fix"),
     ("stage.beta_=1", "stage.beta"),
     ("sed=1", "seed"),
     ("+stage.lora.rankk=3", "stage.lora.rank"),
