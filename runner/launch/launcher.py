@@ -16,6 +16,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
 HOME = "hydra_plugins.runner"  # Hydra takes plugins from this namespace only
+homes: dict[str, str] = {}  # where our plugins are, by the name of their class
 FIELDS = ("workers", "devices", "fail_fast", "retries")  # their values stand in conf/hydra/launcher/local.yaml
 
 
@@ -48,31 +49,36 @@ class LocalLauncher(Launcher):
         todo = {job["name"]: job for job in jobs if is_due(job)}
         if sweep.children().run([*todo.values()], self.slots, self.fail_fast, self.retries):
             raise Stopped
-        return [self._returned(job, words) for job, words in zip(jobs, job_overrides, strict=True)]
-
-    def _returned(self, job: dict[str, Any], words: Sequence[str]) -> JobReturn:
-        """A job that diverged has a loss, infinity: a sampler learns from it."""
-        ended = job["status"] == "completed" or job["loss"] == "inf"
-        value = float(job["loss"] or 0.0) if ended else JobFailed(f"{job['name']}: {job['error'] or job['status']}")
-        return JobReturn(overrides=list(words), status=JobStatus.COMPLETED if ended else JobStatus.FAILED, _return_value=value)
+        return [returned(job, words) for job, words in zip(jobs, job_overrides, strict=True)]
 
 
 class GridSweeper(Sweeper):
     """Every point of the sweep that is not finished, whatever the launcher. They were composed and checked before Hydra came in."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.starter = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+        from runner.launch.foreign import started_by
+
+        self.starter = started_by(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> Any:
         from runner.launch.underway import current, is_due
 
         sweep = current[-1]
-        batch = [sweep.hydra_words(job) for job in sweep.ledger.jobs if is_due(job)]
+        batch = [[f"{key}={value}" for key, value in job["words"].items()] for job in sweep.ledger.jobs if is_due(job)]
         return self.starter.launch(batch, initial_job_idx=0) if batch else []
 
 
+def returned(job: dict[str, Any], words: Sequence[str]) -> JobReturn:
+    """A job that diverged has a loss, infinity: a sampler learns from it."""
+    ended = job["status"] == "completed" or job["loss"] == "inf"
+    value = float(job["loss"] or 0.0) if ended else JobFailed(f"{job['name']}: {job['error'] or job['status']}")
+    return JobReturn(overrides=list(words), status=JobStatus.COMPLETED if ended else JobStatus.FAILED, _return_value=value)
+
+
 def register() -> None:
-    """Give both a name where Hydra looks for plugins, without a hydra_plugins/ folder beside runner/."""
+    """Give ours a name where Hydra looks for plugins, without a hydra_plugins/ folder beside runner/."""
+    from runner.launch import foreign, study
+
     if HOME in sys.modules:
         return
     plugins = Plugins.instance()  # scans those that are installed
@@ -83,10 +89,12 @@ def register() -> None:
         space.__path__ = []
     home = sys.modules[HOME] = types.ModuleType(HOME)
     space.runner = home  # type: ignore[attr-defined]
-    for plugin in (LocalLauncher, GridSweeper):
+    for plugin in (LocalLauncher, GridSweeper, study.StudySweeper):
+        homes[plugin.__name__] = plugin.__module__
         plugin.__module__ = HOME
         setattr(home, plugin.__name__, plugin)
         plugins.register(plugin)
     store = ConfigStore.instance()
     store.store(group="hydra/launcher", name="local_plugin", node={"_target_": f"{HOME}.LocalLauncher", **dict.fromkeys(FIELDS, "???")}, provider="runner")
     store.store(group="hydra/sweeper", name="grid", node={"_target_": f"{HOME}.GridSweeper"}, provider="runner")
+    foreign.alias()

@@ -10,11 +10,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from runner.engine.config import Config
-from runner.launch import compare, fair, folders, grid, ready, snapshot
+from runner.launch import compare, fair, folders, foreign, grid, ready, snapshot
 from runner.launch import words as words_of
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
-from runner.launch.launcher import JobFailed, Stopped
+from runner.launch.launcher import FIELDS, JobFailed, Stopped
 from runner.launch.ledger import ENDED, Ledger, begun, read_run
 from runner.launch.refusal import FAILED, INTERRUPTED
 from runner.launch.underway import Sweep, current, is_due
@@ -22,14 +22,16 @@ from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
 PLACE = "hydra.sweep.dir="
+HYDRA = ("hydra.", "hydra/")
 OURS = "grid"  # the sweeper whose points we know beforehand
 LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
-STORED = ("hydra/sweeper", "hydra/launcher", "hydra/sweeper/sampler", "hydra.sweeper.", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries")  # fmt: skip
+STORED = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in FIELDS))  # and hydra.sweeper.*
 
 
 def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Start a sweep: `typed` are its words, checked and with whole paths, `flags` those of Hydra that stood beside them."""
+    foreign.check(typed)
     shared, swept, counted = grid.split(typed)
     composer, shared = Composer(shared), [word for word in shared if not word.startswith(PLACE)]
     tree = composer.tree({word: values[0] for word, values in swept.items()} if counted else {})
@@ -44,12 +46,13 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     if not any(word.startswith(PLACE) for word in typed):
         folders.claim(sweep=True)
     folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
-    with Ledger.create(folder, words=shared, swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
+    with Ledger.create(folder, words=_lasting(shared), swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
         for point in points:
             ledger.add(point)
-        ledger.write()
-        for groups in composer.choices:
-            snapshot.add(folder, [*(word for word in shared if not word.startswith(("hydra.", "hydra/"))), *groups], words_of.CONF)
+        for first, groups in zip([True, *[False] * len(composer.choices)], composer.choices, strict=False):
+            words = [*(word for word in shared if not word.startswith(HYDRA)), *groups]
+            snapshot.take(folder, words) if first else snapshot.add(folder, words, words_of.CONF)
+        ledger.write()  # from here on the sweep can be continued, with all its jobs
         _run(Sweep(ledger), typed, flags, app)
 
 
@@ -71,7 +74,10 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
             if added or more:
                 _extend(ledger, more, added, conf)
             sweep = Sweep(ledger, conf)
-            typed = [*sweep.shared, *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items())]
+            typed = [
+                *grid.with_words(sweep.shared, (word for word in more if word.startswith(HYDRA))),
+                *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
+            ]
             _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
 
 
@@ -138,12 +144,27 @@ def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, s
             raise ValueError("this is no such count", f"hydra.launcher.{name}={value}", f"give a whole number, {least} or more")
 
 
+def _is_plain(word: str) -> bool:
+    """Whether it sets no more than what a job's words may set, or chooses among plugins and their options."""
+    key = word.partition("=")[0]
+    ours = not key.startswith(HYDRA) or key in STORED or (key.startswith("hydra.sweeper.") and key != "hydra.sweeper.storage")
+    return ours and "${" not in word and "_target_" not in word
+
+
+def _lasting(words: list[str]) -> list[str]:
+    """What is written down. A word to Hydra that could start or open anything is not."""
+    for word in words:
+        if not _is_plain(word) and not word.startswith(HYDRA):
+            raise ValueError("the jobs of a sweep start at different times: nothing is looked up then", word, "write the value itself")
+        if not _is_plain(word):
+            print(f"{word} is not kept with the sweep: type it again behind resume=", file=sys.stderr)
+    return [word for word in words if _is_plain(word)]
+
+
 def _check_stored(ledger: Ledger) -> None:
-    """sweep.json is data: its words may set what a job's words may set, and choose among our plugins' options, and nothing else."""
+    """sweep.json is data."""
     for word in [*ledger.fields["words"], *(f"{key}={value}" for key, values in ledger.fields["swept"].items() for value in values)]:
-        key, _, value = word.partition("=")
-        foreign = key.startswith(("hydra.", "hydra/")) and not key.startswith(STORED)
-        if "${" in value or "_target_" in word or foreign:
+        if not _is_plain(word):
             raise ValueError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
 
 
@@ -163,15 +184,17 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
     points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] == OURS else []
     _checked(composer, points)
-    plain = [word for word in more if not word.startswith(("hydra.", "hydra/"))]
+    plain = [word for word in more if not word.startswith(HYDRA)]
     longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
     jobs = [job for job in ledger.jobs if (longer or job["status"] != "completed") and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
-    ledger.fields["words"] = shared
+    ledger.fields["words"] = _lasting(shared)
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
         ledger.add(point)
     sweep = Sweep(ledger, conf)
+    for point in points:
+        sweep.changed(ledger.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
         keys = {word.partition("=")[0] for word in plain}
         job["pending"] = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])

@@ -53,10 +53,6 @@ class Sweep:
         mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
         return grid.with_words(mine, [f"{key}={value}" for key, value in (job["words"] | self.changed(job)).items()])
 
-    def hydra_words(self, job: Job) -> list[str]:
-        """For a launcher that starts jobs its own way."""
-        return [*self.plain_words(job), f"hydra.sweep.subdir={quoted(job['name'])}"]
-
     def child_words(self, job: Job) -> list[str]:
         """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
         folder = self.ledger.folder / job["name"]

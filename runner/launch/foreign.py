@@ -1,0 +1,174 @@
+"""Launchers and sweepers that are not ours: known to conf/ by names of our own, and led through the books of the sweep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+
+from runner.launch import launcher, ledger
+from runner.launch.elsewhere import Ended, Jobs
+from runner.launch.ledger import Job
+from runner.launch.words import ROOT, quoted
+
+LAUNCHERS = {  # option of hydra/launcher: (module, how it comes)
+    "submitit_slurm": ("hydra_plugins.hydra_submitit_launcher", "pip install -e '.[submitit]'"),
+    "submitit_local": ("hydra_plugins.hydra_submitit_launcher", "pip install -e '.[submitit]'"),
+    "joblib": ("hydra_plugins.hydra_joblib_launcher", "pip install -e '.[joblib]'"),
+    "ray": ("hydra_plugins.hydra_ray_launcher", "pip install -e '.[ray]'"),
+}
+# The sweeper asks for an Optuna of 2022; it works with today's, which pip would not allow.
+SWEEPERS = {"optuna": ("hydra_plugins.hydra_optuna_sweeper", "pip install -e '.[optuna]' && pip install --no-deps hydra-optuna-sweeper==1.3.0")}
+OURS = {"launcher": ("local",), "sweeper": ("grid",)}
+LOOK = 5.0  # seconds between two looks at how the jobs are getting on
+
+
+class ForeignLauncher(Launcher):
+    """Another's launcher between a sweep and its jobs: it gets only those that are due, and how they ended is read from their folders."""
+
+    def __init__(self, starter: Launcher) -> None:
+        self.starter = starter
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
+        self.surroundings = {"hydra_context": hydra_context, "config": config}
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Every job that is not finished yet. Raises Stopped."""
+        from runner.launch.underway import Sweep, current, is_due
+
+        sweep: Sweep = current[-1]
+        jobs = [sweep.job_of(words) for words in job_overrides]
+        todo = [*{job["name"]: job for job in jobs if is_due(job) and not self._is_busy(sweep, job)}.values()]
+        if todo and self._run(sweep, todo):
+            raise launcher.Stopped
+        return [launcher.returned(job, words) for job, words in zip(jobs, job_overrides, strict=True)]
+
+    def _is_busy(self, sweep: Any, job: Job) -> bool:
+        if busy := ledger.is_held(sweep.ledger.folder / job["name"]):
+            print(f"{job['name']} is still being trained, it is left alone", file=sys.stderr)
+        return busy
+
+    def _run(self, sweep: Any, jobs: list[Job]) -> bool:
+        """Returns whether we were asked to stop."""
+        self.starter.setup(task_function=Jobs({job["name"]: sweep.child_words(job) for job in jobs}), **self.surroundings)
+        for job in jobs:
+            job.pop("last_lines", None)
+            job.update(status="running", attempt=job["attempt"] + 1, error=None, started=ledger.now(), ended=None, loss=None)
+        sweep.ledger.write()
+        # Hydra composes each once more where it lands, for nothing: it shall write nothing into the folder of a run
+        words = [[f"hydra.sweep.subdir={quoted(job['name'])}", "hydra.output_subdir=null"] for job in jobs]
+        stopped, returns = False, []
+        with _portable(), _watched(sweep, jobs):
+            try:
+                returns = [found._return_value for found in self.starter.launch(words, 0)]
+            except KeyboardInterrupt:
+                stopped = True
+            except Exception as error:  # whatever a cluster has to say: the jobs it has taken may go on
+                print(f"warning: the launcher gave up, jobs it has taken may go on without it: {error}", file=sys.stderr)
+        for job, found in zip(jobs, returns or [None] * len(jobs), strict=True):
+            _close(sweep, job, found)
+        sweep.ledger.write()
+        sweep.report()
+        return stopped
+
+
+def _close(sweep: Any, job: Job, found: Any) -> None:
+    """What became of a job: its run.json knows, unless it was killed or refused."""
+    folder = sweep.ledger.folder / job["name"]
+    job.update(ledger.standing(job, ledger.read_run(folder)))
+    if job["status"] == "completed":
+        job.pop("pending", None)
+    elif isinstance(found, Ended):
+        from runner.launch.children import LOG, _last_lines
+
+        job.update(status="failed", error=str(found), last_lines=_last_lines(folder / LOG), ended=ledger.now())
+        print(f"{job['name']} failed: {job['error']}", file=sys.stderr)
+
+
+@contextmanager
+def _watched(sweep: Any, jobs: list[Job]) -> Iterator[None]:
+    """sweep.json and the report follow the jobs while the launcher waits for all of them; SIGTERM ends the wait as Ctrl-C does."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK):
+            ended = [job for job in jobs if job["status"] == "running" and ledger.read_run(sweep.ledger.folder / job["name"]).get("status") == "completed"]
+            for job in ended:
+                job.update(ledger.standing(job, ledger.read_run(sweep.ledger.folder / job["name"])))
+            if ended:
+                sweep.ledger.write()
+                sweep.report()
+
+    watcher = threading.Thread(target=look, daemon=True)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _portable() -> Iterator[None]:
+    """What is sent to other processes can be unpacked there: they find this repository, and our plugins by their true names."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before])])
+    plugins = [plugin for name, plugin in Plugins.instance().class_name_to_class.items() if name.startswith(launcher.HOME)]
+    for plugin in plugins:
+        plugin.__module__ = launcher.homes[plugin.__name__]
+    try:
+        yield
+    finally:
+        for plugin in plugins:
+            plugin.__module__ = launcher.HOME
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def started_by(hydra_context: Any, task_function: Any, config: Any) -> Launcher:
+    """The launcher a sweeper of ours works with."""
+    starter = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+    if isinstance(starter, launcher.LocalLauncher):
+        return starter
+    foreign = ForeignLauncher(starter)
+    foreign.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+    return foreign
+
+
+def check(typed: Sequence[str]) -> None:
+    """Refuse a launcher or sweeper that is not installed, and one that nothing here leads."""
+    for word in typed:
+        group, _, name = word.lstrip("+").partition("=")
+        known = {"hydra/launcher": LAUNCHERS, "hydra/sweeper": SWEEPERS}.get(group)
+        if known is None or name in OURS[group.removeprefix("hydra/")]:
+            continue
+        if name not in known:
+            raise ValueError("a sweep of ours cannot go through this one", word, f"choose one of {', '.join([*OURS[group.removeprefix('hydra/')], *known])}")
+        module, how = known[name]
+        if find_spec("hydra_plugins") is None or find_spec(module) is None:
+            raise ValueError("this is not installed", word, how)
+
+
+def alias() -> None:
+    """What a plugin calls joblib is joblib_plugin to conf/hydra/launcher/joblib.yaml, which builds on it. Under one name Hydra would warn of both."""
+    store = ConfigStore.instance()
+    for group, known in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
+        for name in known.keys() & {file.removesuffix(".yaml") for file in store.repo.get("hydra", {}).get(group, {})}:
+            node = store.repo["hydra"][group].pop(f"{name}.yaml").node
+            if group == "sweeper":
+                node._target_ = f"{launcher.HOME}.StudySweeper"
+            store.store(group=f"hydra/{group}", name=f"{name}_plugin", node=node, provider="runner")
