@@ -31,13 +31,11 @@ class Ledger:
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> Ledger:
-        """A new sweep. Raises ValueError(what, where, fix) if there is one, or a run."""
+        """A new sweep; nothing is written yet. Raises ValueError(what, where, fix) if there is one, or a run."""
         if found := next((name for name in (SWEEP, RECORD) if (folder / name).exists()), None):
             what = "a sweep" if found == SWEEP else "a run"
             raise ValueError(f"this folder already holds {what}", str(folder), f"continue it with resume={folder}, or choose another hydra.sweep.dir")
-        ledger = cls(folder, _locked(folder), {**fields, "status": "running", "created": now(), "jobs": []})
-        ledger.write()
-        return ledger
+        return cls(folder, _locked(folder), {**fields, "status": "running", "created": now(), "jobs": []})
 
     @classmethod
     def open(cls, folder: Path) -> Ledger:
