@@ -23,7 +23,7 @@ from runner.launch.words import quoted
 MULTIRUN = ("--multirun", "-m")
 PLACE = "hydra.sweep.dir="
 HYDRA = ("hydra.", "hydra/")
-OURS = "grid"  # the sweeper whose points we know beforehand
+OURS, COUNTED = "grid", ("grid", "basic")  # the sweeper whose points we know beforehand
 LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
 STORED = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in FIELDS))  # and hydra.sweeper.*
@@ -38,7 +38,7 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
     _check_hydra(tree, sweeper, launcher, counted, shared)
     swept |= {str(key): [str(values)] for key, values in (tree.hydra.sweeper.get("params") or {}).items()}
-    points = grid.points(swept, tree.sweep.zip if sweeper == OURS else ()) if counted and sweeper in (OURS, "basic") else []
+    points = grid.points(swept, tree.sweep.zip if sweeper == OURS else ()) if counted and sweeper in COUNTED else []
     configs = [*_checked(composer, points)] or [composer.config({})]
     base = min(map(fair.rows_of, configs))
     for config in configs:
@@ -65,7 +65,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
-        if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] != OURS):
+        if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):
             return _end(Sweep(ledger), stopped=False)
         changed = snapshot.differences(folder)
         for line in changed:
@@ -130,7 +130,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
 
 
 def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, shared: list[str]) -> None:
-    if sweeper in (OURS, "basic") and not counted:
+    if sweeper in COUNTED and not counted:
         raise ValueError(
             "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"
         )
@@ -182,7 +182,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     shared = grid.with_words(ledger.fields["words"], more)
     composer = Composer(shared, conf or words_of.CONF)
     zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
-    points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] == OURS else []
+    points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] in COUNTED else []
     _checked(composer, points)
     plain = [word for word in more if not word.startswith(HYDRA)]
     longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed

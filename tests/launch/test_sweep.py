@@ -171,6 +171,34 @@ def test_nothing_in_a_sweep_s_folder_can_reach_outside(whole: Path, tmp_path: Pa
         sweep.resume(tmp_path, [], [], lambda: pytest.fail("it went on"))
 
 
+def test_a_sweep_never_stands_there_with_fewer_jobs_than_it_has(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import ledger, sweep, underway
+
+    seen: list[int] = []
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    monkeypatch.setattr(ledger, "write_json", lambda path, fields: seen.append(len(fields["jobs"])))
+    with pytest.raises(SystemExit) as end:
+        sweep.enter([f"data.path={rows}", *SWEPT, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: None)
+    assert end.value.code == 75 and set(seen) == {4}
+
+
+def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
+    from runner.launch.sweep import _lasting
+
+    words = [
+        "seed=1",
+        "hydra/launcher=joblib",
+        "hydra.launcher.workers=2",
+        "hydra.launcher.setup=[rm]",
+        "hydra.sweeper.storage=postgresql://there",
+        "hydra.callbacks.x=1",
+    ]
+    assert _lasting(words) == words[:3] and capsys.readouterr().err.count("type it again") == 3
+    with pytest.raises(ValueError, match="looked up"):
+        _lasting(["data.path=${oc.env:HOME}"])
+
+
 def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from runner.launch import sweep
 
