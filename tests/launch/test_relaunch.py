@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 import yaml
@@ -13,9 +14,14 @@ from runner.launch.words import ROOT
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(begun, tmp_path):
     """The folder of a run that was started with stage=sft seed=7."""
-    hydra = tmp_path / "run" / ".hydra"
+    return shutil.copytree(begun, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    hydra = tmp_path_factory.mktemp("begun") / "run" / ".hydra"
     hydra.mkdir(parents=True)
     words = ["stage=sft", "seed=7"]
     (hydra / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(compose(words))))

@@ -101,7 +101,7 @@ def test_a_finished_run_says_so_and_is_not_touched(program: Program, run: Path) 
     assert contents(run) == before
 
 
-LOOKS = [("--cfg", "job"), ("--info",), ("--info", "defaults-tree"), ("-i", "config"), ("--cfg=job", "--package", "schedule")]
+LOOKS = [("--info",), ("-i", "defaults-tree"), ("--cfg=job", "--package", "schedule")]
 
 
 @pytest.mark.parametrize("flags", LOOKS, ids=" ".join)
