@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Any, Optional
+
+from data.shapes import SHAPES
 
 TOO_LONG = ("auto", "truncate", "drop", "split")
 ON_BAD_ROW = ("error", "skip")
@@ -41,6 +44,9 @@ class DataConfig:
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise ValueError("no text to train on", f"data.path={self.path}", "name a file, a folder, or a list: data.path=[a.jsonl,b.parquet]")
         self._check_weights()
+        if self.shape is not None and self.shape not in SHAPES:
+            near = difflib.get_close_matches(self.shape, SHAPES, n=1)
+            raise ValueError("no such shape of rows", f"data.shape={self.shape}", f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SHAPES)}")
         for word, options in {"too_long": TOO_LONG, "on_bad_row": ON_BAD_ROW, "train_on": TRAIN_ON, "packing": PACKING}.items():
             if getattr(self, word) not in options:
                 raise ValueError(f"unknown value of data.{word}", f"data.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")

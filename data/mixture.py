@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from data.formats import Source
     from data.store import Store
 
+WHOLE = 1 << 20  # parts of one showing: how finely weights are told apart
+MOST_OFTEN = 1000  # times the rows there are that an epoch shows at most
 HELD_OUT_SEED = 0  # not the run's: repeats over seeds are compared on the same rows
 
 
@@ -72,19 +74,25 @@ class Part:
     def __len__(self) -> int:
         return self.rows if self.shown < 0 else self.shown
 
-    def held_out(self, count: int) -> tuple[Part, Part | None]:
-        """(the other rows, so many rows)."""
-        if not count:
-            return self, None
+    def held_out(self, count: int) -> tuple[Part | None, Part | None]:
+        """(the other rows, so many rows); None for no row at all."""
+        if not count or count == self.rows:
+            return (self, None) if not count else (None, self)
         split = Split(len(self.store), count)
         return replace(self, split=split), replace(self, split=split, is_held_out=True)
 
-    def weighted(self, times: float) -> Part:
+    @property
+    def weights(self) -> np.ndarray | None:
+        """Of each row, where they are not all 1."""
+        return self.store.weights(0, len(self.store))[self._stored(np.arange(self.rows))].astype(np.float64) if self.store.has_weights else None
+
+    def shown_more_often(self, times: float) -> Part:
         """Every row `times` as often, and as often as its own weight says: as evenly as whole numbers allow, no chance in it."""
-        if not self.store.has_weights:
+        weights = self.weights
+        if weights is None:
             return replace(self, shown=round(self.rows * times))
-        weights = self.store.weights(0, len(self.store))[self._stored(np.arange(self.rows))].astype(np.float64)
-        reach = np.floor(np.cumsum(weights * times) + 0.5).astype(np.int64)
+        # Whole numbers: a running sum of floats might pass a row by that is to be shown once.
+        reach = (np.cumsum(np.round(weights * times * WHOLE).astype(np.int64)) + WHOLE // 2) // WHOLE
         return replace(self, shown=int(reach[-1]), reach=reach)
 
     def locate(self, positions: np.ndarray) -> np.ndarray:
@@ -146,9 +154,15 @@ class Rows:
 
 
 def mixture(words: Sequence[list[Part]], weights: list[float] | None) -> Rows:
-    """The parts of each word of data.path, which share an epoch as `weights` say: the smallest epoch in which no row is missing."""
-    if weights is None:
-        return Rows(tuple(part.weighted(1.0) for word in words for part in word))
-    sizes = [sum(part.rows for part in word) for word in words]
-    scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    return Rows(tuple(part.weighted(weight * scale / size) for word, weight, size in zip(words, weights, sizes, strict=True) for part in word))
+    """The parts of each word of data.path, which share an epoch as `weights` and their rows' own weights say: the smallest epoch in
+    which no row is missing. Raises ValueError where the weights are so far apart that such an epoch would not end."""
+    masses = [sum(part.rows if part.weights is None else part.weights.sum() for part in word) for word in words]
+    lightest = [min(1.0 if part.weights is None else part.weights.min() for part in word) for word in words]
+    times = [1.0] * len(words) if weights is None else [weight / mass for weight, mass in zip(weights, masses, strict=True)]
+    least = min(light * often for light, often in zip(lightest, times, strict=True))
+    scale = 1 / least if weights is not None or least < 1 else 1.0
+    rows, shown = sum(part.rows for word in words for part in word), sum(mass * often * scale for mass, often in zip(masses, times, strict=True))
+    if shown > MOST_OFTEN * rows:
+        what = f"an epoch without a missing row would show {shown:.3g} rows of {rows:,}"
+        raise ValueError(what, "data.weights, or the field weight of rows", "choose weights that are less far apart")
+    return Rows(tuple(part.shown_more_often(often * scale) for word, often in zip(words, times, strict=True) for part in word))

@@ -26,7 +26,7 @@ Item = Text | Chat | Pair
 VERSION = 1  # of what this file makes of a row: raise it, and every store is built again
 TOO_LONG = "longer than data.max_length"
 LOOKED_AT = 100  # rows of a file, before it is said to be of no shape
-NO_ANSWER_LEFT = "cut before the first answer"
+NO_ANSWER_LEFT = "what carries loss lies beyond data.max_length"
 NO_DIFFERENCE_LEFT = "chosen and rejected differ only beyond data.max_length"
 
 
@@ -170,7 +170,7 @@ class Encoder:
             if self.recipe.too_long == "drop":
                 tally.lost += total
                 return tally.leave_out("dropped", TOO_LONG, where)
-            stops = [_stop(len(ids), spans, size) for (ids, _), spans in zip(sides, learned, strict=True)]
+            stops = [self._stop(ids, side) for (ids, _), side in zip(sides, spans, strict=True)]
             spans = [_until(side, stop) for side, stop in zip(spans, stops, strict=True)]
             tally.lost += total - sum(map(_count, spans))
             if not any(spans) or min(stops) <= shared:
@@ -180,6 +180,16 @@ class Encoder:
             tally.cut += 1
         tally.kept += 1
         made.add(place, weight, [(ids, side) for (ids, _), side in zip(sides, spans, strict=True)])
+
+    def _stop(self, ids: list[int], spans: list[Span]) -> int:
+        """Where a conversation that may be too long ends: with the last answer that fits whole, else in the middle of one."""
+        most = self.recipe.max_length + 1
+        if len(ids) <= most:
+            return len(ids)
+        ends = [stop for _, stop in spans]
+        if self.recipe.train_on == "all":  # one stretch: its turns end where the control token says so
+            ends = [t + 1 for t, token in enumerate(ids) if token == self.tokenizer.eos_id]
+        return max((end for end in ends if end <= most), default=most)
 
 
 def _lessons(learn: list[bool]) -> list[Span]:
@@ -206,12 +216,6 @@ def _shared(sides: list[Encoded]) -> int:
         return 0
     (a, _), (b, _) = sides
     return next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _stop(length: int, spans: list[Span], size: int) -> int:
-    """Where a conversation that is too long ends: with the last answer that fits whole, else in the middle of one."""
-    whole = [stop for _, stop in spans if stop <= size + 1]
-    return length if length <= size + 1 else whole[-1] if whole else size + 1
 
 
 def shape_of(source: Source, rows: str) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from data.config import DataConfig
+from data.shapes import SHAPES, STAGES
 from models.config import ModelConfig
 from runner.engine.distributed import DistributedConfig
 from runner.engine.optim import OptimizerConfig, ScheduleConfig
@@ -90,6 +91,9 @@ class Config:
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
+        if self.data.shape and SHAPES[self.data.shape].rows != self.stage.rows:
+            rows = SHAPES[self.data.shape].rows
+            raise ValueError(f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.shape={self.data.shape}", f"such rows are for {STAGES[rows]}")
         if self.data.too_long == "split" and self.stage.rows != "text":
             raise ValueError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
         if not 0 <= self.seed < 2**32:

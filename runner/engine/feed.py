@@ -37,18 +37,36 @@ def open_feed(cfg: Config, tokenizer: Tokenizer) -> Feed:
     from data.mixture import Rows, mixture
 
     recipe = recipe_of(cfg, tokenizer)
-    words = [read(word, cfg.data, recipe, tokenizer) for word in cfg.data.paths]
-    files = [described(part) for word in words for part in word]
-    val_path = held_out_file(cfg.data)
-    if val_path is not None:
-        held_out = read(val_path, cfg.data, recipe, tokenizer)
-        files += [described(part) for part in held_out]
-    else:
+    found, held_out_sources = sources_of(cfg.data)
+    words = [[prepared(source, cfg.data, recipe, tokenizer) for source in word] for word in found]
+    held_out = [prepared(source, cfg.data, recipe, tokenizer) for source in held_out_sources]
+    files = [described(part) for word in [*words, held_out] for part in word]
+    if not held_out:
         words, held_out = hold_out(words, cfg.data)
     rows = mixture(words, cfg.data.weights)
     train = windows(rows, cfg)
     val = Rows(tuple(held_out)) if held_out else None
     return Feed(train, windows(val, cfg) if val else None, files, getattr(train, "fingerprint", rows.fingerprint), len(val) if val else 0)
+
+
+def sources_of(data: DataConfig) -> tuple[list[list[Source]], list[Source]]:
+    """(the files of each word of data.path, those of data.val_path); `auto` is X_val.jsonl beside X.jsonl."""
+    from data.formats import find_sources
+
+    words = find_sources(data.paths)
+    if data.val_path != "auto":
+        return words, find_sources(data.val_path)[0] if data.val_path else []
+    twins = {beside for word in words for source in word if (beside := beside_it(source.path)).is_file()}
+    words = [[source for source in word if source.path not in twins] for word in words]
+    return words, [source for path in sorted(twins) for source in find_sources(str(path))[0]]
+
+
+def beside_it(path: Path) -> Path:
+    """X_val.jsonl.gz for X.jsonl.gz."""
+    from data.formats import PACKED
+
+    name, packed = (path.stem, path.suffix) if path.suffix in PACKED else (path.name, "")
+    return path.with_name(f"{Path(name).stem}_val{Path(name).suffix}{packed}")
 
 
 def recipe_of(cfg: Config, tokenizer: Tokenizer) -> Recipe:
@@ -71,21 +89,17 @@ def recipe_of(cfg: Config, tokenizer: Tokenizer) -> Recipe:
     )
 
 
-def read(word: str, data: DataConfig, recipe: Recipe, tokenizer: Tokenizer) -> list[Part]:
-    """One word of data.path: every file it names, tokenised now or on an earlier day."""
+def prepared(source: Source, data: DataConfig, recipe: Recipe, tokenizer: Tokenizer) -> Part:
+    """A file as token ids, made now or on an earlier day."""
     from data.build import prepare
-    from data.formats import find_sources
     from data.mixture import Part
     from data.rows import shape_of
 
-    parts = []
-    for source in find_sources([word])[0]:
-        made = dataclasses.replace(recipe, shape=recipe.shape or shape_of(source, recipe.rows))
-        with Meter(f"tokenising {source.name}") as progress:
-            store = prepare(source, made, tokenizer, Path(data.cache), progress)
-        check(store.tally, source, data)
-        parts.append(Part(source, store))
-    return parts
+    made = dataclasses.replace(recipe, shape=recipe.shape or shape_of(source, recipe.rows))
+    with Meter(f"tokenising {source.name}") as progress:
+        store = prepare(source, made, tokenizer, Path(data.cache), progress)
+    check(store.tally, source, data)
+    return Part(source, store)
 
 
 def check(tally: Tally, source: Source, data: DataConfig) -> None:
@@ -102,34 +116,25 @@ def check(tally: Tally, source: Source, data: DataConfig) -> None:
         raise ValueError(f"no row is left to train on: {reasons or 'the file holds none'}", source.name, "raise data.max_length, or give another file")
 
 
-def held_out_file(data: DataConfig) -> str | None:
-    """`auto` is X_val.jsonl beside X.jsonl."""
-    if data.val_path != "auto":
-        return data.val_path
-    if len(data.paths) > 1:
-        return None
-    path = Path(data.paths[0])
-    stem, dot, ending = path.name.partition(".")
-    beside = path.with_name(f"{stem}_val{dot}{ending}")
-    return str(beside) if path.is_file() and beside.is_file() else None
-
-
 def hold_out(words: list[list[Part]], data: DataConfig) -> tuple[list[list[Part]], list[Part]]:
-    """The same share of every file, one row at least in all."""
+    """That share of the rows, spread over the files as evenly as whole rows allow, one row at least in all."""
     if not data.val_fraction:
         return words, []
-    counts = {id(part): round(part.rows * data.val_fraction) for word in words for part in word}
-    if not any(counts.values()):
-        counts[id(max((part for word in words for part in word), key=lambda part: part.rows))] = 1
-    if any(counts[id(part)] >= part.rows for word in words for part in word):
-        total = sum(part.rows for word in words for part in word)
+    parts = [part for word in words for part in word]
+    total, before, counts = sum(part.rows for part in parts), 0, {}
+    share = max(round(total * data.val_fraction), 1) / total
+    for part in parts:
+        counts[id(part)] = round((before + part.rows) * share) - round(before * share)
+        before += part.rows
+    split = [[part.held_out(counts[id(part)]) for part in word] for word in words]
+    kept = [[part for part, _ in word if part is not None] for word in split]
+    if not all(kept):
         raise ValueError(
             f"holding out {sum(counts.values())} of {total} rows leaves nothing to train on",
             f"data.val_fraction={data.val_fraction}",
             "choose a smaller share, or give data.val_path",
         )
-    split = [[part.held_out(counts[id(part)]) for part in word] for word in words]
-    return [[kept for kept, _ in word] for word in split], [held for word in split for _, held in word if held is not None]
+    return kept, [held for word in split for _, held in word if held is not None]
 
 
 def windows(rows: RowSource, cfg: Config) -> Windows:

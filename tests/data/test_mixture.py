@@ -86,10 +86,32 @@ def test_one_word_may_name_several_files_that_share_its_weight():
     assert [len(piece) for piece in rows.parts] == [20, 40, 10]
 
 
-def test_a_row_is_shown_as_often_as_its_weight_says():
-    rows = mixture([[part(5, [1.0, 0.0, 2.0, 0.5, 0.5])]], None)
-    assert shown(rows) in ([0, 2, 2, 3], [0, 2, 2, 4])
-    assert rows.lengths(0, 4).tolist() == [10 + row for row in shown(rows)]
+@pytest.mark.parametrize(
+    "weights, expected",
+    [([1.0, 2.0, 1.0], [0, 1, 1, 2]), ([0.5, 0.5], [0, 1]), ([0.5, 1.0], [0, 1, 1]), ([0.1, 0.1], [0, 1]), ([2.0, 2.0], [0, 0, 1, 1])],
+)
+def test_a_row_is_shown_as_often_as_its_weight_says_and_none_is_missing(weights, expected):
+    rows = mixture([[part(len(weights), weights)]], None)
+    assert shown(rows) == expected
+    assert rows.lengths(0, len(rows)).tolist() == [10 + row for row in expected]
+
+
+@given(st.lists(st.floats(0.01, 8), min_size=1, max_size=40))
+def test_whatever_the_weights_of_rows_none_is_missing(weights):
+    rows = shown(mixture([[part(len(weights), weights)]], None))
+    times = np.bincount(rows, minlength=len(weights))
+    assert times.min() >= 1 and times == pytest.approx(np.array(weights) / min(1.0, *weights), abs=1)
+
+
+def test_shares_are_those_of_what_is_shown_whatever_rows_weigh():
+    rows = mixture([[part(10, [4.0] * 10)], [part(10)]], [1.0, 1.0])
+    assert [len(piece) for piece in rows.parts] == [10, 10]
+
+
+@pytest.mark.parametrize("weights", [[1.0, 1e30], [1e-9, 1.0], [1e11]])
+def test_weights_too_far_apart_are_refused(weights):
+    with pytest.raises(ValueError, match="an epoch without a missing row"):
+        mixture([[part(len(weights), weights)]], None)
 
 
 def test_the_fingerprint_knows_content_weights_and_what_is_held_out():

@@ -93,7 +93,7 @@ def test_a_first_answer_that_is_too_long_is_cut_in_its_middle(template, write, b
 def test_a_conversation_cut_before_its_first_answer_is_left_out_and_counted(template, write, build):
     buried = chat(("user", "far too long " * 20), ("assistant", "hi"))
     rows = build("chat", write([buried, chat(("user", "hi"), ("assistant", "ho"))]), max_length=20)
-    assert len(rows) == 1 and tally(rows).dropped == {"cut before the first answer": 1}
+    assert len(rows) == 1 and tally(rows).dropped == {"what carries loss lies beyond data.max_length": 1}
     assert tally(rows).lost == sum(template.encode(buried["conversations"])[1])
 
 
@@ -126,6 +126,19 @@ def test_a_rejected_answer_that_goes_on_after_the_chosen_one_differs_from_its_en
 def test_a_pair_that_no_longer_differs_is_left_out_and_counted(write, build, row, max_length):
     rows = build("preference", write([pair("a", "b"), row]), max_length=max_length)
     assert len(rows) == 1 and tally(rows).dropped == {"chosen and rejected differ only beyond data.max_length": 1}
+
+
+def test_a_pair_is_cut_in_its_answers_and_not_in_the_turns_they_share(tokenizer, write, build):
+    shared = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    row = {"prompt": shared, "chosen": "well " * 30, "rejected": "bad"}
+    chosen, rejected = build("preference", write([row]), max_length=32)[0].sequences
+    assert len(chosen.ids) == 33 and learned(tokenizer, rejected) == "bad<|im_end|>" and learned(tokenizer, chosen).startswith("well")
+
+
+def test_trained_on_all_a_long_chat_ends_with_a_turn_all_the_same(tokenizer, write, build):
+    talk = chat(("user", "hi"), ("assistant", "hello"), ("user", "and then?"), ("assistant", "well " * 40))
+    sequence = build("chat", write([talk]), max_length=30, train_on="all")[0].sequences[0]
+    assert tokenizer.decode(sequence.ids.tolist(), skip_special=False).endswith("and then?<|im_end|>")
 
 
 def test_a_tally_of_parts_is_the_tally_of_the_whole(write, build):
