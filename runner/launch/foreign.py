@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from omegaconf import OmegaConf
 
 from runner.launch import launcher, ledger
 from runner.launch.elsewhere import Ended, Jobs
@@ -29,7 +31,8 @@ LAUNCHERS = {  # option of hydra/launcher: (module, how it comes)
 }
 # The sweeper asks for an Optuna of 2022; it works with today's, which pip would not allow.
 SWEEPERS = {"optuna": ("hydra_plugins.hydra_optuna_sweeper", "pip install -e '.[optuna]' && pip install --no-deps hydra-optuna-sweeper==1.3.0")}
-OURS = {"launcher": ("local",), "sweeper": ("grid",)}
+OURS = {"launcher": ("local",), "sweeper": ("grid", "basic")}
+PATIENCE = 60.0  # seconds for the jobs of this machine to save
 LOOK = 5.0  # seconds between two looks at how the jobs are getting on
 
 
@@ -73,6 +76,7 @@ class ForeignLauncher(Launcher):
                 returns = [found._return_value for found in self.starter.launch(words, 0)]
             except KeyboardInterrupt:
                 stopped = True
+                self._let_save(sweep, jobs)
             except Exception as error:  # whatever a cluster has to say: the jobs it has taken may go on
                 print(f"warning: the launcher gave up, jobs it has taken may go on without it: {error}", file=sys.stderr)
         for job, found in zip(jobs, returns or [None] * len(jobs), strict=True):
@@ -80,6 +84,14 @@ class ForeignLauncher(Launcher):
         sweep.ledger.write()
         sweep.report()
         return stopped
+
+    def _let_save(self, sweep: Any, jobs: list[Job]) -> None:
+        """A worker that is told to end has its job save; what a cluster runs goes on without us."""
+        end = time.monotonic() + PATIENCE
+        while any(held := [job["name"] for job in jobs if ledger.is_held(sweep.ledger.folder / job["name"])]) and time.monotonic() < end:
+            time.sleep(0.2)
+        for name in held:
+            print(f"{name} goes on without us", file=sys.stderr)
 
 
 def _close(sweep: Any, job: Job, found: Any) -> None:
@@ -170,5 +182,5 @@ def alias() -> None:
         for name in known.keys() & {file.removesuffix(".yaml") for file in store.repo.get("hydra", {}).get(group, {})}:
             node = store.repo["hydra"][group].pop(f"{name}.yaml").node
             if group == "sweeper":
-                node._target_ = f"{launcher.HOME}.StudySweeper"
+                node = OmegaConf.create({**OmegaConf.to_container(node), "_target_": f"{launcher.HOME}.StudySweeper", "objectives": "???"})
             store.store(group=f"hydra/{group}", name=f"{name}_plugin", node=node, provider="runner")

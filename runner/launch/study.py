@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
 
 class StudySweeper(Sweeper):
     """Optuna's sweeper, which by itself would forget what was under way when it was killed, and begin to count anew."""
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, objectives: Sequence[str], **fields: Any) -> None:
         from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 
-        self.fields = fields
+        self.objectives = list(objectives)
         with _quiet():
             self.theirs = OptunaSweeper(**fields)
 
@@ -22,26 +27,58 @@ class StudySweeper(Sweeper):
         from runner.launch.foreign import started_by
 
         self.theirs.setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self.theirs.sweeper.launcher = started_by(hydra_context, task_function, config)
+        starter = started_by(hydra_context, task_function, config)
+        self.theirs.sweeper.launcher = starter if self.objectives == ["loss"] else Measuring(starter, self.objectives)
 
     def sweep(self, arguments: list[str]) -> Any:
         import optuna
 
         sweeper = self.theirs.sweeper
+        directions = sweeper._get_directions()
+        if len(directions) != len(self.objectives):
+            raise ValueError(
+                "each objective has a direction",
+                f"hydra.sweeper.objectives={self.objectives} hydra.sweeper.direction={directions}",
+                "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'",
+            )
         with _quiet():
-            study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=sweeper._get_directions(), load_if_exists=True)
+            study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=directions, load_if_exists=True)
             if study.trials:
                 _take_up(study)
                 if hasattr(sweeper.sampler, "reseed_rng"):
-                    sweeper.sampler.reseed_rng()  # from the same seed it would draw the points again that it has drawn
-            completed = optuna.trial.TrialState.COMPLETE
-            sweeper.n_trials = max(0, sweeper.n_trials - len(study.get_trials(states=(completed,))))
+                    sweeper.sampler.reseed_rng()  # from the same seed it would draw again the points that it has drawn
+            completed = (optuna.trial.TrialState.COMPLETE,)
+            sweeper.n_trials = max(0, sweeper.n_trials - len(study.get_trials(states=completed)))
             try:
                 return self.theirs.sweep(arguments)
             except ValueError:
-                if study.get_trials(states=(completed,)):
+                if study.get_trials(states=completed):
                     raise
-                return None  # no trial has a value, so none is the best: each job's failure has been said
+                return None  # no trial has a value, so none is the best; why, each job has said
+
+
+class Measuring(Launcher):
+    """Between the sampler and a launcher, where more than the loss is wanted of a job: what its last line of metrics.jsonl says."""
+
+    def __init__(self, starter: Launcher, objectives: list[str]) -> None:
+        self.starter, self.objectives = starter, objectives
+
+    def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None: ...
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        from runner.launch.underway import current
+
+        sweep, returns = current[-1], self.starter.launch(job_overrides, initial_job_idx)
+        for words, found in zip(job_overrides, returns, strict=True):
+            if isinstance(found._return_value, float):
+                logged = {**_last_logged(sweep.ledger.folder / sweep.job_of(words)["name"]), "loss": found._return_value}
+                found._return_value = [logged.get(name) for name in self.objectives]
+        return returns
+
+
+def _last_logged(folder: Path) -> dict[str, Any]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return next((line for line in map(json.loads, reversed(lines)) if line["kind"] == "train"), {})
 
 
 def _take_up(study: Any) -> None:
@@ -54,9 +91,9 @@ def _take_up(study: Any) -> None:
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
     asked: list[dict[str, Any]] = [trial.system_attrs.get("fixed_params", {}) for trial in study.get_trials(states=(TrialState.WAITING,))]
+    known = [job["words"] for job in sweep.ledger.jobs if is_due(job)]
     for trial in study.get_trials(states=(TrialState.FAIL,)):
-        words = [f"{key}={value}" for key, value in trial.params.items()]
-        if trial.params and trial.params not in asked and is_due(sweep.job_of(words)):
+        if trial.params not in asked and {key: str(value) for key, value in trial.params.items()} in known:
             study.enqueue_trial(trial.params)
             asked.append(trial.params)
 
