@@ -6,7 +6,10 @@ A folder, named by its key, holds these; all numbers are little-endian:
     spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens that carry loss
     sequences.bin  uint64 (S + 1, 2): the first token and the first span of each sequence, and where the last one ends
     rows.bin       (N): place int64, weight float32, crc32 uint32 of the row and all that belongs to it
-    MANIFEST.json  what the others hold, and the sha256 of itself
+    MANIFEST.json  what the others hold, the crc32 of the two tables, and the sha256 of itself
+
+The tables are checked when a store is opened: what is planned from them must not differ from what is read. They are small
+beside the tokens, which are checked with their spans, row by row, when they are read.
 
 Memory mapping would be shorter, but the pages it touches count as the process's own: resident memory grows to the size of
 the file. Whatever is read with pread stays the kernel's.
@@ -29,13 +32,15 @@ import numpy as np
 
 from data.block import Block, Tally
 
-FORMAT = 1  # of these files: raise it, and every store is built again
+FORMAT = 2  # of these files: raise it, and every store is built again
 MANIFEST = "MANIFEST.json"
 FILES = ("tokens.bin", "spans.bin", "sequences.bin", "rows.bin")
+TABLES = FILES[2:]
 SPAN = np.dtype("<u4")
 BEGINS = np.dtype([("token", "<u8"), ("span", "<u8")])
 ROW = np.dtype([("place", "<i8"), ("weight", "<f4"), ("checksum", "<u4")])
 AT_ONCE = 1 << 16  # entries of a table that are in memory at a time
+PIECE = 1 << 20  # bytes that are checked at a time
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 Sequence = tuple[np.ndarray, np.ndarray]
 
@@ -45,6 +50,7 @@ class Store:
 
     def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, int]) -> None:
         self.folder, self.key = folder, folder.name
+        self.digest: str = manifest["digest"]  # of what the rows hold, whatever code or options made them
         self.sides: int = manifest["sides"]  # sequences of a row
         self.tokens: int = manifest["tokens"]
         self.has_weights: bool = manifest["has_weights"]  # some row's weight is not 1
@@ -64,6 +70,7 @@ class Store:
             for name in FILES:
                 files[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
             whole = manifest["format"] == FORMAT and all(os.fstat(fd).st_size == manifest["bytes"][name] for name, fd in files.items())
+            whole = whole and all(_crc32(files[name]) == manifest["crc32"][name] for name in TABLES)
         except (FileNotFoundError, NotADirectoryError, ValueError):
             whole = False
         if whole:
@@ -143,6 +150,8 @@ class Writer:
                 shutil.rmtree(left)
         self.temporary.mkdir(parents=True)
         self._files = {name: os.open(self.temporary / name, NEW, 0o666) for name in FILES}
+        self._digests = {name: hashlib.sha256() for name in FILES}
+        self._crc32 = dict.fromkeys(TABLES, 0)
 
     def __enter__(self) -> Writer:
         return self
@@ -161,12 +170,18 @@ class Writer:
         rows = np.zeros(len(block.places), ROW)
         rows["place"], rows["weight"] = block.places, block.weights
         rows["checksum"] = self._checksums(rows, block, memoryview(tokens), memoryview(spans))
-        for fd, part in zip(self._files.values(), (tokens, spans, begins.tobytes(), rows.tobytes()), strict=True):
-            _write(fd, part)
+        for name, part in zip(FILES, (tokens, spans, begins.tobytes(), rows.tobytes()), strict=True):
+            self._add(name, part)
         self.tokens, self.spans = self.tokens + len(block.tokens), self.spans + len(block.spans)
         self.sequences, self.rows = self.sequences + len(begins), self.rows + len(rows)
         self.has_weights = self.has_weights or bool((block.weights != 1).any())
         self.tally += block.tally
+
+    def _add(self, name: str, part: bytes) -> None:
+        _write(self._files[name], part)
+        self._digests[name].update(part)
+        if name in TABLES:
+            self._crc32[name] = zlib.crc32(part, self._crc32[name])
 
     def _checksums(self, rows: np.ndarray, block: Block, tokens: memoryview, spans: memoryview) -> list[int]:
         """Of each row."""
@@ -181,7 +196,8 @@ class Writer:
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Publish. `facts` stand in the manifest, for people and for `Store.facts`."""
-        _write(self._files["sequences.bin"], np.array([(self.tokens, self.spans)], BEGINS).tobytes())
+        self._add("sequences.bin", np.array([(self.tokens, self.spans)], BEGINS).tobytes())
+        held = [self.sides, self.dtype.str, *(digest.hexdigest() for digest in self._digests.values())]
         manifest = {
             "format": FORMAT,
             "facts": facts,
@@ -191,6 +207,8 @@ class Writer:
             "sequences": self.sequences,
             "tokens": self.tokens,
             "has_weights": self.has_weights,
+            "digest": hashlib.sha256(json.dumps(held).encode()).hexdigest(),
+            "crc32": self._crc32,
             "bytes": {name: os.fstat(fd).st_size for name, fd in self._files.items()},
             "tally": vars(self.tally),
         }
@@ -208,6 +226,14 @@ def _checksum(row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tok
     checksum = zlib.crc32(row.tobytes()[: -ROW["checksum"].itemsize])
     for part in (lengths.tobytes(), span_counts.tobytes(), tokens, spans):
         checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _crc32(fd: int) -> int:
+    """Of a whole file."""
+    checksum = at = 0
+    while piece := os.pread(fd, PIECE, at):
+        checksum, at = zlib.crc32(piece, checksum), at + len(piece)
     return checksum
 
 

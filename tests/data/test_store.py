@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data.block import Block, Tally
-from data.store import FILES, MANIFEST, Store, Writer
+from data.store import FILES, MANIFEST, TABLES, Store, Writer
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -183,6 +183,46 @@ def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
         path.write_bytes(harmed)
         store = Store.open(tmp_path / "key")
         assert store is None or raw[at : at + 1].isspace(), raw[at - 10 : at + 10]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_plan_is_made_from_a_flipped_bit(tmp_path, name):
+    """Lengths and weights stand in no row's checksum of their own."""
+    written(tmp_path / "key", block(ROWS))
+    path = tmp_path / "key" / name
+    raw = path.read_bytes()
+    for bit in range(8 * len(raw)):
+        harmed = bytearray(raw)
+        harmed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(harmed)
+        assert Store.open(tmp_path / "key") is None
+    path.write_bytes(raw)
+    assert Store.open(tmp_path / "key") is not None
+
+
+def test_a_table_of_several_pieces_is_checked_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.store.PIECE", 7)
+    written(tmp_path / "key", block(ROWS))
+    path = tmp_path / "key" / "rows.bin"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert Store.open(tmp_path / "key") is None
+
+
+def test_the_digest_follows_the_rows_and_nothing_else(tmp_path):
+    same = written(tmp_path / "a", block(ROWS)), written(tmp_path / "b", block(ROWS[:1], Tally(read=9)), block(ROWS[1:]))
+    assert same[0].digest == same[1].digest and same[0].tally != same[1].tally
+    others = [
+        [(7, *ROWS[0][1:]), *ROWS[1:]],  # another place
+        [(3, 2.0, ROWS[0][2]), *ROWS[1:]],  # weight
+        [(3, 1.0, [([1, 5, 7, 2], [(1, 4)])]), *ROWS[1:]],  # token
+        [(3, 1.0, [([1, 5, 6, 2], [(1, 3)])]), *ROWS[1:]],  # span
+        [(3, 1.0, [([1, 5, 6], [(1, 3)])]), (4, 1.0, [([2, 1, 7, 8, 9, 9, 2], [(3, 4), (5, 7)])]), ROWS[2]],  # border
+        [ROWS[1], ROWS[0], ROWS[2]],
+        ROWS[:2],
+    ]
+    digests = {written(tmp_path / str(number), block(rows)).digest for number, rows in enumerate(others)}
+    assert len(digests | {same[0].digest}) == len(others) + 1
 
 
 @pytest.mark.parametrize(("sides", "rows"), [(1, ROWS), (2, PAIRS)])
