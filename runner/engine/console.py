@@ -18,7 +18,7 @@ SHOWN = {
     "loss": "loss {:.3f}",
     "lr": "lr {:.1e}",
     "grad_norm": "gnorm {:.2f}",
-    "perplexity": "perplexity {:.2f}",
+    "perplexity": "perplexity {:.4g}",
 }
 BESIDE_A_BAR = ("loss", "lr", "tokens_per_second")
 HIDDEN = ("epoch", "tokens", "tokens_per_second", "save_stall")

@@ -21,6 +21,7 @@ from runner.engine.objective import Sums
 from runner.engine.optim import lr_at
 from runner.engine.run import Interrupted, Run, RunFailed, chat_template
 
+DIVERGED = 2  # times the loss of a model that knows nothing
 LOSSES_KEPT = 50  # how far back a diagnosis looks
 PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
 
@@ -267,11 +268,14 @@ def samples(run: Run) -> list[dict[str, str]]:
 def finish(run: Run) -> float:
     """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
     checkpoint.commit(run)
+    loss = run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
+    guess = math.log(run.cfg.model.vocab_size)
+    if run.cfg.stage.objective == "next_token" and (loss is None or loss > DIVERGED * guess):
+        raise RunFailed(f"diverged: the loss ends at {loss}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
     checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
     checkpoint.export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
-    loss = run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
     return math.inf if loss is None else loss
 
 

@@ -60,6 +60,13 @@ def test_a_batch_is_learned_by_heart(make_run, stage, rows):
     assert run.progress.last_losses[-1] < 0.05
 
 
+def test_a_run_that_ends_far_worse_than_guessing_has_failed(make_run):
+    run = make_run("pretrain", "optimizer.lr=5", "train.max_steps=8", "schedule=constant")
+    with pytest.raises(RunFailed, match="diverged: the loss ends at"):
+        train(run)
+    assert not (run.folder / "model").exists()
+
+
 @pytest.mark.parametrize("stage", ["lora", "dpo_lora"])
 def test_under_lora_only_adapters_move(make_run, stage):
     run = make_run(stage)
