@@ -45,6 +45,10 @@ NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 Sequence = tuple[np.ndarray, np.ndarray]
 
 
+class DamagedStore(RuntimeError):
+    """Not what was written. One message and nothing else: worker processes raise an error again by its type and its text."""
+
+
 class Store:
     """The rows of one source, by number. Holds file descriptors and nothing that grows; may be forked, and pickled to other processes."""
 
@@ -85,7 +89,7 @@ class Store:
         return self._rows
 
     def read(self, i: int) -> tuple[list[Sequence], int]:
-        """Row i: (ids int32 (n,), learn bool (n,)) of each of its sequences, and its place in the source. ValueError where it is damaged."""
+        """Row i: (ids int32 (n,), learn bool (n,)) of each of its sequences, and its place in the source. Raises DamagedStore."""
         if not 0 <= i < self._rows:
             raise IndexError(f"row {i} of {self._rows}")
         row = self._table("rows.bin", ROW, i, i + 1)
@@ -94,7 +98,7 @@ class Store:
         spans = self._read("spans.bin", 2 * SPAN.itemsize, *begins["span"][[0, -1]].tolist())
         lengths, span_counts = _sizes(begins)
         if _checksum(row, lengths, span_counts, tokens, spans) != int(row["checksum"][0]):
-            raise ValueError(f"row {i} of the token store is damaged", str(self.folder), "delete that folder: it is built again at the next start")
+            raise self._damaged(f"row {i}")
         ids = np.frombuffer(tokens, self._dtype).astype(np.int32)
         marks = iter(np.frombuffer(spans, SPAN).reshape(-1, 2).tolist())
         sequences, start = [], 0
@@ -124,13 +128,22 @@ class Store:
     def _table(self, name: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         raw = self._read(name, dtype.itemsize, start, stop)
         if len(raw) != (stop - start) * dtype.itemsize:
-            raise ValueError(f"{name} of the token store ends early", str(self.folder), "delete that folder: it is built again at the next start")
+            raise self._damaged(f"the end of {name}")
         return np.frombuffer(raw, dtype)
 
     def _read(self, name: str, size: int, start: int, stop: int) -> bytes:
         if not start <= stop <= self._bytes[name] // size:
             return b""  # a flipped bit, which would ask for terabytes
         return os.pread(self._files[name], (stop - start) * size, start * size)
+
+    def _damaged(self, what: str) -> DamagedStore:
+        """What to raise. Without its manifest the folder is no store: the next start builds it again."""
+        fix = "start again: it is built anew"
+        try:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+        except OSError as error:
+            fix = f"delete that folder ({error.strerror}) and start again"
+        return DamagedStore(f"{what} of the token store {self.folder} is damaged: {fix}")
 
 
 class Writer:
@@ -268,7 +281,7 @@ def _digest(manifest: dict[str, Any]) -> str:
 def _reopened(folder: Path) -> Store:
     store = Store.open(folder)
     if store is None:
-        raise ValueError("the token store is gone or damaged", str(folder), "start again: it is built anew")
+        raise DamagedStore(f"the token store {folder} is gone or damaged: start again, it is built anew")
     return store
 
 

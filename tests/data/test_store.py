@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from data.block import Block, Tally
-from data.store import FILES, MANIFEST, TABLES, Store, Writer
+from data.store import FILES, MANIFEST, TABLES, DamagedStore, Store, Writer
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -133,7 +134,7 @@ def test_a_store_goes_to_another_process(tmp_path):
     sent = pickle.dumps(store)
     os.rename(tmp_path / "key", tmp_path / "elsewhere")
     assert read_back(store) == ROWS  # it is open already
-    with pytest.raises(ValueError, match="gone or damaged"):
+    with pytest.raises(DamagedStore, match="gone or damaged"):
         pickle.loads(sent)
 
 
@@ -235,12 +236,45 @@ def test_any_flipped_bit_is_found_before_its_row_is_used(tmp_path, name, sides, 
         harmed = bytearray(raw)
         harmed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(harmed)  # in place: the store that is open sees it
-        with pytest.raises(ValueError) as refusal:
+        with pytest.raises(DamagedStore, match=f"{tmp_path / 'key'} is damaged"):
             read_back(store)
-        what, where, fix = refusal.value.args
-        assert "damaged" in what and where == str(tmp_path / "key") and "delete" in fix
     path.write_bytes(raw)
     assert read_back(store) == rows
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[0] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_damaged_store_is_built_again_at_the_next_start(tmp_path):
+    store = written(tmp_path / "key", block(ROWS))
+    flip(tmp_path / "key" / "tokens.bin")
+    with pytest.raises(DamagedStore, match="start again"):
+        store.read(0)
+    assert Store.open(tmp_path / "key") is None
+    with pytest.raises(DamagedStore, match="start again"):
+        store.read(0)  # as other processes do that hold it
+
+
+def test_a_damaged_store_that_cannot_be_taken_away_is_to_be_deleted(tmp_path, monkeypatch):
+    store = written(tmp_path / "key", block(ROWS))
+    flip(tmp_path / "key" / "tokens.bin")
+
+    def refused(*words, **more):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(DamagedStore, match=r"delete that folder \(Read-only file system\)"):
+        store.read(0)
+
+
+def test_damage_keeps_its_name_on_the_way_out_of_a_worker(tmp_path):
+    store = written(tmp_path / "key", block(ROWS))
+    flip(tmp_path / "key" / "tokens.bin")
+    with pytest.raises(DamagedStore, match="row 0 of the token store"):
+        list(DataLoader(range(1), num_workers=1, collate_fn=lambda rows: store.read(rows[0])))
 
 
 def test_another_format_is_built_again(tmp_path, monkeypatch):
