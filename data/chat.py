@@ -12,7 +12,8 @@ answer begins (what a model is given when it is asked), and of all messages up t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,21 @@ class ChatTemplate:
     def pieces(self, messages: list[dict], tools: list[dict] | None, where: str, train_on: str = "assistant") -> list[Piece]:
         """The rendered conversation in pieces, not yet tokens.
 
-        train_on: assistant, last_assistant (of several turns the last alone), or all. What the assistant writes includes
-        the token that ends the turn, and not the white space behind it. Raises BadRow where the template refuses the
-        conversation, loses a part of it, or does not show what is the assistant's. A conversation without an assistant
-        has nothing to learn, and that is left to the caller to judge.
+        train_on: assistant, last_assistant (of several turns the last alone), or all. A turn of weight 0 carries no loss under
+        any of them, and is never the last. What the assistant writes includes the token that ends the turn, and not the white
+        space behind it. Raises BadRow where the template refuses the conversation, loses a part of it, or does not show what
+        is the assistant's. A conversation without an assistant has nothing to learn, and that is left to the caller to judge.
         """
         render = self._renderer(messages, tools, where)
         whole = render(len(messages))
-        if train_on == "all":
-            return [replace(piece, learn=True) for piece in self._cut(whole)]
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        if self._marked:
-            before = render(turns[-1], prompt=True).count(BEGIN) if turns and train_on == "last_assistant" else 0
-            text = whole.replace(BEGIN, "", before).replace(END, "", before)
-        else:
-            text = self._mark(whole, messages, turns[-1:] if train_on == "last_assistant" else turns, render, where)
-        pieces = self._cut(text)
+        silent = [turn for turn in turns if messages[turn].get("weight") == 0]
+        if train_on == "all":
+            return [replace(piece, learn=not piece.learn) for piece in self._told(whole, messages, silent, render, where)]
+        learned = [turn for turn in turns if turn not in silent]
+        if silent and not learned:
+            raise BadRow("no turn with a weight", "every assistant turn has weight 0: nothing to learn", where, "delete the row")
+        pieces = self._told(whole, messages, learned[-1:] if train_on == "last_assistant" else learned, render, where)
         if turns and not any(piece.learn for piece in pieces):
             what = "the chat template marks nothing of this conversation as the assistant's"
             raise BadRow("nothing marked by the template", what, where, f"{self._where}: put {MARKS}")
@@ -148,6 +148,21 @@ class ChatTemplate:
                 fix = f"use a tokenizer whose template reads {field} (data/{CHATML.name} does), or take the field out"
                 raise BadRow(f"{field} lost by the chat template", f"the chat template leaves out {field}", where, fix)
 
+    def _told(self, whole: str, messages: list[dict], learned: list[int], render: Render, where: str) -> list[Piece]:
+        """`whole` in pieces, where those of the turns `learned` carry loss."""
+        if not self._marked:
+            return self._cut(self._mark(whole, messages, learned, render, where))
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if learned == turns:
+            return self._cut(whole)
+        # The marks of a turn are those between the prompt it answers and the prompt of the turn after it.
+        marks: set[int] = set()
+        for turn in learned:
+            after = next((later for later in turns if later > turn), None)
+            stop = whole if after is None else render(after, prompt=True)
+            marks.update(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)))
+        return self._cut(whole, marks)
+
     def _mark(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
         """`whole` with marks around each of the assistant's turns, found by comparing beginnings."""
         text, end = "", 0
@@ -181,8 +196,10 @@ class ChatTemplate:
         what = "the chat template does not show where an answer begins: it knows no add_generation_prompt"
         raise BadRow("no add_generation_prompt", what, where, f"{self._where}: put {MARKS}")
 
-    def _cut(self, rendered: str) -> list[Piece]:
-        pieces, learn, start = [], False, 0
+    def _cut(self, rendered: str, marks: Container[int] = range(sys.maxsize)) -> list[Piece]:
+        """`marks`: which of the marked stretches carry loss, by their number. The text is cut at the others all the same,
+        so that a conversation becomes the same tokens whichever of its turns are learned."""
+        pieces, learn, start, met = [], False, 0, 0
         for seam in [*self._seams.finditer(rendered), None]:
             stop = seam.start() if seam else len(rendered)
             if text := rendered[start:stop].replace(BREAK, ""):
@@ -191,7 +208,8 @@ class ChatTemplate:
                 break
             start = seam.end()
             if seam[0] in (BEGIN, END):
-                learn = seam[0] == BEGIN
+                learn = seam[0] == BEGIN and met in marks
+                met += seam[0] == BEGIN
             else:
                 pieces.append(Piece(seam[0], True, learn))
         return pieces

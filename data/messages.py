@@ -85,9 +85,19 @@ def _turn(message: Any, where: str) -> dict:
         may_miss = field != "content" or turn["role"] == "assistant"
         turn[field] = "" if turn.get(field) is None and may_miss else content(turn.get(field), f"{where}.{field}")
     turn["tool_calls"] = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
+    if not _carries_loss(turn.pop("weight", None), f"{where}.weight"):
+        turn["weight"] = 0
     if turn["role"] == "assistant" and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
         raise BadRow("empty assistant turn", "the assistant says nothing", f"{where}.content", "give the turn a content, or delete it")
     return turn
+
+
+def _carries_loss(weight: Any, where: str) -> bool:
+    """OpenAI's weight of a message: 0 for an answer that is read and not learned."""
+    if weight is None or (weight in (0, 1) and not isinstance(weight, bool)):
+        return weight != 0
+    what = f"the weight of a message is 0 or 1, found {json.dumps(weight, default=str)}"
+    raise BadRow("wrong weight", what, where, "write 0 for an answer that is not to be learned; a weight beside the messages may be any number above 0")
 
 
 def _role(name: Any, known: dict[str, str], where: str) -> str:

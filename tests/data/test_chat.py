@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from data.badrow import BadRow
 from data.chat import ChatTemplate
 from data.tokenizer import Tokenizer
 
@@ -168,3 +169,37 @@ def test_a_template_that_cannot_serve_is_refused(tmp_path, source, message):
 def test_a_text_with_our_private_marks_is_refused(template, mark):
     with pytest.raises(ValueError, match="noncharacters"):
         template.encode([{"role": "user", "content": f"a{mark}b"}, {"role": "assistant", "content": "ok"}])
+
+
+def test_a_turn_of_weight_0_carries_no_loss(tokenizer, template):
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "wrong", "weight": 0}, {"role": "user", "content": "!"}]
+    right = {"role": "assistant", "content": "right", "weight": 1}
+    assert spans(tokenizer, template.encode([*said, right])) == ["right<|im_end|>"]
+    assert spans(tokenizer, template.encode([said[0], right, said[2], said[1]])) == ["right<|im_end|>"]
+    assert spans(tokenizer, template.encode([said[0], right, said[2], said[1]], train_on="last_assistant")) == ["right<|im_end|>"]
+    everything = spans(tokenizer, template.encode([*said, right], train_on="all"))
+    assert len(everything) == 2 and everything[0].endswith("assistant\n") and everything[1].startswith("\n<|im_start|>user")
+    with pytest.raises(BadRow, match="every assistant turn has weight 0"):
+        template.encode(said)
+
+
+def test_which_turns_are_learned_changes_no_token(template):
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "\n    code"},
+        {"role": "user", "content": "!"},
+        {"role": "assistant", "content": "4"},
+    ]
+    silent = [talk[0], {**talk[1], "weight": 0}, *talk[2:]]
+    all_ids = {tuple(template.encode(each, train_on=turns)[0]) for each in (talk, silent) for turns in ("assistant", "last_assistant", "all")}
+    assert len(all_ids) == 1
+
+
+def test_where_marks_cannot_be_told_apart_no_turn_is_learned_in_place_of_another(tmp_path):
+    source = (
+        "{% for m in messages %}{% if loop.last and m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "!"}]
+    with pytest.raises(BadRow, match="marks nothing"):
+        with_template(tmp_path, source).encode([*talk, {"role": "assistant", "content": "wrong", "weight": 0}])

@@ -200,3 +200,16 @@ def test_a_weight_that_is_none_is_refused(weight):
     with pytest.raises(BadRow) as refusal:
         weight_of({"weight": weight}, "file:1")
     assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 weight"
+
+
+@pytest.mark.parametrize("weight, kept", [(0, 0), (0.0, 0), (1, None), (None, None)])
+def test_a_message_of_weight_0_keeps_it(weight, kept):
+    for row in ({"messages": [ASK, {**ANSWER, "weight": weight}]}, {"conversations": [HUMAN, {**GPT, "weight": weight}]}):
+        assert read(row, "chat").messages[1].get("weight") == kept
+
+
+@pytest.mark.parametrize("weight", [0.5, 2, -1, True, "0", [0]])
+def test_a_message_weighs_0_or_1(weight):
+    with pytest.raises(BadRow, match="is 0 or 1") as refusal:
+        read({"messages": [ASK, {**ANSWER, "weight": weight}]}, "chat")
+    assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 messages[1].weight"

@@ -93,6 +93,14 @@ def test_both_answers_and_nothing_else_are_learned(families, name, answers):
     assert learned(families(name), talk, train_on="last_assistant") == answers[1:]
 
 
+@pytest.mark.parametrize("name, answers", TWO_TURNS.items())
+def test_a_turn_of_weight_0_is_read_and_not_learned(families, name, answers):
+    silent = says("four", weight=0)
+    assert learned(families(name), [QUESTION, silent, AGAIN, says("4")]) == answers[1:]
+    once = learned(families(name), [QUESTION, says("4"), AGAIN, silent], train_on="last_assistant")
+    assert [words.replace("\n<|endoftext|>", "") for words in once] == [answers[1].replace("\n<|endoftext|>", "")]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_learned_answer_follows_the_very_prompt_that_a_model_is_asked_with(families, name):
     template = families(name)
