@@ -21,12 +21,12 @@ import hashlib
 import json
 import os
 import shutil
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,7 @@ BEGINS = np.dtype([("token", "<u8"), ("span", "<u8")])
 ROW = np.dtype([("place", "<i8"), ("weight", "<f4"), ("checksum", "<u4")])
 AT_ONCE = 1 << 16  # entries of a table that are in memory at a time
 PIECE = 1 << 20  # bytes that are checked at a time
+OPEN_FILES = 128  # of all stores of a process: a folder may hold more files than a process may open
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 Sequence = tuple[np.ndarray, np.ndarray]
 
@@ -50,9 +51,9 @@ class DamagedStore(RuntimeError):
 
 
 class Store:
-    """The rows of one source, by number. Holds file descriptors and nothing that grows; may be forked, and pickled to other processes."""
+    """The rows of one source, by number. Holds nothing that grows; may be forked, and pickled to other processes."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, int]) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any], files: dict[str, Place]) -> None:
         self.folder, self.key = folder, folder.name
         self.digest: str = manifest["digest"]  # of what the rows hold, whatever code or options made them
         self.sides: int = manifest["sides"]  # sequences of a row
@@ -63,24 +64,26 @@ class Store:
         self._rows: int = manifest["rows"]
         self._dtype = np.dtype(manifest["dtype"])
         self._files, self._bytes = files, manifest["bytes"]
-        weakref.finalize(self, _close, files)
 
     @classmethod
     def open(cls, folder: Path) -> Store | None:
-        """The store in `folder`; None where there is none, or one that is torn, damaged or of another format: build it again."""
-        files: dict[str, int] = {}
+        """The store in `folder`; None where there is none, or one that is torn, damaged or of another format: build it again.
+
+        Raises ValueError(what, where, fix) where it may not be read.
+        """
         try:
             manifest = _unsealed((folder / MANIFEST).read_bytes())
-            for name in FILES:
-                files[name] = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC)
-            whole = manifest["format"] == FORMAT and all(os.fstat(fd).st_size == manifest["bytes"][name] for name, fd in files.items())
-            whole = whole and all(_crc32(files[name]) == manifest["crc32"][name] for name in TABLES)
-        except (FileNotFoundError, NotADirectoryError, ValueError):
-            whole = False
-        if whole:
-            return cls(folder, manifest, files)
-        _close(files)
-        return None
+            if manifest["format"] != FORMAT:
+                return None
+            files = {name: _place(folder / name) for name in FILES}
+            if any(files[name].size != manifest["bytes"][name] for name in FILES) or any(_crc32(files[name]) != manifest["crc32"][name] for name in TABLES):
+                return None
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+            return None
+        except PermissionError as error:
+            fix = f"give yourself the right: chmod -R u+rwX {folder.parent}; or name another folder: data.cache=FOLDER"
+            raise ValueError("the token store may not be read", str(error.filename or folder), fix) from error
+        return cls(folder, manifest, files)
 
     def __reduce__(self) -> tuple:
         return _reopened, (self.folder,)
@@ -134,7 +137,10 @@ class Store:
     def _read(self, name: str, size: int, start: int, stop: int) -> bytes:
         if not start <= stop <= self._bytes[name] // size:
             return b""  # a flipped bit, which would ask for terabytes
-        return os.pread(self._files[name], (stop - start) * size, start * size)
+        try:
+            return os.pread(_opened(self._files[name]).fd, (stop - start) * size, start * size)
+        except FileNotFoundError as error:
+            raise self._damaged(name) from error
 
     def _damaged(self, what: str) -> DamagedStore:
         """What to raise. Without its manifest the folder is no store: the next start builds it again."""
@@ -144,6 +150,36 @@ class Store:
         except OSError as error:
             fix = f"delete that folder ({error.strerror}) and start again"
         return DamagedStore(f"{what} of the token store {self.folder} is damaged: {fix}")
+
+
+class Place(NamedTuple):
+    """Where a file is: another one may come to stand under its name."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+
+
+def _place(path: Path) -> Place:
+    found = os.stat(path)
+    return Place(str(path), found.st_dev, found.st_ino, found.st_size)
+
+
+class _File:
+    """Closed when nobody holds it any longer: not while another thread reads, as a number that is closed by hand might be."""
+
+    def __init__(self, path: str) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+@lru_cache(OPEN_FILES)
+def _opened(place: Place) -> _File:
+    return _File(place.path)
 
 
 class Writer:
@@ -159,8 +195,7 @@ class Writer:
         self.tally, self.has_weights = Tally(), False
         self.rows = self.sequences = self.tokens = self.spans = 0
         for left in (self.temporary, folder):  # of a killed builder; of a store that `open` would not take
-            if left.exists():
-                shutil.rmtree(left)
+            _remove(left)
         self.temporary.mkdir(parents=True)
         self._files = {name: os.open(self.temporary / name, NEW, 0o666) for name in FILES}
         self._digests = {name: hashlib.sha256() for name in FILES}
@@ -170,7 +205,8 @@ class Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        _close(self._files)
+        for fd in self._files.values():
+            os.close(fd)
         shutil.rmtree(self.temporary, ignore_errors=True)  # gone where it was published
 
     def append(self, block: Block) -> None:
@@ -242,10 +278,10 @@ def _checksum(row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tok
     return checksum
 
 
-def _crc32(fd: int) -> int:
+def _crc32(place: Place) -> int:
     """Of a whole file."""
-    checksum = at = 0
-    while piece := os.pread(fd, PIECE, at):
+    file, checksum, at = _opened(place), 0, 0
+    while piece := os.pread(file.fd, PIECE, at):
         checksum, at = zlib.crc32(piece, checksum), at + len(piece)
     return checksum
 
@@ -299,6 +335,9 @@ def _write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _close(files: dict[str, int]) -> None:
-    for fd in files.values():
-        os.close(fd)
+def _remove(path: Path) -> None:
+    """A folder with all in it, or whatever else stands there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

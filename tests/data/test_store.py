@@ -1,5 +1,6 @@
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from data.block import Block, Tally
-from data.store import FILES, MANIFEST, TABLES, DamagedStore, Store, Writer
+from data.store import FILES, MANIFEST, OPEN_FILES, TABLES, DamagedStore, Store, Writer
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -131,9 +132,9 @@ def test_a_store_goes_to_another_process(tmp_path):
     store = written(tmp_path / "key", block(ROWS))
     again = pickle.loads(pickle.dumps(store))
     assert read_back(again) == ROWS
-    sent = pickle.dumps(store)
+    sent, _ = pickle.dumps(store), store.read(0)
     os.rename(tmp_path / "key", tmp_path / "elsewhere")
-    assert read_back(store) == ROWS  # it is open already
+    assert store.read(0)[1] == 3  # its files are open already
     with pytest.raises(DamagedStore, match="gone or damaged"):
         pickle.loads(sent)
 
@@ -150,16 +151,61 @@ def test_forked_children_read_at_once(tmp_path):
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
 
 
-def test_closing_gives_the_files_back(tmp_path):
-    folder = tmp_path / "key"
-    store = written(folder, block(ROWS))
-    before = len(os.listdir("/proc/self/fd"))
-    again = Store.open(folder)
-    assert len(os.listdir("/proc/self/fd")) == before + len(FILES)
-    del again
-    (folder / "rows.bin").write_bytes(b"")
-    assert Store.open(folder) is None
-    assert len(os.listdir("/proc/self/fd")) == before and len(store) == 3
+MANY = """
+import resource, sys
+from pathlib import Path
+from data.store import Store
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+stores = [Store.open(folder) for folder in sorted(Path(sys.argv[1]).iterdir())]
+assert all(store.read(i)[1] == place for _ in range(2) for store in stores for i, place in enumerate((3, 4, 9)))
+print(len(stores))
+"""
+
+
+def test_more_stores_than_a_process_may_open_files(tmp_path):
+    for number in range(100):
+        written(tmp_path / str(number), block(ROWS))
+    words = [sys.executable, "-c", MANY, str(tmp_path)]
+    told = subprocess.run(words, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert told.stdout == "100\n" and len(os.listdir("/proc/self/fd")) < OPEN_FILES + 50
+
+
+def test_a_store_that_was_deleted_says_so(tmp_path):
+    store = written(tmp_path / "key", block(ROWS))
+    shutil.rmtree(tmp_path / "key")
+    with pytest.raises(DamagedStore, match="start again"):
+        store.read(0)
+
+
+def test_what_is_built_anew_is_read_and_not_what_stood_there(tmp_path):
+    old = written(tmp_path / "key", block(ROWS))
+    assert old.read(0)[1] == 3
+    new = written(tmp_path / "key", block(ROWS[1:]))
+    assert new.read(0)[1] == 4 and old.read(0)[1] == 3  # its files are open still
+
+
+def test_a_store_that_may_not_be_read_is_explained(tmp_path, monkeypatch):
+    written(tmp_path / "key", block(ROWS))
+
+    def refused(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)  # no file is closed to root, who may run this
+    with pytest.raises(ValueError, match="may not be read") as refusal:
+        Store.open(tmp_path / "key")
+    assert refusal.value.args[1] == str(tmp_path / "key" / MANIFEST) and "chmod" in refusal.value.args[2] and "data.cache=" in refusal.value.args[2]
+
+
+@pytest.mark.parametrize("name", ["key", f"key/{MANIFEST}", "key/tokens.bin", ".key.tmp"])
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_whatever_stands_in_the_way_is_replaced(tmp_path, name, kind):
+    written(tmp_path / "key", block(ROWS))
+    path = tmp_path / name
+    if path.exists():
+        path.rename(tmp_path / "old")
+    {"file": path.touch, "folder": path.mkdir, "link": lambda: path.symlink_to("nowhere")}[kind]()
+    assert (Store.open(tmp_path / "key") is None) == (name != ".key.tmp")
+    assert read_back(written(tmp_path / "key", block(ROWS))) == ROWS
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
