@@ -16,6 +16,7 @@ SHAREGPT = {
 }
 # Who may speak after whom; "" is the beginning. An answer may be followed by a call, or by what a tool found.
 FOLLOWERS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant", "user")}
+REASONING = ("reasoning_content", "reasoning", "thinking")  # DeepSeek's and Qwen's name, OpenRouter's and vLLM's, Ollama's and gpt-oss's
 MESSAGE = 'write {"role": "user", "content": "..."}'
 
 
@@ -81,15 +82,45 @@ def _turn(message: Any, where: str) -> dict:
         turn = _from_sharegpt(message, where)
     else:
         turn = {**message, "role": _role(message.get("role"), OPENAI, f"{where}.role")}
-    for field in ("content", "reasoning_content"):
-        may_miss = field != "content" or turn["role"] == "assistant"
-        turn[field] = "" if turn.get(field) is None and may_miss else content(turn.get(field), f"{where}.{field}")
-    turn["tool_calls"] = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
+    speaks = turn["role"] == "assistant"
+    turn["content"] = "" if turn.get("content") is None and speaks else content(turn.get("content"), f"{where}.content")
+    turn["reasoning_content"] = _reasoning(turn, where)
+    turn["tool_calls"] = _called(turn, where)
     if not _carries_loss(turn.pop("weight", None), f"{where}.weight"):
         turn["weight"] = 0
-    if turn["role"] == "assistant" and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
+    for field in () if speaks else ("reasoning_content", "tool_calls"):
+        if turn[field]:
+            raise BadRow("wrong type", f"a {turn['role']} message has {field}", f"{where}.{field}", "only the assistant reasons and calls: take it out")
+    if speaks and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
         raise BadRow("empty assistant turn", "the assistant says nothing", f"{where}.content", "give the turn a content, or delete it")
     return turn
+
+
+def _reasoning(message: dict, where: str) -> str:
+    """What stands under any of the names that reasoning has; OpenRouter's details are the same in parts, beside it or alone."""
+    said = {field: content(message[field], f"{where}.{field}") for field in REASONING if message.get(field) is not None}
+    fields = [field for field, words in said.items() if words]
+    if len({said[field].strip() for field in fields}) > 1:
+        raise BadRow("wrong type", f"{' and '.join(fields)} differ", where, "keep one of them")
+    if fields:
+        return said[fields[0]]
+    details = objects(message.get("reasoning_details"), f"{where}.reasoning_details") or []
+    words = [part for detail in details if isinstance(part := detail.get("text") or detail.get("summary"), str)]
+    if len(words) < len(details):
+        what, fix = "reasoning_details without words (encrypted?)", "write the words as reasoning_content, or take the field out"
+        raise BadRow("wrong type", what, f"{where}.reasoning_details", fix)
+    return "".join(words)
+
+
+def _called(message: dict, where: str) -> list[dict] | None:
+    """The tool calls, also where there is one under the name it had in OpenAI's first form."""
+    calls = _calls(message.get("tool_calls"), f"{where}.tool_calls")
+    call = parsed(message.pop("function_call", None), f"{where}.function_call")
+    if not call:
+        return calls
+    if calls:
+        raise BadRow("wrong type", "function_call and tool_calls stand side by side", f"{where}.function_call", "keep tool_calls, its new name")
+    return _calls([call], f"{where}.function_call")
 
 
 def _carries_loss(weight: Any, where: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data.badrow import BadRow, kind_of
-from data.messages import check_chat, check_order, parsed
+from data.messages import check_chat, check_order, objects, parsed
 
 STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
 
@@ -116,9 +116,24 @@ def _messages(key: str) -> Callable[[dict, str], Chat]:
     return lambda row, where: _chat(row[key], row, f"{where} {key}")
 
 
+def _openai(row: dict, where: str) -> Chat:
+    return _chat(row["messages"], {**row, "tools": _tools(row, where)}, f"{where} messages")
+
+
+def _tools(row: dict, where: str) -> list[dict] | None:
+    """Tools, also where they are under the name they had in OpenAI's first form."""
+    tools, functions = (objects(row.get(key), f"{where} {key}") for key in ("tools", "functions"))
+    if tools and functions:
+        raise BadRow("wrong type", "tools and functions stand side by side", f"{where} functions", "keep tools, its new name")
+    return tools or (functions and [{"type": "function", "function": function} for function in functions])
+
+
 def _chat(messages: Any, row: dict, where: str) -> Chat:
     turns, tools = check_chat(messages, row.get("tools"), where)
     system = _words(row, "system", where)
+    if system and turns[0]["role"] == "system" and turns[0]["content"].strip() not in ("", system.strip()):
+        fix = "keep one of them"
+        raise BadRow("two system messages", "the system message beside the conversation is not the one in it", f"{where} system", fix)
     if system and turns[0]["role"] != "system":
         turns = [_said("system", system), *turns]
     return Chat(check_order(turns, where), tools)
@@ -214,7 +229,7 @@ SHAPES = {
         Shape("sharegpt preference", "preference", ("conversations", "chosen", "rejected"), _pair(lambda row, where: row["conversations"])),
         Shape("alpaca preference", "preference", ("instruction", "chosen", "rejected"), _pair(_asked)),
         Shape("minimind preference", "preference", ("chosen", "rejected"), _pair(lambda row, where: NO_PROMPT)),
-        Shape("openai messages", "chat", ("messages",), _messages("messages")),
+        Shape("openai messages", "chat", ("messages",), _openai),
         Shape("minimind chat", "chat", ("conversations",), _messages("conversations"), "role"),
         Shape("sharegpt", "chat", ("conversations",), _messages("conversations"), "from"),
         Shape("alpaca", "chat", ("instruction", "output"), _alpaca),

@@ -54,6 +54,18 @@ CHATS = [  # shape, row, what is said
         },
         [ASK, {"role": "assistant", "tool_calls": [{**CALLED, "id": "1"}]}, {"role": "tool", "content": "dry", "tool_call_id": "1"}, ANSWER],
     ),
+    (
+        "openai messages",
+        {
+            "messages": [
+                ASK,
+                {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": '{"town": "Pell"}'}},
+                {"role": "function", "name": "weather", "content": "dry"},
+                {**ANSWER, "function_call": None},
+            ]
+        },
+        [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry", "name": "weather"}, ANSWER],
+    ),
     ("sharegpt", {"conversations": [HUMAN, GPT]}, TALK),
     ("sharegpt", {"conversations": [HUMAN, GPT], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *TALK]),
     ("sharegpt", {"conversations": [{"from": "system", "value": "be brief"}, {"from": "user", "value": "hi"}, {"from": "bing", "value": "ho"}]}, None),
@@ -213,3 +225,45 @@ def test_a_message_weighs_0_or_1(weight):
     with pytest.raises(BadRow, match="is 0 or 1") as refusal:
         read({"messages": [ASK, {**ANSWER, "weight": weight}]}, "chat")
     assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 messages[1].weight"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm"},
+        {"thinking": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm\n", "thinking": None},
+        {"reasoning": "hm", "reasoning_details": [{"type": "reasoning.encrypted", "data": "a"}]},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "h"}, {"type": "reasoning.summary", "summary": "m"}]},
+    ],
+)
+def test_reasoning_is_read_under_all_its_names(fields):
+    assert read({"messages": [ASK, {**ANSWER, **fields}]}, "chat").messages[1]["reasoning_content"].strip() == "hm"
+
+
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
+def test_functions_are_tools_under_their_old_name(stored):
+    assert read({"messages": TALK, "functions": stored}, "chat").tools == [{"type": "function", "function": TOOLS[0]}]
+    assert read({"messages": TALK, "functions": [], "tools": TOOLS}, "chat").tools == TOOLS
+
+
+@pytest.mark.parametrize(
+    "row, what, where",
+    [
+        ({"messages": TALK, "tools": TOOLS, "functions": TOOLS}, "side by side", " functions"),
+        ({"messages": TALK, "functions": "weather"}, "a list of objects, found a string", " functions"),
+        ({"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]}, "side by side", " messages[1].function_call"),
+        ({"messages": [ASK, {**ANSWER, "function_call": "weather"}]}, "a list of objects", " messages[1].function_call"),
+        ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]}, "a name and arguments", " messages[1].function_call"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a user message has tool_calls", " messages[0].tool_calls"),
+        ({"messages": [{**ASK, "reasoning": "hm"}, ANSWER]}, "a user message has reasoning_content", " messages[0].reasoning_content"),
+        ({"messages": [ASK, {**ANSWER, "reasoning": "hm", "thinking": "so"}]}, "reasoning and thinking differ", " messages[1]"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]}, "without words", " messages[1].reasoning_details"),
+        ({"messages": [{"role": "system", "content": "a"}, *TALK], "system": "b"}, "is not the one in it", " messages system"),
+    ],
+)
+def test_what_a_row_says_is_never_left_out_in_silence(row, what, where):
+    with pytest.raises(BadRow) as refusal:
+        read(row, "chat")
+    assert what in refusal.value.args[0] and refusal.value.args[1] == f"file:1{where}"
