@@ -31,6 +31,8 @@ LAUNCHERS = {  # option of hydra/launcher: (module, how it comes)
 }
 # The sweeper asks for an Optuna of 2022; it works with today's, which pip would not allow.
 SWEEPERS = {"optuna": ("hydra_plugins.hydra_optuna_sweeper", "pip install -e '.[optuna]' && pip install --no-deps hydra-optuna-sweeper==1.3.0")}
+# Words that a sweep may keep and a stranger's sweep.json may hold: counts and choices, no code, no place, no line of a script.
+KEPT = ("hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.n_jobs", "hydra.sweeper.params.", "hydra.sweeper.sampler.", "hydra.launcher.n_jobs", "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.array_parallelism")  # fmt: skip
 OURS = {"launcher": ("local",), "sweeper": ("grid", "basic")}
 PATIENCE = 60.0  # seconds for the jobs of this machine to save
 LOOK = 5.0  # seconds between two looks at how the jobs are getting on
@@ -74,7 +76,7 @@ class ForeignLauncher(Launcher):
         with _portable(), _watched(sweep, jobs):
             try:
                 returns = [found._return_value for found in self.starter.launch(words, 0)]
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):  # Ray makes the latter of a SIGTERM
                 stopped = True
                 self._let_save(sweep, jobs)
             except Exception as error:  # whatever a cluster has to say: the jobs it has taken may go on
@@ -87,6 +89,8 @@ class ForeignLauncher(Launcher):
 
     def _let_save(self, sweep: Any, jobs: list[Job]) -> None:
         """A worker that is told to end has its job save; what a cluster runs goes on without us."""
+        if ray := sys.modules.get("ray"):
+            ray.shutdown()  # its workers would go on for as long as we are here
         end = time.monotonic() + PATIENCE
         while any(held := [job["name"] for job in jobs if ledger.is_held(sweep.ledger.folder / job["name"])]) and time.monotonic() < end:
             time.sleep(0.2)
@@ -165,6 +169,10 @@ def check(typed: Sequence[str]) -> None:
     """Refuse a launcher or sweeper that is not installed, and one that nothing here leads."""
     for word in typed:
         group, _, name = word.lstrip("+").partition("=")
+        if (group, name) == ("hydra/sweeper/sampler", "cmaes"):
+            raise ValueError(
+                "this sampler keeps pickles in the study: whoever sends you a sweep could have code run", word, "choose tpe, nsgaii, random or grid"
+            )
         known = {"hydra/launcher": LAUNCHERS, "hydra/sweeper": SWEEPERS}.get(group)
         if known is None or name in OURS[group.removeprefix("hydra/")]:
             continue
@@ -182,5 +190,6 @@ def alias() -> None:
         for name in known.keys() & {file.removesuffix(".yaml") for file in store.repo.get("hydra", {}).get(group, {})}:
             node = store.repo["hydra"][group].pop(f"{name}.yaml").node
             if group == "sweeper":
-                node = OmegaConf.create({**OmegaConf.to_container(node), "_target_": f"{launcher.HOME}.StudySweeper", "objectives": "???"})
+                node = OmegaConf.create(OmegaConf.to_container(node))  # without the types: it has a word more
+                node.update({"_target_": f"{launcher.HOME}.StudySweeper", "objectives": "???"})
             store.store(group=f"hydra/{group}", name=f"{name}_plugin", node=node, provider="runner")

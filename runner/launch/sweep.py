@@ -26,7 +26,7 @@ HYDRA = ("hydra.", "hydra/")
 OURS, COUNTED = "grid", ("grid", "basic")  # the sweeper whose points we know beforehand
 LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
-STORED = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in FIELDS))  # and hydra.sweeper.*
+STORED = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in FIELDS))
 
 
 def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
         for point in points:
             ledger.add(point)
         for first, groups in zip([True, *[False] * len(composer.choices)], composer.choices, strict=False):
-            words = [*(word for word in shared if not word.startswith(HYDRA)), *groups]
+            words = [*(word for word in shared if not word.lstrip("+~").startswith(HYDRA)), *groups]
             snapshot.take(folder, words) if first else snapshot.add(folder, words, words_of.CONF)
         ledger.write()  # from here on the sweep can be continued, with all its jobs
         _run(Sweep(ledger), typed, flags, app)
@@ -62,6 +62,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         more, added, _ = grid.split(extra)
         stored = ledger.fields["swept"]
         _check_stored(ledger)
+        foreign.check([*ledger.fields["words"], *more])
         added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
@@ -75,7 +76,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
                 _extend(ledger, more, added, conf)
             sweep = Sweep(ledger, conf)
             typed = [
-                *grid.with_words(sweep.shared, (word for word in more if word.startswith(HYDRA))),
+                *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
                 *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
             ]
             _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
@@ -146,15 +147,15 @@ def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, s
 
 def _is_plain(word: str) -> bool:
     """Whether it sets no more than what a job's words may set, or chooses among plugins and their options."""
-    key = word.partition("=")[0]
-    ours = not key.startswith(HYDRA) or key in STORED or (key.startswith("hydra.sweeper.") and key != "hydra.sweeper.storage")
+    key = word.partition("=")[0].lstrip("+~")
+    ours = not key.startswith(HYDRA) or key in STORED or key.startswith(foreign.KEPT)
     return ours and "${" not in word and "_target_" not in word
 
 
 def _lasting(words: list[str]) -> list[str]:
     """What is written down. A word to Hydra that could start or open anything is not."""
     for word in words:
-        if not _is_plain(word) and not word.startswith(HYDRA):
+        if not _is_plain(word) and not word.lstrip("+~").startswith(HYDRA):
             raise ValueError("the jobs of a sweep start at different times: nothing is looked up then", word, "write the value itself")
         if not _is_plain(word):
             print(f"{word} is not kept with the sweep: type it again behind resume=", file=sys.stderr)
@@ -184,7 +185,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
     points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] in COUNTED else []
     _checked(composer, points)
-    plain = [word for word in more if not word.startswith(HYDRA)]
+    plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA)]
     longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
     jobs = [job for job in ledger.jobs if (longer or job["status"] != "completed") and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])

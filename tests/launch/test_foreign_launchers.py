@@ -20,7 +20,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-from runner.launch import children, elsewhere, foreign, underway
+from runner.launch import children, elsewhere, foreign, sweep, underway
 from runner.launch.elsewhere import Ended, Saved
 from runner.launch.foreign import ForeignLauncher
 from runner.launch.launcher import JobFailed, Stopped
@@ -174,6 +174,20 @@ def test_what_is_not_installed_is_refused_with_the_line_to_type() -> None:
             with pytest.raises(ValueError) as refused:
                 foreign.check([word])
             assert line in refused.value.args[2]
+
+
+def test_a_sweep_keeps_counts_and_choices_and_nothing_that_could_run_code() -> None:
+    for word in ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra.sweeper.sampler.seed=1", "hydra.launcher.gpus_per_node=2", "seed=1"):
+        assert sweep._is_plain(word), word
+    for word in (
+        "hydra.sweeper.custom_search_space=os.system",
+        "hydra.sweeper.storage=sqlite:////etc/x",
+        "hydra.launcher.setup=[reboot]",
+        "hydra.job.env_set.A=b",
+    ):
+        assert not any(sweep._is_plain(sign + word) for sign in ("", "+", "++")), word
+    with pytest.raises(ValueError, match="pickles"):
+        foreign.check(["hydra/sweeper/sampler=cmaes"])
 
 
 # Slow: the real ones. What stands above must hold where they are installed and where they are not.
