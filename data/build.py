@@ -10,9 +10,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
-from data.formats import Source
+from data.formats import PACKED, Source
 from data.pool import Chunk, encoded
 from data.rows import Recipe
 from data.store import FORMAT, Store, Writer
@@ -20,6 +22,10 @@ from data.tokenizer import Tokenizer
 
 CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # whichever is reached first
 WORTH_A_WORKER = 2 << 20  # bytes of a file: it encodes them in the time it takes to start
+UNPACKED = 4  # times the size on disk, about
+# What decides which ids a row becomes: a change in these files, or another version of these libraries, and it is tokenised again.
+CODE = "augment badrow block chat formats messages readers rows sandbox shapes stream tables tokenizer".split()
+LIBRARIES = ("jinja2", "tokenizers")
 SETTLED = 2_000_000_000  # ns after a file's last change from which on its time stamps would show another one
 REPORT_EVERY = 0.1  # seconds
 Progress = Callable[[int, int, int], None]  # bytes of the file done, bytes in all, rows read
@@ -35,14 +41,15 @@ def prepare(source: Source, recipe: Recipe, tokenizer: Tokenizer, cache: Path, p
     `tokenizer` is that of the recipe, already loaded. `progress` may raise, to stop building. Raises BadRow for the first bad row
     where the recipe says so, and ValueError where the file changes meanwhile or the cache cannot be written.
     """
-    with _explained(cache):
+    with explained(cache):
         cache.mkdir(parents=True, exist_ok=True)
         content = content_of(source.path, cache)
     recipe_key = recipe.key(tokenizer.fingerprint)
-    key = hashlib.sha256(json.dumps([content, source.kind, recipe_key, FORMAT]).encode()).hexdigest()
-    store = Store.open(cache / key)
+    key = hashlib.sha256(json.dumps([content, source.kind, recipe_key, FORMAT, code()]).encode()).hexdigest()
+    with explained(cache):
+        store = Store.open(cache / key)
     if store is None:
-        with _locked(cache / f"{key}.lock"):
+        with locked(cache / f"{key}.lock"):
             store = Store.open(cache / key)  # somebody else's, while we waited
             if store is None:
                 facts = {
@@ -61,23 +68,33 @@ def prepare(source: Source, recipe: Recipe, tokenizer: Tokenizer, cache: Path, p
 
 
 def _workers(source: Source) -> int:
-    return max(1, min(len(os.sched_getaffinity(0)), source.size // WORTH_A_WORKER))
+    packed = source.kind == "parquet" or source.path.suffix.lower() in PACKED
+    return max(1, min(len(os.sched_getaffinity(0)), source.size * (UNPACKED if packed else 1) // WORTH_A_WORKER))
+
+
+@lru_cache(1)
+def code() -> str:
+    """sha256 over CODE and LIBRARIES, in hex."""
+    digest = hashlib.sha256(json.dumps([[name, version(name)] for name in LIBRARIES]).encode())
+    for name in CODE:
+        digest.update(hashlib.sha256(Path(__file__).with_name(f"{name}.py").read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _build(folder: Path, source: Source, recipe: Recipe, tokenizer: Tokenizer, facts: dict, progress: Progress, workers: int) -> None:
-    with _explained(folder.parent):
+    with explained(folder.parent):
         writer = Writer(folder, recipe.sides, max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values()))
     with writer:
         last = time.monotonic()
-        for block, done in encoded(source, recipe, _chunks(source), workers):
-            with _explained(folder.parent):
+        for block, done in encoded(source, recipe, tokenizer.fingerprint, _chunks(source), workers):
+            with explained(folder.parent):
                 writer.append(block)
             if time.monotonic() - last >= REPORT_EVERY:
                 last = time.monotonic()
                 progress(done, source.size, writer.tally.read)
         if content_of(source.path, folder.parent) != facts["content"]:
             raise ValueError("the file changed while it was read", str(source.path), "start again once it is no longer written to")
-        with _explained(folder.parent):
+        with explained(folder.parent):
             writer.finish(facts)
         progress(source.size, source.size, writer.tally.read)
 
@@ -147,7 +164,7 @@ def _mark(path: Path) -> list[int]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """POSIX locks: free at once when the owner dies, and no forked child keeps one. The file stays: deleting it would race."""
     with open(path, "ab") as file:
         fcntl.lockf(file, fcntl.LOCK_EX)
@@ -155,7 +172,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _explained(cache: Path) -> Iterator[None]:
+def explained(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from queue import SimpleQueue
 from typing import IO, Any, TypeVar
 
@@ -28,11 +29,11 @@ Chunk = list[tuple[int, Any]]
 T = TypeVar("T")
 
 
-def encoded(source: Source, recipe: Recipe, chunks: Iterable[tuple[Chunk, T]], workers: int) -> Iterator[tuple[Block, T]]:
+def encoded(source: Source, recipe: Recipe, tokenizer: str, chunks: Iterable[tuple[Chunk, T]], workers: int) -> Iterator[tuple[Block, T]]:
     """The block of each chunk, with what stands beside the chunk. Of several errors the first in the order of the file is raised,
-    be it the chunks' own or an encoder's. One worker is this process itself."""
+    be it the chunks' own or an encoder's. One worker is this process itself. `tokenizer` is the fingerprint of the recipe's."""
     if workers == 1:
-        encoder = Encoder(recipe)
+        encoder = _encoder(recipe, tokenizer)
         for chunk, beside in chunks:
             yield encoder.encode(source, chunk), beside
         return
@@ -47,6 +48,12 @@ def encoded(source: Source, recipe: Recipe, chunks: Iterable[tuple[Chunk, T]], w
             yield _first(ahead)
     finally:
         pool.close()
+
+
+@lru_cache(1)
+def _encoder(recipe: Recipe, tokenizer: str) -> Encoder:
+    """The last one stays: loading its tokenizer takes longer than most files of a folder of many. The folder's files may change meanwhile."""
+    return Encoder(recipe)
 
 
 def _submitted(pool: _Pool, chunks: Iterable[tuple[Chunk, T]]) -> Iterator[tuple[Future[Block], T | None]]:

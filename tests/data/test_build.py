@@ -1,5 +1,8 @@
+import ast
+import dataclasses
 import errno
 import fcntl
+import gzip
 import itertools
 import json
 import os
@@ -9,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from data import build
+from data import build, pool
 from data.build import content_of, prepare
 from data.formats import BadRow, Source
 from data.rows import Recipe
@@ -279,6 +283,85 @@ def test_what_decides_the_ids_decides_the_key(tmp_path, write, made, tokenizer):
         prepare(Source.open(path), TEXT, Tokenizer.load(other), tmp_path / "cache").key,
     ]
     assert len(set(keys)) == 4
+
+
+def imported(name):
+    """Modules of data/ that a module loads, at its top or later."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / "data" / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("data."):
+            found.add(node.module.removeprefix("data."))
+    return found
+
+
+def test_no_file_that_decides_the_ids_is_missing_from_the_key():
+    reached = {"rows"}
+    while more := set().union(*map(imported, reached)) - reached:
+        reached |= more
+    assert reached - {"hub"} == set(build.CODE)  # hub names files, whose bytes are in the key
+
+
+@pytest.fixture
+def forgotten():
+    build.code.cache_clear()
+    yield
+    build.code.cache_clear()
+
+
+@pytest.mark.parametrize("name", build.CODE)
+def test_other_code_is_another_key_and_the_same_digest(write, made, monkeypatch, forgotten, name):
+    path = write(texts(3))
+    before = made(path)
+    build.code.cache_clear()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + (b"# a comment" if self == ROOT / "data" / f"{name}.py" else b""))
+    after = made(path)
+    assert after.key != before.key and after.digest == before.digest
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
+def test_another_version_of_a_library_is_another_key(write, made, monkeypatch, forgotten, name):
+    path = write(texts(3))
+    before = made(path).key
+    build.code.cache_clear()
+    monkeypatch.setattr(build, "version", lambda library: "0.0.1" if library == name else version(library))
+    assert made(path).key != before
+
+
+def test_skipping_bad_rows_where_there_are_none_changes_no_digest(write, made):
+    path = write(texts(20))
+    assert made(path).digest == made(path, SKIP).digest and made(path).key != made(path, SKIP).key
+
+
+def test_many_files_load_one_tokenizer(write, made, monkeypatch):
+    loaded = []
+    load = Tokenizer.load
+    monkeypatch.setattr(Tokenizer, "load", lambda folder: loaded.append(folder) or load(folder))
+    pool._encoder.cache_clear()
+    for number in range(5):
+        made(write(texts(3, start=number), f"{number}.jsonl"))
+    assert loaded == [SHIPPED]
+
+
+def test_a_tokenizer_that_changed_in_its_folder_is_loaded_again(tmp_path, write):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(SHIPPED, folder)
+    recipe, source = dataclasses.replace(TEXT, tokenizer=folder), Source.open(write([{"text": "one"}]))
+    ids = []
+    for token in ("<|im_start|>", "<think>"):
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": token}))
+        ids.append(int(prepare(source, recipe, Tokenizer.load(folder), tmp_path / "cache").read(0)[0][0][0][0]))
+    assert ids[0] != ids[1]
+
+
+def test_a_packed_file_of_a_few_mb_is_worth_workers(write, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    raw = b'{"text": "one"}\n'
+    plain, packed = Source.open(write(raw * 2)), Source.open(write(gzip.compress(raw), "rows.jsonl.GZ"))
+    table = dataclasses.replace(plain, kind="parquet")
+    monkeypatch.setattr(Source, "size", 3 << 20)
+    assert [build._workers(source) for source in (plain, packed, table)] == [1, 6, 6]
 
 
 def test_touching_a_file_tokenises_nothing(write, made, monkeypatch):
