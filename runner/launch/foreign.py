@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf
 
-from runner.launch import launcher, ledger
+from runner.launch import children, launcher, ledger
 from runner.launch.elsewhere import Ended, Jobs
 from runner.launch.ledger import Job
 from runner.launch.words import ROOT, quoted
@@ -72,7 +73,7 @@ class ForeignLauncher(Launcher):
         sweep.ledger.write()
         # Hydra composes each once more where it lands, for nothing: it shall write nothing into the folder of a run
         words = [[f"hydra.sweep.subdir={quoted(job['name'])}", "hydra.output_subdir=null"] for job in jobs]
-        stopped, returns = False, []
+        stopped, returns, why = False, [None] * len(jobs), None
         with _portable(), _watched(sweep, jobs):
             try:
                 returns = [found._return_value for found in self.starter.launch(words, 0)]
@@ -81,8 +82,9 @@ class ForeignLauncher(Launcher):
                 self._let_save(sweep, jobs)
             except Exception as error:  # whatever a cluster has to say: the jobs it has taken may go on
                 print(f"warning: the launcher gave up, jobs it has taken may go on without it: {error}", file=sys.stderr)
-        for job, found in zip(jobs, returns or [None] * len(jobs), strict=True):
-            _close(sweep, job, found)
+                why = Ended(f"the launcher gave up: {error}")
+        for job, found in zip(jobs, returns, strict=True):
+            _close(sweep, job, found or why)
         sweep.ledger.write()
         sweep.report()
         return stopped
@@ -104,10 +106,9 @@ def _close(sweep: Any, job: Job, found: Any) -> None:
     job.update(ledger.standing(job, ledger.read_run(folder)))
     if job["status"] == "completed":
         job.pop("pending", None)
-    elif isinstance(found, Ended):
-        from runner.launch.children import LOG, _last_lines
-
-        job.update(status="failed", error=str(found), last_lines=_last_lines(folder / LOG), ended=ledger.now())
+    elif isinstance(found, Ended) and not ledger.is_held(folder):
+        log = folder / children.LOG
+        job.update(status="failed", error=" ".join(str(found).split()), last_lines=children._last_lines(log) if log.exists() else [], ended=ledger.now())
         print(f"{job['name']} failed: {job['error']}", file=sys.stderr)
 
 
@@ -190,6 +191,8 @@ def alias() -> None:
         for name in known.keys() & {file.removesuffix(".yaml") for file in store.repo.get("hydra", {}).get(group, {})}:
             node = store.repo["hydra"][group].pop(f"{name}.yaml").node
             if group == "sweeper":
+                # the plugin calls Optuna as one did in 2022, and Optuna says so at every call
+                warnings.filterwarnings("ignore", message=".* been deprecated in v", category=FutureWarning)
                 node = OmegaConf.create(OmegaConf.to_container(node))  # without the types: it has a word more
                 node.update({"_target_": f"{launcher.HOME}.StudySweeper", "objectives": "???"})
             store.store(group=f"hydra/{group}", name=f"{name}_plugin", node=node, provider="runner")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ class StudySweeper(Sweeper):
         from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 
         self.objectives = list(objectives)
-        with _quiet():
-            self.theirs = OptunaSweeper(**fields)
+        self.theirs = OptunaSweeper(**fields)
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
         from runner.launch.foreign import started_by
@@ -41,20 +39,19 @@ class StudySweeper(Sweeper):
                 f"hydra.sweeper.objectives={self.objectives} hydra.sweeper.direction={directions}",
                 "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'",
             )
-        with _quiet():
-            study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=directions, load_if_exists=True)
-            if study.trials:
-                _take_up(study)
-                if hasattr(sweeper.sampler, "reseed_rng"):
-                    sweeper.sampler.reseed_rng()  # from the same seed it would draw again the points that it has drawn
-            completed = (optuna.trial.TrialState.COMPLETE,)
-            sweeper.n_trials = max(0, sweeper.n_trials - len(study.get_trials(states=completed)))
-            try:
-                return self.theirs.sweep(arguments)
-            except ValueError:
-                if study.get_trials(states=completed):
-                    raise
-                return None  # no trial has a value, so none is the best; why, each job has said
+        study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=directions, load_if_exists=True)
+        if study.trials:
+            _take_up(study)
+            if hasattr(sweeper.sampler, "reseed_rng"):
+                sweeper.sampler.reseed_rng()  # from the same seed it would draw again the points that it has drawn
+        completed = (optuna.trial.TrialState.COMPLETE,)
+        sweeper.n_trials = max(0, sweeper.n_trials - len(study.get_trials(states=completed)))
+        try:
+            return self.theirs.sweep(arguments)
+        except ValueError:
+            if study.get_trials(states=completed):
+                raise
+            return None  # no trial has a value, so none is the best; why, each job has said
 
 
 class Measuring(Launcher):
@@ -96,12 +93,3 @@ def _take_up(study: Any) -> None:
         if trial.params not in asked and {key: str(value) for key, value in trial.params.items()} in known:
             study.enqueue_trial(trial.params)
             asked.append(trial.params)
-
-
-class _quiet(warnings.catch_warnings):
-    """The plugin calls Optuna as one did in 2022, and Optuna says so at every call."""
-
-    def __enter__(self) -> Any:
-        found = super().__enter__()
-        warnings.simplefilter("ignore", FutureWarning)
-        return found

@@ -150,7 +150,8 @@ def test_a_launcher_that_gives_up_ends_no_sweep(launched: Any, tmp_path: Path, c
         return trains(tmp_path)(name)
 
     returns, _ = launched(act)
-    assert [job["status"] for job in launched.ledger.jobs] == ["completed", "interrupted", "new"] and len(returns) == 3
+    assert [job["status"] for job in launched.ledger.jobs] == ["completed", "failed", "failed"] and len(returns) == 3
+    assert launched.ledger.jobs[2]["error"] == "the launcher gave up: the cluster is gone"
     assert "the cluster is gone" in capsys.readouterr().err
 
 
