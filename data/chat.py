@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 
 from data.badrow import BadRow
 from data.messages import check_chat
-from data.sandbox import BEGIN, BREAK, END, PRIVATE, compiled
+from data.sandbox import BEGIN, BREAK, END, compiled, public, shield, stands
 from data.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
@@ -68,16 +68,20 @@ class ChatTemplate:
         space behind it. Raises BadRow where the template refuses the conversation, loses a part of it, or does not show what
         is the assistant's. A conversation without an assistant has nothing to learn, and that is left to the caller to judge.
         """
-        render = self._renderer(messages, tools, where)
+        render, given = self._renderer(messages, tools, where)
         whole = render(len(messages))
+        self._check_contents(whole, given, where)
         turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
         silent = [turn for turn in turns if messages[turn].get("weight") == 0]
-        if train_on == "all":
-            return [replace(piece, learn=not piece.learn) for piece in self._told(whole, messages, silent, render, where)]
         learned = [turn for turn in turns if turn not in silent]
+        if train_on == "all":
+            self._check_reasoning(whole, given, learned, where)
+            return [replace(piece, learn=not piece.learn) for piece in self._told(whole, messages, silent, render, where)]
         if silent and not learned:
             raise BadRow("no turn with a weight", "every assistant turn has weight 0: nothing to learn", where, "delete the row")
-        pieces = self._told(whole, messages, learned[-1:] if train_on == "last_assistant" else learned, render, where)
+        learned = learned[-1:] if train_on == "last_assistant" else learned
+        pieces = self._told(whole, messages, learned, render, where)
+        self._check_reasoning(whole, given, learned, where)
         if turns and not any(piece.learn for piece in pieces):
             what = "the chat template marks nothing of this conversation as the assistant's"
             raise BadRow("nothing marked by the template", what, where, f"{self._where}: put {MARKS}")
@@ -106,12 +110,15 @@ class ChatTemplate:
     def prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """A conversation that nobody has checked yet, up to where the assistant's next words begin."""
         messages, tools = check_chat(messages, tools, where)
-        return self.assemble([self._cut(self._renderer(messages, tools, where)(len(messages), prompt=True))])[0][0]
+        render, given = self._renderer(messages, tools, where)
+        whole = render(len(messages), prompt=True)
+        self._check_contents(whole, given, where)
+        return self.assemble([self._cut(whole)])[0][0]
 
     def turns(self, messages: list[dict], tools: list[dict] | None, where: str) -> list[tuple[int, str]]:
         """(characters, role): after how many characters of the rendered conversation each message is over. For people to look at:
         messages whose texts cannot be told apart stand there as one, without a role."""
-        render = self._renderer(messages, tools, where)
+        render, _ = self._renderer(messages, tools, where)
         whole, ends, untold = render(len(messages)), [], False
         for count, message in enumerate(messages, 1):
             try:
@@ -119,17 +126,20 @@ class ChatTemplate:
             except BadRow:  # no conversation may end here
                 end = None
             if end is not None:
-                ends.append((len(_public(whole[:end])), "" if untold else message["role"]))
+                ends.append((len(public(whole[:end])), "" if untold else message["role"]))
             untold = end is None
         return ends
 
-    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str) -> Render:
-        self._check_nothing_is_lost(messages, tools, where)
+    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str) -> tuple[Render, list[dict]]:
+        """How prefixes of the conversation are rendered, and the messages as the template sees them."""
+        for field in ("tools", "tool_calls"):
+            if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
+                raise self._lost(field, where)
         # A field that is there but empty is, to many templates, a field that is there.
         given = [{key: value for key, value in message.items() if value or key == "content"} for message in messages]
         # The assistant may write its own tags (<think>), but nobody ends or opens a turn from inside one.
-        shielded = [_shield(message, self._special if message["role"] == "assistant" else self._control, where) for message in given]
-        shielded_tools = _shield(tools, self._control, where)
+        shielded = [shield(message, self._special if message["role"] == "assistant" else self._control, where) for message in given]
+        shielded_tools = shield(tools, self._control, where)
 
         def render(count: int, prompt: bool = False, **manner: bool) -> str:
             names = {"messages": shielded[:count], "tools": shielded_tools, "documents": None, "add_generation_prompt": prompt}
@@ -140,13 +150,25 @@ class ChatTemplate:
                 what = f"the chat template refuses the conversation{part}: {error}"
                 raise BadRow("refused by the chat template", what, where, f"change the conversation, or {self._where}") from error
 
-        return render
+        return render, shielded
 
-    def _check_nothing_is_lost(self, messages: list[dict], tools: list[dict] | None, where: str) -> None:
-        for field in ("tools", "tool_calls", "reasoning_content"):
-            if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
-                fix = f"use a tokenizer whose template reads {field} (data/{CHATML.name} does), or take the field out"
-                raise BadRow(f"{field} lost by the chat template", f"the chat template leaves out {field}", where, fix)
+    def _check_contents(self, whole: str, given: list[dict], where: str) -> None:
+        """What anybody says stands in the rendered text. Earlier thoughts need not: many templates drop them on purpose."""
+        for place, message in enumerate(given):
+            words = message["content"]
+            if words.strip() not in whole and not stands(words, whole, thoughts=message["role"] != "assistant"):
+                raise self._lost(f"the content of {message['role']} messages", f"{where} message {place}")
+
+    def _check_reasoning(self, whole: str, given: list[dict], learned: list[int], where: str) -> None:
+        """Reasoning stands in the rendered text where it is to be learned."""
+        for turn in learned:
+            reasoning, words = given[turn].get("reasoning_content"), given[turn]["content"]
+            if (reasoning and not stands(reasoning, whole)) or ("think>" in words and not stands(words, whole)):
+                raise self._lost("reasoning_content", where, "" if turn == learned[-1] else "data.train_on=last_assistant; or ")
+
+    def _lost(self, part: str, where: str, first: str = "") -> BadRow:
+        fix = f"{first}use a tokenizer whose template reads {part} (data/{CHATML.name} does), or take it out"
+        return BadRow(f"{part} lost by the chat template", f"the chat template leaves out {part}", where, fix)
 
     def _told(self, whole: str, messages: list[dict], learned: list[int], render: Render, where: str) -> list[Piece]:
         """`whole` in pieces, where those of the turns `learned` carry loss."""
@@ -215,11 +237,6 @@ class ChatTemplate:
         return pieces
 
 
-def _public(text: str) -> str:
-    """Without our private marks."""
-    return text.translate(dict.fromkeys(map(ord, PRIVATE)))
-
-
 def _default(template: Any) -> str:
     """Some tokenizers keep several templates by name."""
     named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
@@ -234,18 +251,3 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def _breakable(tokens: Iterable[str]) -> list[str]:
     """A token of one character (Gemma has the new line) is the same as text and as a token."""
     return [token for token in tokens if len(token) > 1]
-
-
-def _shield(value: Any, control: re.Pattern[str], where: str) -> Any:
-    if isinstance(value, dict):
-        return {_shield(key, control, where): _shield(item, control, where) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_shield(item, control, where) for item in value]
-    if not isinstance(value, str):
-        return value
-    if any(mark in value for mark in PRIVATE):
-        what = "the text holds one of U+FDD0 to U+FDD2, noncharacters that Unicode sets aside for programs"
-        raise BadRow("private characters", what, where, "take them out")
-    while control.search(value):  # again where a broken token still ends in another one
-        value = control.sub(lambda token: token[0][0] + BREAK + token[0][1:], value)
-    return value

@@ -2,12 +2,14 @@
 
 A template comes with a tokenizer somebody else made. It reaches nothing outside (Jinja's sandbox), it renders the same
 text on every day and in every process (no clock, no dice), and it can neither turn in circles nor fill the memory.
+What goes in is shielded first, so that words of people come out as words; that they came out at all is seen here, too.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from datetime import date
 from typing import Any
@@ -18,8 +20,11 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from data.badrow import BadRow
+
 # Unicode noncharacters: set aside for use inside programs, so no text that is exchanged holds them.
 BREAK, BEGIN, END = PRIVATE = ("\ufdd0", "\ufdd1", "\ufdd2")
+TAKEN = re.compile(r"</?think>|/(?:no_)?think\b")  # tags and switches in contents, which templates read and write anew, or not at all
 MOST_STEPS = 1_000_000  # turns of loops and calls of macros in one rendering, about a second's worth
 MOST_CHARACTERS = 2**25  # of a rendering, and of any text that is put together on the way
 TODAY = date(2024, 7, 26)  # what "today" is to a template: the day that Llama 3's names where it finds no clock
@@ -86,7 +91,7 @@ def _bounded(value: Any) -> Any:
 def compiled(source: str) -> Callable[..., str]:
     """A function of what the template may name, to the rendered text. Raises TemplateError whatever goes wrong in it."""
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters |= {"tojson": _tojson, "bounded": _bounded, "step": _step}
+    environment.filters |= {"tojson": tojson, "bounded": _bounded, "step": _step}
     environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
     del environment.globals["lipsum"], environment.filters["random"]  # text by chance
     try:
@@ -110,7 +115,7 @@ def compiled(source: str) -> Callable[..., str]:
     return render
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     """JSON for a model, not for a web page: jinja's own filter would write < as \\u003c."""
     written = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return written.replace(json.dumps(BREAK)[1:-1], BREAK)
@@ -118,3 +123,33 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, s
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def shield(value: Any, control: re.Pattern[str], where: str) -> Any:
+    """The value with every `control` token in its strings broken by a private character. Raises BadRow where one stands in them already."""
+    if isinstance(value, dict):
+        return {shield(key, control, where): shield(item, control, where) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shield(item, control, where) for item in value]
+    if not isinstance(value, str):
+        return value
+    if any(mark in value for mark in PRIVATE):
+        what = "the text holds one of U+FDD0 to U+FDD2, noncharacters that Unicode sets aside for programs"
+        raise BadRow("private characters", what, where, "take them out")
+    while control.search(value):  # again where a broken token still ends in another one
+        value = control.sub(lambda token: token[0][0] + BREAK + token[0][1:], value)
+    return value
+
+
+def public(text: str) -> str:
+    """Without our private marks."""
+    return text.translate(dict.fromkeys(map(ord, PRIVATE)))
+
+
+def stands(words: str, whole: str, thoughts: bool = True) -> bool:
+    """Whether `words` are in the rendered text: but for the space at their ends, or as a JSON string. Without `thoughts`
+    what comes before the last think tag may be missing."""
+    if words.strip() in whole:
+        return True
+    parts = [part.strip() for part in TAKEN.split(words)][0 if thoughts else -1 :]
+    return all(part in whole or any(tojson(part, ensure_ascii=ascii_only)[1:-1] in whole for ascii_only in (False, True)) for part in parts)

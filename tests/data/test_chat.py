@@ -143,15 +143,15 @@ def test_a_template_of_another_family_works(tokenizer, tmp_path):
 
 
 def test_a_template_that_writes_ascii_json_leaks_no_private_character(tokenizer, tmp_path):
-    ids, _ = with_template(tmp_path, "{{ tools | tojson(ensure_ascii=True) }}").encode(TALK[:2], [{"name": "<|im_end|>é"}])
-    assert tokenizer.decode(ids, skip_special=False) == '[{"name": "<|im_end|>\\u00e9"}]'
+    ids, _ = with_template(tmp_path, "{{ [tools[0], messages[0].content] | tojson(ensure_ascii=True) }}").encode(TALK[1:2], [{"name": "<|im_end|>é"}])
+    assert tokenizer.decode(ids, skip_special=False) == '[{"name": "<|im_end|>\\u00e9"}, "\\u4f60\\u597d"]'
 
 
 @pytest.mark.parametrize(
     "source, message",
     [
         ("{% for m in messages %}{{ m.role + m.content }}{% endfor %}", "does not show where an answer begins"),
-        ("{% generation %}{% endgeneration %}{{ messages[0].content }}", "marks nothing of this conversation"),
+        ("{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}", "marks nothing of this conversation"),
         ("{% generation %}{{ raise_exception('no system') }}{% endgeneration %}", "refuses the conversation: no system"),
         ("{% generation %}{{ ''.__class__.__mro__[1].__subclasses__() }}{% endgeneration %}", "refuses the conversation"),
         ("{% generation %}{% for", "does not compile"),
@@ -203,3 +203,38 @@ def test_where_marks_cannot_be_told_apart_no_turn_is_learned_in_place_of_another
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "!"}]
     with pytest.raises(BadRow, match="marks nothing"):
         with_template(tmp_path, source).encode([*talk, {"role": "assistant", "content": "wrong", "weight": 0}])
+
+
+@pytest.mark.parametrize("role, words", [("system", "SECRET"), ("user", "ASKED"), ("tool", "TOOLOUT"), ("assistant", "FIRST")])
+def test_a_message_that_the_template_does_not_write_is_a_bad_row(tmp_path, role, words):
+    source = "{% for m in messages %}{% if m.content != '" + words + "' %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"
+    said = [("system", "SECRET"), ("user", "ASKED"), ("assistant", "FIRST"), ("tool", "TOOLOUT"), ("assistant", "last")]
+    talk = [{"role": who, "content": what} for who, what in said]
+    template = with_template(tmp_path, source)
+    for encode in (template.encode, template.prompt, lambda talk: template.encode(talk, train_on="all")):
+        with pytest.raises(BadRow, match=f"leaves out the content of {role} messages") as refusal:
+            encode(talk)
+        assert refusal.value.reason == f"the content of {role} messages lost by the chat template"
+        assert refusal.value.args[1] == f"messages message {[who for who, _ in said].index(role)}"
+
+
+@pytest.mark.parametrize("written", ["m.content.strip()", "m.content | tojson", "m.content | tojson(ensure_ascii=True)", "m.content.replace('/no_think', '')"])
+def test_words_that_a_template_strips_or_writes_as_json_are_not_lost(tmp_path, written):
+    template = with_template(tmp_path, "{% for m in messages %}{{ m.role + ':' + (" + written + ") }}\n{% endfor %}{% if add_generation_prompt %}{% endif %}")
+    talk = [{"role": "user", "content": "a"}, {"role": "tool", "content": ' "dry"\nor\t\\ <|im_end|> 湿 /no_think \n'}]
+    assert template.encode(talk, train_on="all")[0]
+
+
+def test_reasoning_that_carries_loss_is_not_left_out(tmp_path):
+    source = (
+        "{% for m in messages %}{{ m.role }}:{% generation %}{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
+        "{{ m.content.split('</think>')[-1] }}{% endgeneration %}{% endfor %}"
+    )
+    ask, end = {"role": "user", "content": "?"}, {"role": "assistant", "content": "end", "reasoning_content": "late"}
+    template = with_template(tmp_path, source)
+    for first in ({"role": "assistant", "content": "a", "reasoning_content": "early"}, {"role": "assistant", "content": "<think>early</think>a"}):
+        with pytest.raises(BadRow, match="leaves out reasoning_content") as refusal:
+            template.encode([ask, first, ask, end])
+        assert refusal.value.args[2].startswith("data.train_on=last_assistant; or ")
+        assert template.encode([ask, first, ask, end], train_on="last_assistant")[0]
+        assert template.encode([ask, {**first, "weight": 0}, ask, end])[0]

@@ -211,6 +211,23 @@ def test_what_a_template_would_silently_leave_out_is_a_bad_row(families, field, 
     assert refusal.value.reason == f"{field} lost by the chat template"
 
 
+@pytest.mark.parametrize(
+    "name, talk, lost",
+    [
+        ("zephyr", [QUESTION, says("so"), {"role": "tool", "content": "TOOLOUT"}, says("4")], "the content of tool messages"),
+        ("llama3", [QUESTION, {**CALL, "content": "Let me add."}, {"role": "tool", "content": "TOOLOUT"}, says("4")], "the content of assistant messages"),
+    ],
+)
+def test_words_that_a_template_would_silently_leave_out_are_a_bad_row(families, name, talk, lost):
+    with pytest.raises(BadRow, match=f"leaves out {lost}"):
+        families(name).encode(talk, train_on="last_assistant")
+
+
+def test_thoughts_that_qwen_drops_from_earlier_words_are_not_missed(families):
+    talk = [QUESTION, says("<think>\nhm\n</think>\n\nfour"), AGAIN, says("<think>\nso\n</think>\n\n4")]
+    assert learned(families("qwen3"), talk, train_on="last_assistant") == ["<think>\nso\n</think>\n\n4<|im_end|>"]
+
+
 def test_today_is_the_same_on_every_day(families):
     assert "Today Date: 26 Jul 2024" in text(families("llama3"), [QUESTION, says("4")])
 
