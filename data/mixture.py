@@ -114,7 +114,7 @@ class Part:
 
     @property
     def print(self) -> list:
-        return [self.store.key, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self)]
+        return [self.store.digest, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The training engine: one loop for every stage. Read `train` first, then `train_step`."""
+"""The training engine: one loop for every stage. Read `train` and `walk` first, then `train_step`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from data.loader import Batch
 from data.packing import Packed
+from data.store import DamagedStore
 from models.generate import generate
 from runner.engine import checkpoint
 from runner.engine.disk import write_json
@@ -41,6 +42,15 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
     Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
     """
     begin(run)
+    try:
+        walk(run, stop)
+    except DamagedStore as error:
+        raise RunFailed(str(error)) from error
+    return finish(run)
+
+
+def walk(run: Run, stop: Callable[[], bool]) -> None:
+    """Every step that is left, and what is due after it."""
     progress, every = run.progress, run.cfg.train
     look(run)  # what was due right after the checkpoint we come from; nothing at step 0
     pace = Pace()
@@ -60,7 +70,6 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
             pace.pause(look, run)
             if run.finished:
                 break
-    return finish(run)
 
 
 def begin(run: Run) -> None:

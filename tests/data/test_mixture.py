@@ -12,7 +12,7 @@ class MadeStore:
     """Row i feeds 10 + i positions; its weight is what is given."""
 
     def __init__(self, size: int, weights: list[float] | None = None) -> None:
-        self.size, self._weights, self.has_weights, self.key = size, weights, weights is not None, f"store of {size}"
+        self.size, self._weights, self.has_weights, self.digest = size, weights, weights is not None, f"store of {size}"
 
     def __len__(self) -> int:
         return self.size

@@ -60,6 +60,15 @@ def test_a_batch_is_learned_by_heart(make_run, stage, rows):
     assert run.progress.last_losses[-1] < 0.05
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_tokens_that_rot_while_a_run_reads_them_fail_it(make_run, workers):
+    run = make_run("pretrain", f"data.num_workers={workers}")
+    (tokens,) = (run.folder.parent / "cache").glob("*/tokens.bin")
+    tokens.write_bytes(bytes(b ^ 1 for b in tokens.read_bytes()))
+    with pytest.raises(RunFailed, match="damaged"):
+        train(run)
+
+
 def test_a_run_that_ends_far_worse_than_guessing_has_failed(make_run):
     run = make_run("pretrain", "optimizer.lr=5", "train.max_steps=8", "schedule=constant")
     with pytest.raises(RunFailed, match="diverged: the loss ends at"):
