@@ -21,7 +21,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from data.badrow import BadRow
-from data.messages import check_chat
+from data.messages import check_chat, spoken
 from data.sandbox import BEGIN, BREAK, END, compiled, public, shield, stands
 from data.tokenizer import Tokenizer
 
@@ -105,11 +105,13 @@ class ChatTemplate:
 
     def encode(self, messages: Any, tools: Any = None, where: str = "messages", train_on: str = "assistant") -> Encoded:
         """`pieces` and `assemble` of one conversation that nobody has checked yet."""
-        return self.assemble([self.pieces(*check_chat(messages, tools, where), where, train_on)])[0]
+        messages, tools = check_chat(messages, tools, where)
+        return self.assemble([self.pieces(spoken(messages), tools, where, train_on)])[0]
 
     def prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """A conversation that nobody has checked yet, up to where the assistant's next words begin."""
         messages, tools = check_chat(messages, tools, where)
+        messages = spoken(messages)
         render, given = self._renderer(messages, tools, where)
         whole = render(len(messages), prompt=True)
         self._check_contents(whole, given, where)

@@ -79,7 +79,10 @@ class Source:
         if isinstance(raw, BadRow):
             raise raw
         where = self.where(place)
-        value = parse(raw, where, self.kind == "jsonl" and not raw.endswith(b"\n")) if isinstance(raw, bytes) else raw
+        try:
+            value = parse(raw, where, self.kind == "jsonl" and not raw.endswith(b"\n")) if isinstance(raw, bytes) else raw
+        except BadRow as error:
+            raise _explained(error, raw.strip(), where) if self.kind == "jsonl" else error from error
         if not isinstance(value, dict):
             raise BadRow("not an object", f"a row is a JSON object, found {kind_of(value)}", where, 'write e.g. {"text": "..."}')
         return value
@@ -93,6 +96,20 @@ class Source:
                 on_bad(error)
             else:
                 yield place, row
+
+
+def _explained(error: BadRow, line: bytes, where: str) -> BadRow:
+    """What is wrong with a line, where it is one of the two usual mistakes."""
+    if error.reason not in ("broken JSON", "file cut off"):
+        return error
+    if error.reason == "broken JSON" and line.endswith((b"{", b"[")):
+        fix = "is it one object over several lines? A row stands on one line, and so it does after: jq -c . FILE"
+        return BadRow("broken JSON", "broken JSON: the line ends where an object begins", where, fix)
+    try:
+        json.loads(line.removesuffix(b","))
+    except (ValueError, RecursionError):
+        return error
+    return BadRow("broken JSON", "broken JSON: a comma stands behind the row", error.args[1], "take the comma away: between lines stands none")
 
 
 def find_sources(path: str | list[str]) -> list[list[Source]]:
@@ -135,25 +152,38 @@ def _ending(path: Path) -> str:
 
 
 def _kind(path: Path) -> str:
-    head = _head(path)
+    begin, head = _head(path)
+    _check_encoding(path, begin)
     kind = ENDINGS.get(_ending(path)) or ("json" if head[:1] in b"[{" else "parquet" if head.startswith(b"PAR1") else None)
     if kind is None:
         raise ValueError("neither the name nor the first byte says what kind of file this is", str(path), f"give it one of the endings {KNOWN}")
     return kind if kind != "json" else "array" if _is_array(head) else "jsonl"
 
 
-def _head(path: Path) -> bytes:
-    """The first bytes that are not blank."""
+def _head(path: Path) -> tuple[bytes, bytes]:
+    """The first bytes, and the first that are not blank."""
+    begin = b""
     try:
         with opened(path) as (_, file):
             while chunk := file.read(PIECE):
+                begin = begin or chunk
                 if head := chunk.removeprefix(BOM).lstrip():
-                    return head
+                    return begin, head
     except PermissionError as error:
         raise ValueError("this file may not be read", str(path), f"give yourself the right: chmod u+r {path}") from error
     except OSError as error:
         raise ValueError(f"the file cannot be read: {error}", str(path), "copy it again") from error
     raise ValueError("the file is empty", str(path), "give a file with one JSON object a line")
+
+
+def _check_encoding(path: Path, begin: bytes) -> None:
+    """UTF-16 and UTF-32 show in a byte order mark, and where JSON is expected in the zeros of its first characters."""
+    known = ENDINGS.get(_ending(path), "json")
+    encoding = json.detect_encoding(begin[:4])
+    if encoding.startswith("utf-8") or known in ("parquet", "arrow") or (known != "json" and encoding not in ("utf-16", "utf-32")):
+        return
+    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    raise ValueError(f"the file is {name}, and only UTF-8 is read", str(path), f"save it as UTF-8, e.g. with: iconv -f {name} -t UTF-8")
 
 
 def _is_array(head: bytes) -> bool:

@@ -16,6 +16,7 @@ SHAREGPT = {
 }
 # Who may speak after whom; "" is the beginning. An answer may be followed by a call, or by what a tool found.
 FOLLOWERS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant", "user")}
+NOTHING = ("null", "None")  # as tables hold it in columns of strings
 REASONING = ("reasoning_content", "reasoning", "thinking")  # DeepSeek's and Qwen's name, OpenRouter's and vLLM's, Ollama's and gpt-oss's
 MESSAGE = 'write {"role": "user", "content": "..."}'
 
@@ -40,6 +41,8 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
     before = ""
     for place, message in enumerate(messages):
         role = message["role"]
+        if _is_silent(message):
+            continue
         calls = before == role == "assistant" and message.get("tool_calls")
         if role not in FOLLOWERS[before] and not calls:
             what = f"{role} after {before}" if before else f"{role} comes first"
@@ -52,10 +55,19 @@ def check_order(messages: list[dict], where: str) -> list[dict]:
     return messages
 
 
+def spoken(messages: list[dict]) -> list[dict]:
+    """The messages without a system message that says nothing (MiniMind hangs tools on such ones)."""
+    return [message for message in messages if not _is_silent(message)]
+
+
+def _is_silent(message: dict) -> bool:
+    return message["role"] == "system" and not message["content"].strip()
+
+
 def objects(value: Any, where: str) -> list[dict] | None:
     """A list of objects, also where it is stored as a JSON string; None where there is nothing."""
     value = parsed(value, where)
-    if not value:
+    if not value or value in NOTHING:
         return None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRow("wrong type", f"expected a list of objects, found {kind_of(value)}", where, "write a JSON list of objects")
@@ -83,7 +95,8 @@ def _turn(message: Any, where: str) -> dict:
     else:
         turn = {**message, "role": _role(message.get("role"), OPENAI, f"{where}.role")}
     speaks = turn["role"] == "assistant"
-    turn["content"] = "" if turn.get("content") is None and speaks else content(turn.get("content"), f"{where}.content")
+    may_miss = turn["role"] in ("assistant", "system")
+    turn["content"] = "" if turn.get("content") is None and may_miss else content(turn.get("content"), f"{where}.content")
     turn["reasoning_content"] = _reasoning(turn, where)
     turn["tool_calls"] = _called(turn, where)
     if not _carries_loss(turn.pop("weight", None), f"{where}.weight"):

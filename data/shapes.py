@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from data.badrow import BadRow, kind_of
-from data.messages import check_chat, check_order, objects, parsed
+from data.messages import check_chat, check_order, objects, parsed, spoken
 
 STAGES = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}  # what to say to a file of another shape
 
@@ -43,7 +44,7 @@ class Shape:
     rows: str  # text | chat | preference
     keys: tuple[str, ...]  # that a row must have
     make: Callable[[dict, str], Text | Chat | Pair]
-    speaker: str = ""  # the key that tells who speaks in `conversations`, where two shapes have the same keys
+    told: Callable[[dict], bool] = lambda row: True  # what tells it from another shape of the same keys
 
     def read(self, row: dict, where: str) -> Text | Chat | Pair:
         """Raises BadRow where the row is not of this shape, or cannot be learned from."""
@@ -52,7 +53,7 @@ class Shape:
         return self.make(row, where)
 
     def fits(self, row: dict) -> bool:
-        return all(row.get(key) is not None for key in self.keys) and self.speaker in ("", _speaker(row.get("conversations")))
+        return all(row.get(key) is not None for key in self.keys) and self.told(row)
 
 
 def recognise(row: dict, rows: str, where: str) -> Shape:
@@ -87,9 +88,16 @@ def _wrong_keys(row: dict, what: str, rows: str, keys: Any, where: str) -> BadRo
     fix = f"write rows as {{{', '.join(f'{json.dumps(key)}: ...' for key in keys)}}}"
     if other and other.rows != rows:
         fix = f"the file looks made for {STAGES[other.rows]}"
+    elif inner := next((key for key, value in row.items() if _holds_rows(value)), None):
+        fix = f"the rows stand in its field {json.dumps(inner)}: take them out, e.g. with: jq -c '.[{json.dumps(inner)}][]' FILE"
     elif other:
         fix = f'the row looks like one of the shape {other.name}: data.shape="{other.name}"'
     return BadRow("wrong keys", f"{what}; found {', '.join(map(str, row)) or 'nothing'}", where, fix)
+
+
+def _holds_rows(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and any(shape.fits(first) for shape in SHAPES.values())
 
 
 def _speaker(messages: Any) -> str:
@@ -98,6 +106,14 @@ def _speaker(messages: Any) -> str:
         return next((key for key in ("role", "from") if f'"{key}"' in messages), "")
     first = messages[0] if isinstance(messages, list) and messages else None
     return next((key for key in ("role", "from") if isinstance(first, dict) and key in first), "")
+
+
+def _spoken_by(key: str) -> Callable[[dict], bool]:
+    return lambda row: _speaker(row.get("conversations")) == key
+
+
+def _is_hh(row: dict) -> bool:
+    return all(isinstance(row[side], str) and row[side].startswith(HH) for side in SIDES)
 
 
 def check_text(text: Any, where: str) -> str:
@@ -130,13 +146,14 @@ def _tools(row: dict, where: str) -> list[dict] | None:
 
 def _chat(messages: Any, row: dict, where: str) -> Chat:
     turns, tools = check_chat(messages, row.get("tools"), where)
+    turns = spoken(check_order(turns, where))
     system = _words(row, "system", where)
-    if system and turns[0]["role"] == "system" and turns[0]["content"].strip() not in ("", system.strip()):
+    if system and turns[0]["role"] == "system" and turns[0]["content"].strip() != system.strip():
         fix = "keep one of them"
         raise BadRow("two system messages", "the system message beside the conversation is not the one in it", f"{where} system", fix)
     if system and turns[0]["role"] != "system":
         turns = [_said("system", system), *turns]
-    return Chat(check_order(turns, where), tools)
+    return Chat(turns, tools)
 
 
 def _said(role: str, words: str) -> dict:
@@ -151,22 +168,26 @@ def _words(row: dict, key: str, where: str) -> str:
     return value or ""
 
 
-def _asked(row: dict, where: str) -> list[dict]:
-    """The turns of an Alpaca row before its answer: input is appended to instruction, history comes before both."""
+def _asked(row: dict, where: str, more: tuple[str, ...] = ("input",)) -> list[dict]:
+    """The turns of an Alpaca row before its answer: `more` is appended to instruction, history comes before both."""
     history = parsed(row.get("history"), f"{where} history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(words, str) for words in pair) for pair in history
     ):
         raise BadRow("wrong type", "history is a list of [question, answer]", f"{where} history", 'write [["...", "..."]]')
-    question = "\n".join(words for words in (_words(row, "instruction", where), _words(row, "input", where)) if words)
+    question = "\n".join(words for words in (_words(row, key, where) for key in ("instruction", *more)) if words)
     if not question.strip():
-        raise BadRow("empty text", "instruction and input are empty", where, "delete the row")
+        raise BadRow("empty text", f"instruction and {' and '.join(more)} are empty", where, "delete the row")
     earlier = [_said(role, words) for pair in history for role, words in zip(("user", "assistant"), pair, strict=True)]
     return [*earlier, _said("user", question)]
 
 
 def _alpaca(row: dict, where: str) -> Chat:
     return _chat([*_asked(row, where), _said("assistant", _required(row, "output", where))], row, where)
+
+
+def _dolly(row: dict, where: str) -> Chat:
+    return _chat([*_asked(row, where, ("input", "context")), _said("assistant", _required(row, "response", where))], row, where)
 
 
 def _required(row: dict, key: str, where: str) -> str:
@@ -183,13 +204,35 @@ def _completed(answer: str) -> Callable[[dict, str], Chat]:
 
 
 def _pair(prompt: Callable[[dict, str], Any]) -> Callable[[dict, str], Pair]:
-    def make(row: dict, where: str) -> Pair:
-        chosen, rejected = (_answered(prompt(row, where), row, side, where) for side in ("chosen", "rejected"))
-        if chosen == rejected:
-            raise BadRow("chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it prefers nothing")
-        return Pair(chosen, rejected)
+    return lambda row, where: _preferred(lambda side: _answered(prompt(row, where), row, side, where), SIDES, where)
 
-    return make
+
+def _openai_pair(row: dict, where: str) -> Pair:
+    given = parsed(row["input"], f"{where} input")
+    if not isinstance(given, dict) or "messages" not in given:
+        fix = 'write {"input": {"messages": [...]}, ...}'
+        raise BadRow("wrong type", f"input is an object with messages, found {kind_of(given)}", f"{where} input", fix)
+    whole = {**row, "tools": _tools(given, f"{where} input")}
+    return _preferred(lambda side: _answered(given["messages"], whole, side, where), ("preferred_output", "non_preferred_output"), where)
+
+
+def _hh_pair(row: dict, where: str) -> Pair:
+    return _preferred(lambda side: _chat(_hh_turns(row[side], f"{where} {side}"), row, f"{where} {side}"), SIDES, where)
+
+
+def _hh_turns(text: Any, where: str) -> list[dict]:
+    """The turns of one string, as Anthropic's helpful and harmless dialogues are written."""
+    if not isinstance(text, str) or not text.startswith(HH):
+        raise BadRow("wrong type", "a dialogue is a string that begins with two line ends and Human:", where, f"write {json.dumps(HH + ' ...')}")
+    _, *parts = re.split(r"\n\n(Human|Assistant): ?", text)
+    return [_said("user" if who == "Human" else "assistant", words) for who, words in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _preferred(read: Callable[[str], Chat], sides: tuple[str, str], where: str) -> Pair:
+    chosen, rejected = map(read, sides)
+    if chosen == rejected:
+        raise BadRow("chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it prefers nothing")
+    return Pair(chosen, rejected)
 
 
 def _prompt(row: dict, where: str) -> Any:
@@ -214,11 +257,14 @@ def _answered(prompt: Any, row: dict, side: str, where: str) -> Chat:
         answer = [_said("assistant", _required(row, side, where))]
     asked, tools = check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
     turns, tools = check_chat([answer] if isinstance(answer, dict) else answer, tools, f"{where} {side}")
+    asked, turns = spoken(asked), spoken(turns)
     heard, said = ([(turn["role"], turn["content"]) for turn in part] for part in (asked, turns))
     whole = said[: len(heard)] == heard or (len(heard) == 1 and heard[0] in said)
     return _chat(turns if whole else [*asked, *turns], {**row, "tools": tools}, f"{where} {side}")
 
 
+SIDES = ("chosen", "rejected")
+HH = "\n\nHuman:"
 NO_PROMPT: list[dict] = []  # of rows whose answers begin with it
 
 # What has more in it comes first: a conversation may stand beside a chosen and a rejected answer to it, a text beside either.
@@ -228,11 +274,14 @@ SHAPES = {
         Shape("trl preference", "preference", ("prompt", "chosen", "rejected"), _pair(_prompt)),
         Shape("sharegpt preference", "preference", ("conversations", "chosen", "rejected"), _pair(lambda row, where: row["conversations"])),
         Shape("alpaca preference", "preference", ("instruction", "chosen", "rejected"), _pair(_asked)),
-        Shape("minimind preference", "preference", ("chosen", "rejected"), _pair(lambda row, where: NO_PROMPT)),
+        Shape("openai preference", "preference", ("input", "preferred_output", "non_preferred_output"), _openai_pair),
+        Shape("minimind preference", "preference", ("chosen", "rejected"), _pair(lambda row, where: NO_PROMPT), lambda row: not _is_hh(row)),
+        Shape("hh-rlhf", "preference", ("chosen", "rejected"), _hh_pair, _is_hh),
         Shape("openai messages", "chat", ("messages",), _openai),
-        Shape("minimind chat", "chat", ("conversations",), _messages("conversations"), "role"),
-        Shape("sharegpt", "chat", ("conversations",), _messages("conversations"), "from"),
+        Shape("minimind chat", "chat", ("conversations",), _messages("conversations"), _spoken_by("role")),
+        Shape("sharegpt", "chat", ("conversations",), _messages("conversations"), _spoken_by("from")),
         Shape("alpaca", "chat", ("instruction", "output"), _alpaca),
+        Shape("dolly", "chat", ("instruction", "context", "response"), _dolly),
         Shape("prompt completion", "chat", ("prompt", "completion"), _completed("completion")),
         Shape("prompt response", "chat", ("prompt", "response"), _completed("response")),
         Shape("text", "text", ("text",), _text),

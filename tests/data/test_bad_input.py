@@ -37,6 +37,9 @@ CATALOGUE = [  # the shape of the file, its second line, reason, what is said, w
     ("text", b'{"text": "a', "broken JSON", "control character", ":2:12"),
     ("text", b"{'text': 1}", "broken JSON", "double quotes", ":2:2"),
     ("text", b'{"text": "a\0"}', "broken JSON", "control character", ":2:12"),
+    ("text", b'{"text": "a"},', "broken JSON", "a comma stands behind the row", ":2:14"),
+    ("text", b"{", "broken JSON", "the line ends where an object begins", ":2"),
+    ("text", b'{"data": [', "broken JSON", "the line ends where an object begins", ":2"),
     ("text", b"[" * 100_000, "JSON beyond reason", "recursion", ":2"),
     ("text", b'{"text": ' + b"1" * 5000 + b"}", "JSON beyond reason", "4300 digits", ":2"),
     ("text", b'{"text": "\\ud800"}', "half a surrogate pair", "surrogate", ":2"),
@@ -131,8 +134,9 @@ def test_a_bad_row_is_named_and_the_rows_around_it_are_read(write, shape, line, 
 @pytest.mark.parametrize("shape", GOOD)
 def test_a_file_that_is_cut_off_says_so_of_its_last_line(write, shape):
     content = json.dumps(GOOD[shape]).encode()
-    good, cut = read(write(content + b"\n" + content[:-5]), shape)
-    assert not isinstance(good, BadRow) and cut.reason == "file cut off" and "cut off" in cut.args[2]
+    for part in (content[:-5], content[:1]):
+        good, cut = read(write(content + b"\n" + part), shape)
+        assert not isinstance(good, BadRow) and cut.reason == "file cut off" and "cut off" in cut.args[2]
     assert not any(isinstance(row, BadRow) for row in read(write(content + b"\n" + content), shape))  # no line end behind the last row is fine
 
 
@@ -143,10 +147,26 @@ def test_marks_and_line_ends_of_other_systems_are_read_through(write, begin, end
     assert [row.text for row in read(write(content), "text")] == ["a\u2028b\x85c", "\u2028\0"]
 
 
-def test_a_file_of_another_encoding_is_all_bad_rows(write):
-    for encoding in ("utf-16", "utf-16-le", "utf-32"):
-        rows = list(read(write('{"text": "é"}\n{"text": "a"}\n'.encode(encoding)), "text"))
-        assert rows and {row.reason for row in rows} <= {"not UTF-8", "broken JSON", "file cut off"}
+def test_a_mistake_in_every_line_is_told_with_its_remedy(write):
+    for content in (b'{"text": "a"},\n{"text": "b"}\n', b'{"text": "a"}\n{"text": "b"},'):
+        (error,) = [row for row in read(write(content), "text") if isinstance(row, BadRow)]
+        assert error.args[2].startswith("take the comma away")
+    pretty = json.dumps(GOOD["minimind chat"], indent=2).encode()
+    assert "jq -c . FILE" in next(read(write(pretty, "rows.json"), "minimind chat")).args[2]
+
+
+@pytest.mark.parametrize(
+    "file, content", [("rows.jsonl", '{"text": "é"}\n'), ("rows.json", '\n[{"text": "a"}]'), ("rows", "[]"), ("book.txt", "a"), ("rows.csv", "text\n1")]
+)
+@pytest.mark.parametrize(
+    "encoding, name", [("utf-16", "UTF-16"), ("utf-32", "UTF-32"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32-le", "UTF-32LE")]
+)
+def test_a_file_of_another_encoding_is_told_how_to_become_utf_8(write, file, content, encoding, name):
+    if name[-2:] in ("LE", "BE") and file in ("book.txt", "rows.csv"):
+        return  # where no mark says so, only JSON is known by its first bytes
+    with pytest.raises(ValueError) as refusal:
+        Source.open(write(content.encode(encoding), file))
+    assert name in refusal.value.args[0] and refusal.value.args[2].endswith(f"iconv -f {name} -t UTF-8")
 
 
 @pytest.mark.parametrize("content", ["\0\0binary", "h\0i\0"])

@@ -91,6 +91,10 @@ CHATS = [  # shape, row, what is said
         ],
     ),
     ("alpaca", {"instruction": "hi", "output": "ho", "history": "[]"}, TALK),
+    ("dolly", {"instruction": "hi", "context": "", "response": "ho", "category": "open_qa"}, TALK),
+    ("dolly", {"instruction": "h", "context": "i", "response": "ho"}, [{"role": "user", "content": "h\ni"}, ANSWER]),
+    ("openai messages", {"messages": [{"role": "system", "content": None}, *TALK]}, TALK),
+    ("minimind chat", {"conversations": [{"role": "system", "content": " "}, *TALK], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *TALK]),
     ("prompt completion", {"prompt": "hi", "completion": "ho"}, TALK),
     ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, TALK),
     ("prompt response", {"prompt": "hi", "response": "ho"}, TALK),
@@ -143,6 +147,10 @@ def test_tools_may_stand_on_a_message(stored):
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}),
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": [ANSWER], "rejected": WORSE}),
         ("alpaca preference", {"instruction": "hi", "input": "", "chosen": "ho", "rejected": "no"}),
+        ("openai preference", {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}),
+        ("openai preference", {"input": json.dumps({"messages": [ASK]}), "preferred_output": json.dumps([ANSWER]), "non_preferred_output": [WORSE]}),
+        ("hh-rlhf", {"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": "\n\nHuman: hi\n\nAssistant: no"}),
+        ("trl preference", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": TALK, "rejected": [ASK, WORSE]}),
     ],
 )
 def test_a_preference_of_every_shape_becomes_two_whole_conversations(shape, row):
@@ -267,3 +275,60 @@ def test_what_a_row_says_is_never_left_out_in_silence(row, what, where):
     with pytest.raises(BadRow) as refusal:
         read(row, "chat")
     assert what in refusal.value.args[0] and refusal.value.args[1] == f"file:1{where}"
+
+
+@pytest.mark.parametrize("nothing", [None, "", "null", "None", "[]", " ", [], {}])
+def test_no_tools_are_written_in_many_ways(nothing):
+    said = [{"role": "system", "content": "", "tools": nothing}, ASK, {**ANSWER, "tool_calls": nothing}]
+    chat = read({"messages": said, "tools": nothing, "functions": nothing}, "chat")
+    assert chat.tools is None and short(chat) == TALK
+
+
+def test_tools_on_a_system_message_without_words_are_kept():
+    assert read({"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *TALK]}, "chat") == Chat(check_chat(TALK, None, "")[0], TOOLS)
+
+
+def test_a_place_is_that_of_the_file_where_an_empty_system_message_was_left_out_or_another_put_in_front():
+    for begin, more, place in (([{"role": "system", "content": ""}], {}, 2), ([], {"system": "be brief"}, 1)):
+        with pytest.raises(BadRow) as refusal:
+            read({"messages": [*begin, ASK, ASK, ANSWER], **more}, "chat")
+        assert refusal.value.args[1] == f"file:1 messages[{place}].role"
+
+
+def test_the_tools_of_openais_preferences_stand_beside_their_messages():
+    row = {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}
+    pair = read(row, "preference")
+    assert pair.chosen.tools == pair.rejected.tools == TOOLS
+
+
+def test_a_dialogue_in_one_string_is_taken_apart_to_the_character():
+    begin = "\n\nHuman: Human: a\n\n b \n\nAssistant:\n- c\n\nHuman:d"
+    pair = read({"chosen": f"{begin}\n\nAssistant: e", "rejected": f"{begin}\n\nAssistant: f"}, "preference")
+    assert [message["content"] for message in pair.chosen.messages] == ["Human: a\n\n b ", "\n- c", "d", "e"]
+    assert [message["role"] for message in pair.rejected.messages] == ["user", "assistant"] * 2
+
+
+@pytest.mark.parametrize(
+    "row, reason, where",
+    [
+        ({"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"}, "empty assistant turn", " chosen[1].content"),
+        ({"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nHuman: a"}, "roles out of order", " chosen[1].role"),
+        ({"input": {}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, "wrong type", " input"),
+        ({"input": "hi", "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, "wrong type", " input"),
+    ],
+)
+def test_a_preference_that_cannot_be_read_says_where(row, reason, where):
+    with pytest.raises(BadRow) as refusal:
+        read(row, "preference")
+    assert (refusal.value.reason, refusal.value.args[1]) == (reason, f"file:1{where}")
+
+
+@pytest.mark.parametrize("rows, inner", [("text", {"text": "a"}), ("chat", {"messages": TALK}), ("text", {"messages": TALK})])
+def test_rows_inside_of_one_object_are_found(rows, inner):
+    with pytest.raises(BadRow, match="found version, data") as refusal:
+        recognise({"version": 1, "data": [inner]}, rows, "file:1")
+    assert refusal.value.args[2] == 'the rows stand in its field "data": take them out, e.g. with: jq -c \'.["data"][]\' FILE'
+
+
+def test_a_first_row_with_holes_says_no_dialogues():
+    assert recognise({"chosen": None, "rejected": TALK}, "preference", "file:1").name == "minimind preference"
