@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 from data.formats import PACKED, Source
 from data.pool import Chunk, encoded
 from data.rows import Recipe
-from data.store import FORMAT, Store, Writer
+from data.store import FORMAT, Store, Writer, remove
 from data.tokenizer import Tokenizer
 
 CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # whichever is reached first
@@ -46,12 +46,12 @@ def prepare(source: Source, recipe: Recipe, tokenizer: Tokenizer, cache: Path, p
         content = content_of(source.path, cache)
     recipe_key = recipe.key(tokenizer.fingerprint)
     key = hashlib.sha256(json.dumps([content, source.kind, recipe_key, FORMAT, code()]).encode()).hexdigest()
-    with explained(cache):
-        store = Store.open(cache / key)
+    store = _there(cache / key)
     if store is None:
         with locked(cache / f"{key}.lock"):
-            store = Store.open(cache / key)  # somebody else's, while we waited
+            store = _there(cache / key)  # somebody else's, while we waited
             if store is None:
+                remove_litter(cache, cache / key)
                 facts = {
                     "name": source.name,
                     "content": content,
@@ -60,11 +60,16 @@ def prepare(source: Source, recipe: Recipe, tokenizer: Tokenizer, cache: Path, p
                     "tokenizer": tokenizer.fingerprint,
                 }
                 _build(cache / key, source, recipe, tokenizer, facts, progress, _workers(source) if workers is None else workers)
-                store = Store.open(cache / key)
+                store = _there(cache / key)
                 assert store is not None, f"{cache / key} was written a moment ago"
     # The same bytes may have stood in another file when the store was built.
     store.tally.first = {why: where.replace(store.facts["name"], source.name, 1) for why, where in store.tally.first.items()}
     return store
+
+
+def _there(folder: Path) -> Store | None:
+    with explained(folder.parent):
+        return Store.open(folder)
 
 
 def _workers(source: Source) -> int:
@@ -166,15 +171,29 @@ def _mark(path: Path) -> list[int]:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """POSIX locks: free at once when the owner dies, and no forked child keeps one. The file stays: deleting it would race."""
-    with open(path, "ab") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
+    with explained(path.parent):
+        file = open(path, "ab")
+    with file:
+        with explained(path.parent):
+            fcntl.lockf(file, fcntl.LOCK_EX)
         yield
 
 
+def remove_litter(cache: Path, mine: Path) -> None:
+    """What killed builders left of anything but `mine`: .NAME.tmp, while nobody holds NAME.lock."""
+    for left in cache.glob(".*.tmp"):
+        name = left.name.removeprefix(".").removesuffix(".tmp")
+        if name == mine.name:
+            continue  # whoever opened its lock a second time would lose it
+        with suppress(OSError), open(cache / f"{name}.lock", "ab") as file:  # held, or gone by now, or not ours to remove
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(left)
+
+
 @contextmanager
-def explained(cache: Path) -> Iterator[None]:
+def explained(cache: Path, what: str = "tokens") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         where = f"data.cache={cache}"
-        raise ValueError(f"tokens cannot be stored: {error.strerror or error}", where, "make room there, or name another folder: data.cache=FOLDER") from error
+        raise ValueError(f"{what} cannot be stored: {error.strerror or error}", where, "make room there, or name another folder: data.cache=FOLDER") from error

@@ -11,12 +11,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from data.build import Progress, silent
+from data.build import Progress, explained, locked, remove_litter, silent
 from data.order import shuffled
 from data.rows import Row, RowSource
+from data.store import remove
 
 VERSION = 1  # of the algorithm: another plan is another training
 AT_ONCE = 1 << 16  # rows packed against each other: more would hardly fill better
@@ -73,13 +75,21 @@ class Packed:
     """Rows as windows: `packed[w]` is the list of rows of window w."""
 
     def __init__(self, rows: RowSource, capacity: int, cache: Path, progress: Progress = silent) -> None:
-        """`progress` hears (rows done, rows in all, rows done), as when a store is built."""
+        """`progress` hears (rows done, rows in all, rows done), as when a store is built. Raises ValueError where `cache` cannot be written."""
         self.rows, self.capacity = rows, capacity
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {VERSION}".encode()).hexdigest()
         self.path = cache / f"{self.fingerprint}.windows"
-        if not self._open():
-            _write(self.path, _groups(rows, capacity, progress))
-            assert self._open(), f"{self.path} was written a moment ago"
+        with explained(cache, "the packing plan"):
+            if not self._open():
+                cache.mkdir(parents=True, exist_ok=True)
+                self._make(progress)
+
+    def _make(self, progress: Progress) -> None:
+        with locked(self.path.with_suffix(".windows.lock")):
+            if not self._open():  # nobody made it while we waited
+                remove_litter(self.path.parent, self.path)
+                _write(self.path, _groups(self.rows, self.capacity, progress))
+                assert self._open(), f"{self.path} was written a moment ago"
 
     def __len__(self) -> int:
         return self.windows
@@ -107,37 +117,52 @@ class Packed:
     def _open(self) -> bool:
         """Whether a whole plan is there."""
         try:
-            self.file = os.open(self.path, os.O_RDONLY)
+            file = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
             return False
-        size = os.fstat(self.file).st_size
-        tail = np.frombuffer(os.pread(self.file, TAIL, max(size - TAIL, 0)), np.int64).tolist()
+        if not self._is_whole(file):
+            os.close(file)
+            return False
+        self.file = file
+        return True
+
+    def _is_whole(self, file: int) -> bool:
+        size = os.fstat(file).st_size
+        tail = np.frombuffer(os.pread(file, TAIL, max(size - TAIL, 0)), np.int64).tolist()
         if len(tail) < 4 or size != 8 * (tail[0] + tail[1] + 1) + TAIL:
             return False
         self.members, self.windows, self.positions, checksum = tail
-        return self.members == len(self.rows) and checksum == self._checksum(size - TAIL)
+        return self.members == len(self.rows) and checksum == _checksum(file, size - TAIL)
 
-    def _checksum(self, size: int) -> int:
-        checksum = 0
-        for start in range(0, size, 1 << 20):
-            checksum = zlib.crc32(os.pread(self.file, min(1 << 20, size - start), start), checksum)
-        return checksum
+
+def _checksum(file: int, size: int) -> int:
+    checksum = 0
+    for start in range(0, size, 1 << 20):
+        checksum = zlib.crc32(os.pread(file, min(1 << 20, size - start), start), checksum)
+    return checksum
 
 
 def _write(path: Path, windows: Iterator[tuple[np.ndarray, int]]) -> None:
     """int64 all through: the members of all windows, where each begins (and the last ends); how many of both, their positions, a checksum."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")
+    remove(temporary)  # of a killed process
+    try:
+        with open(temporary, "wb") as file:
+            _write_to(file, windows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_to(file: BinaryIO, windows: Iterator[tuple[np.ndarray, int]]) -> None:
     starts, members, positions, checksum = [0], 0, 0, 0
-    with open(temporary, "wb") as file:
-        for window, length in windows:
-            raw = window.astype(np.int64).tobytes()
-            checksum = zlib.crc32(raw, checksum)
-            file.write(raw)
-            members, positions = members + len(window), positions + length
-            starts.append(members)
-        begins = np.array(starts, np.int64).tobytes()
-        file.write(begins + np.array([members, len(starts) - 1, positions, zlib.crc32(begins, checksum)], np.int64).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    for window, length in windows:
+        raw = window.astype(np.int64).tobytes()
+        checksum = zlib.crc32(raw, checksum)
+        file.write(raw)
+        members, positions = members + len(window), positions + length
+        starts.append(members)
+    begins = np.array(starts, np.int64).tobytes()
+    file.write(begins + np.array([members, len(starts) - 1, positions, zlib.crc32(begins, checksum)], np.int64).tobytes())

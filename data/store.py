@@ -195,7 +195,7 @@ class Writer:
         self.tally, self.has_weights = Tally(), False
         self.rows = self.sequences = self.tokens = self.spans = 0
         for left in (self.temporary, folder):  # of a killed builder; of a store that `open` would not take
-            _remove(left)
+            remove(left)
         self.temporary.mkdir(parents=True)
         self._files = {name: os.open(self.temporary / name, NEW, 0o666) for name in FILES}
         self._digests = {name: hashlib.sha256() for name in FILES}
@@ -335,7 +335,7 @@ def _write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """A folder with all in it, or whatever else stands there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -454,6 +454,37 @@ def test_a_cache_that_is_a_file_is_explained(tmp_path, write, made):
         made(write(texts(3)), cache=write(b"", "file"))
 
 
+def test_a_cache_that_is_read_only_is_explained(tmp_path, write, made, monkeypatch):
+    path = write(texts(3))
+    opened = open
+
+    def refused(name, *words, **more):
+        if str(name).endswith(".lock"):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, *words, **more)
+
+    monkeypatch.setattr("builtins.open", refused)
+    with pytest.raises(ValueError, match="cannot be stored: Read-only file system"):
+        made(path)
+
+
+def test_a_file_where_the_store_should_be_is_replaced(write, made):
+    path = write(texts(3))
+    store = made(path)
+    shutil.rmtree(store.folder)
+    store.folder.touch()
+    assert made(path).read(0)[1] == 1
+
+
+def test_what_a_killed_builder_of_another_store_left_is_removed(tmp_path, write, made):
+    cache = tmp_path / "cache"
+    store = made(write(texts(3)))
+    left = cache / f".{'0' * 64}.tmp"
+    left.mkdir()
+    (left / "tokens.bin").touch()
+    assert made(write(texts(4), "other.jsonl")).key != store.key and not left.exists()
+
+
 def test_the_lock_is_free_afterwards(tmp_path, write, made):
     store = made(write(texts(3)))
     with open(tmp_path / "cache" / f"{store.key}.lock", "ab") as file:

@@ -1,5 +1,10 @@
+import errno
 import os
 import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,7 +85,75 @@ def test_a_torn_plan_is_made_again(tmp_path, spoil):
     whole = path.read_bytes()
     path.write_bytes(spoil(whole))
     assert len(Packed(rows, 64, tmp_path)) and path.read_bytes() == whole
-    assert os.listdir(tmp_path) == [path.name]
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, f"{path.name}.lock"])
+
+
+def test_a_plan_that_is_refused_is_closed(tmp_path):
+    rows = MadeRows(list(range(1, 60)))
+    path = Packed(rows, 64, tmp_path).path
+    for _ in range(3):
+        before = len(os.listdir("/proc/self/fd"))
+        path.write_bytes(path.read_bytes()[:-8])
+        Packed(rows, 64, tmp_path)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_is_explained_and_leaves_no_plan(tmp_path, monkeypatch, call):
+    def full(*words):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(ValueError, match="packing plan cannot be stored: No space left") as refusal:
+        Packed(MadeRows([1, 2, 3]), 64, tmp_path)
+    assert refusal.value.args[1:] == (f"data.cache={tmp_path}", "make room there, or name another folder: data.cache=FOLDER")
+    assert [name for name in os.listdir(tmp_path) if not name.endswith(".lock")] == []
+
+
+def test_a_cache_that_is_a_file_is_explained(tmp_path):
+    (tmp_path / "cache").touch()
+    with pytest.raises(ValueError, match="packing plan cannot be stored"):
+        Packed(MadeRows([1, 2, 3]), 64, tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_serves_the_plans_it_has(tmp_path, monkeypatch):
+    rows = MadeRows([1, 2, 3])
+    Packed(rows, 64, tmp_path)
+    monkeypatch.setattr("data.packing.locked", None)
+    monkeypatch.setattr(Path, "mkdir", None)
+    assert len(Packed(rows, 64, tmp_path)) == 1
+
+
+def killed_while_packing(rows, cache):
+    """In a forked child that kills itself before its plan is on the disk. Returns what it left."""
+    pid = os.fork()
+    if pid == 0:
+        os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        Packed(rows, 64, cache)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    [left] = cache.glob(".*.tmp")
+    return left
+
+
+@pytest.mark.parametrize("capacity", [64, 32], ids=["the same plan", "another plan"])
+def test_what_a_killed_process_left_is_removed(tmp_path, capacity):
+    left = killed_while_packing(MadeRows([1, 2, 3]), tmp_path)
+    Packed(MadeRows([1, 2, 3]), capacity, tmp_path)
+    assert not left.exists()
+
+
+def test_what_somebody_is_writing_is_not_litter(tmp_path):
+    left = killed_while_packing(MadeRows([1, 2, 3]), tmp_path)
+    lock = tmp_path / f"{left.name[1:-4]}.lock"
+    holds = f"import fcntl, sys; f = open({str(lock)!r}, 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        Packed(MadeRows([1, 2, 3]), 32, tmp_path)
+        assert left.exists()
+        other.stdin.close()
+    Packed(MadeRows([1, 2, 3]), 16, tmp_path)
+    assert not left.exists()
 
 
 def test_a_plan_reaches_a_worker(tmp_path):
