@@ -279,8 +279,8 @@ def finish(run: Run) -> float:
     checkpoint.commit(run)
     loss = run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
     guess = math.log(run.cfg.model.vocab_size)
-    if run.cfg.stage.objective == "next_token" and (loss is None or loss > DIVERGED * guess):
-        raise RunFailed(f"diverged: the loss ends at {loss}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
+    if run.cfg.stage.objective == "next_token" and loss is not None and loss > DIVERGED * guess:
+        raise RunFailed(f"diverged: the loss ends at {loss:.4g}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
     checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
     checkpoint.export(run)
     if run.stopped_early:

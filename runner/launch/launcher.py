@@ -6,6 +6,7 @@ import importlib
 import sys
 import types
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -87,6 +88,7 @@ def register() -> None:
     except ImportError:
         space = sys.modules["hydra_plugins"] = types.ModuleType("hydra_plugins")
         space.__path__ = []
+        space.__spec__ = ModuleSpec("hydra_plugins", None, is_package=True)  # importlib asks for it when another plugin is looked for
     home = sys.modules[HOME] = types.ModuleType(HOME)
     space.runner = home  # type: ignore[attr-defined]
     for plugin in (LocalLauncher, GridSweeper, study.StudySweeper):
