@@ -23,7 +23,6 @@ from data.tokenizer import Tokenizer
 T = TypeVar("T")
 Item = Text | Chat | Pair
 
-VERSION = 1  # of what this file makes of a row: raise it, and every store is built again
 TOO_LONG = "longer than data.max_length"
 LOOKED_AT = 100  # rows of a file, before it is said to be of no shape
 NO_ANSWER_LEFT = "what carries loss lies beyond data.max_length"
@@ -56,7 +55,7 @@ class Recipe:
         return sides_of(self.rows)
 
     def key(self, tokenizer_fingerprint: str) -> str:
-        parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint, "version": VERSION}
+        parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

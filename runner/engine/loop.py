@@ -45,7 +45,7 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
     try:
         walk(run, stop)
     except DamagedStore as error:
-        raise RunFailed(str(error)) from error
+        raise RunFailed(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
     return finish(run)
 
 
