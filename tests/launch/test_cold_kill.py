@@ -98,6 +98,7 @@ def test_cold_kills_of_the_command_cost_no_bit(launch, tmp_path):
     assert seen["before the first checkpoint"] and seen["before the first checkpoint"] < seen["kills"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_is_continued_from_its_seed(launch, tmp_path):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     assert launch(*first_words(whole), "train.save_every=0").wait(120) == 0

@@ -109,6 +109,7 @@ def test_a_run_placed_where_one_stands_changes_no_byte_of_it(program: Program, o
     assert {path: path.read_bytes() for path in before} == before and not outputs.exists()
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_every_combination_in_a_folder_named_by_it(program: Program, outputs: Path) -> None:
     done = program("-m", *SMALL, "optimizer.lr=1e-3,2e-3", "seed=range(1,3)")
     assert done.returncode == 0, done.stderr
