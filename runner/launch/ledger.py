@@ -90,7 +90,8 @@ class Ledger:
 def standing(job: Job, run: dict[str, Any]) -> dict[str, Any]:
     """What a job's run.json knows better than sweep.json."""
     status = run.get("status", "new")
-    if status == "completed":
+    refused = job["status"] == "failed" and bool(job.get("pending"))  # more words for a completed run: it says what it was before
+    if status == "completed" and not refused:
         return {"status": status, "error": None, "loss": loss_of(run), "ended": run.get("ended")}
     if job["status"] == "failed":  # a killed job still says running
         return {}

@@ -13,6 +13,7 @@ from runner.launch import grid
 from runner.launch.compose import compose
 from runner.launch.ledger import Ledger, is_held
 from runner.launch.record import Record
+from runner.launch.underway import is_due
 
 POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed in ("1", "2")]
 
@@ -62,6 +63,20 @@ def test_a_completed_job_without_a_finite_loss_has_an_infinite_one(sweep: Path) 
     says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": None, "val_loss": None})
     with Ledger.open(sweep) as ledger:
         assert ledger.jobs[0]["loss"] == "inf"
+
+
+def test_a_completed_job_that_refused_more_words_stays_failed(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        ledger.mark(ledger.jobs[0], status="failed", pending=["data.path=other.jsonl"])
+    says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": 2.0})
+    with Ledger.open(sweep) as ledger:
+        assert ledger.jobs[0]["status"] == "failed" and is_due(ledger.jobs[0])
+
+
+def test_a_job_that_diverged_is_left_alone_whatever_words_it_waits_for(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        ledger.mark(ledger.jobs[0], status="failed", loss="inf", pending=["train.max_steps=8"])
+        assert not is_due(ledger.jobs[0])
 
 
 def test_one_process_at_a_time_drives_a_sweep(sweep: Path) -> None:

@@ -160,6 +160,25 @@ def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, m
     assert (whole / "sweep.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["train.max_steps=80", "model.hidden_size=64"],
+        ["data.max_length=16", "optimizer.lr=7e-4"],
+        ["optimizer.weight_decay=0.2"],
+        ["stage=sft", "train.epochs=2"],
+    ],
+)
+def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Path, extra: list[str]) -> None:
+    from runner.launch import sweep
+
+    before = (whole / "sweep.json").read_bytes()
+    with pytest.raises(ValueError) as refusal:
+        sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
+    assert len(refusal.value.args) == 3 and any(word in refusal.value.args[1] for word in ("hidden_size", "max_length", "weight_decay", "stage"))
+    assert (whole / "sweep.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("word", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra/launcher=x._target_", "hydra.launcher.setup=[rm]"])
 def test_nothing_in_a_sweep_s_folder_can_reach_outside(whole: Path, tmp_path: Path, word: str) -> None:
     from runner.launch import sweep
