@@ -65,7 +65,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         stored = ledger.fields["swept"]
         _check_stored(ledger)
         foreign.check([*ledger.fields["words"], *more])
-        added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
+        added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
         if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):

@@ -131,6 +131,11 @@ def test_points_are_every_combination_each_once() -> None:
     assert grid.points(swept) == [{"optimizer.lr": lr, "seed": seed} for lr in ("0.0001", "0.0005") for seed in ("1", "2")]
 
 
+@pytest.mark.parametrize("values", [("1e-3", "2e-3"), ("a.jsonl", "'b, c.jsonl'"), ("null", "true"), ("[1,2]", "[0.9,0.95]"), ("hub:some/name@main", "x")])
+def test_one_value_is_the_same_point_as_among_several(values: tuple[str, str]) -> None:
+    assert [grid.pair(f"optimizer.lr={value}")[1] for value in values] == grid.split([f"optimizer.lr={','.join(values)}"])[1]["optimizer.lr"]
+
+
 def test_an_interval_cannot_be_counted() -> None:
     assert grid.split(["optimizer.lr=interval(1e-5,1e-3)"])[1:] == ({"optimizer.lr": ["interval(1e-5,1e-3)"]}, False)
 
