@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
-from runner.launch import compare, fair, folders, foreign, grid, ready, relaunch, snapshot
+from runner.launch import compare, fair, folders, foreign, grid, lineage, ready, relaunch, snapshot
 from runner.launch import words as words_of
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
@@ -88,6 +88,8 @@ def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], Non
     ledger, stopped = sweep.ledger, False
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
+    if sweep.conf:  # a swept choice may be of a file that is gone from today's
+        flags = [*flags, "--config-path", str(sweep.conf)]
     sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(PLACE)), PLACE + quoted(str(ledger.folder))]
     register()
     ledger.finish("running")
@@ -127,6 +129,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
         ready.check_files(configs[-1])
+        lineage.check(configs[-1])
         if number % MANY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
     return configs

@@ -202,6 +202,27 @@ def test_a_sweep_never_stands_there_with_fewer_jobs_than_it_has(rows: Path, tmp_
     assert end.value.code == 75 and set(seen) == {4}
 
 
+def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import sweep, underway
+    from runner.launch.compose import compose_with_folder
+
+    folder, seen = tmp_path / "sweep", []
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    with pytest.raises(SystemExit):
+        sweep.enter(["optimizer=muon,adamw", f"hydra.sweep.dir={folder}"], ["-m"], lambda: None)
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("muon", "gone"))  # as if conf/ had no such file any more
+    (folder / ".hydra" / "conf" / "optimizer" / "muon.yaml").rename(folder / ".hydra" / "conf" / "optimizer" / "gone.yaml")
+
+    def app() -> None:
+        conf = Path(sys.argv[sys.argv.index("--config-path") + 1])
+        seen.append(compose_with_folder(["optimizer=gone"], conf)[0].optimizer.name)
+
+    with pytest.raises(SystemExit):
+        sweep.resume(folder, [], [], app)
+    assert seen == ["muon"]
+
+
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
     from runner.launch.sweep import _lasting
 
@@ -228,6 +249,7 @@ def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Pat
         ["optimizer.lr=1e-3,1e-4", "seed=1,2,3", "sweep.zip=[optimizer.lr,seed]"],
         ["optimizer.lr=interval(1e-5,1e-3)"],
         ["optimizer.lr=1e-3,1e-4", "hydra.launcher.workers=0"],
+        ["init_from=scratch,/nowhere"],
     ):
         with pytest.raises(ValueError) as refusal:
             sweep.enter([*swept, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))
