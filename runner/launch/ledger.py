@@ -35,6 +35,8 @@ class Ledger:
         if found := next((name for name in (SWEEP, RECORD) if (folder / name).exists()), None):
             what = "a sweep" if found == SWEEP else "a run"
             raise ValueError(f"this folder already holds {what}", str(folder), f"continue it with resume={folder}, or choose another hydra.sweep.dir")
+        if run := next((place for place in folder.parents if (place / RECORD).is_file()), None):
+            raise ValueError("this folder lies inside a run", str(folder), f"continue that with resume={run}, or choose another hydra.sweep.dir")
         return cls(folder, _locked(folder), {**fields, "status": "running", "created": now(), "jobs": []})
 
     @classmethod

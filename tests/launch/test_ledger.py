@@ -105,6 +105,9 @@ def test_a_folder_with_a_sweep_or_a_run_takes_no_other(sweep: Path, tmp_path: Pa
     for folder in (sweep, tmp_path / "run"):
         with pytest.raises(ValueError, match="already holds"):
             Ledger.create(folder)
+    with pytest.raises(ValueError, match="inside a run"):
+        Ledger.create(tmp_path / "run" / "deep" / "inner")
+    assert not (tmp_path / "run" / "deep").exists()
 
 
 @pytest.mark.parametrize(
