@@ -45,6 +45,8 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     base = min(map(fair.rows_of, configs))
     for config in configs:
         fair.words(config, base, fair.kept(config.sweep.fix, swept))
+    if odd := fair.unequal(configs, base, swept):
+        print(f"warning: {odd}", file=sys.stderr)
     if not any(word.startswith(PLACE) for word in typed):
         folders.claim(sweep=True)
     folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
