@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from runner.engine.config import Config
 
 ROWS = ("train.batch_size", "train.accumulation_steps")
+ROUNDING = 0.01  # of the rows of a job: what division may leave without a word
 # Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
 INTERVALS = ("train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.keep_every", "schedule.warmup_steps")
 
@@ -48,6 +49,18 @@ def words(config: Config, base: int, fix: str) -> dict[str, str]:
     if config.sweep.lr_scale != "none":
         found["optimizer.lr"] = repr(scaled_lr(config.optimizer.lr, rows / base, config.sweep.lr_scale))
     return found
+
+
+def unequal(configs: Iterable[Config], base: int, swept: Iterable[str]) -> str | None:
+    """One line on jobs that should see the same rows and cannot: a step is not divided."""
+    alike = [config for config in configs if config.train.max_steps and kept(config.sweep.fix, swept) == "tokens"]
+    for length in sorted({config.train.max_steps for config in alike}):  # one that is swept differs because it should
+        jobs = {rows_of(config): words(config, base, "tokens").get("train.max_steps", length) for config in alike if config.train.max_steps == length}
+        seen = {rows: rows * int(steps) for rows, steps in sorted(jobs.items())}
+        if max(seen.values()) > min(seen.values()) * (1 + ROUNDING):
+            told = ", ".join(f"{jobs[rows]} x {rows} = {total}" for rows, total in seen.items())
+            return f"the jobs do not see the same rows, steps x rows: {told}; with train.max_steps={length} there is a rest, choose another"
+    return None
 
 
 def scaled_lr(lr: float, ratio: float, how: str) -> float:

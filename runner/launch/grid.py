@@ -35,6 +35,14 @@ def split(typed: list[str]) -> tuple[list[str], dict[str, list[str]], bool]:
     return shared, swept, counted
 
 
+def pair(word: str) -> tuple[str, str]:
+    """One value as `split` gives several."""
+    key, equals, _ = word.partition("=")
+    with translated([word]):
+        override = OverridesParser.create().parse_override(word)
+    return key, override.get_value_element_as_str() if equals else ""
+
+
 def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[Point]:
     """Every combination; the words of `zipped` go together, first with first, second with second."""
     together = list(zipped)

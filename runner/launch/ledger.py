@@ -35,6 +35,8 @@ class Ledger:
         if found := next((name for name in (SWEEP, RECORD) if (folder / name).exists()), None):
             what = "a sweep" if found == SWEEP else "a run"
             raise ValueError(f"this folder already holds {what}", str(folder), f"continue it with resume={folder}, or choose another hydra.sweep.dir")
+        if run := next((place for place in folder.parents if (place / RECORD).is_file()), None):
+            raise ValueError("this folder lies inside a run", str(folder), f"continue that with resume={run}, or choose another hydra.sweep.dir")
         return cls(folder, _locked(folder), {**fields, "status": "running", "created": now(), "jobs": []})
 
     @classmethod
@@ -90,7 +92,8 @@ class Ledger:
 def standing(job: Job, run: dict[str, Any]) -> dict[str, Any]:
     """What a job's run.json knows better than sweep.json."""
     status = run.get("status", "new")
-    if status == "completed":
+    refused = job["status"] == "failed" and bool(job.get("pending"))  # more words for a completed run: it says what it was before
+    if status == "completed" and not refused:
         return {"status": status, "error": None, "loss": loss_of(run), "ended": run.get("ended")}
     if job["status"] == "failed":  # a killed job still says running
         return {}

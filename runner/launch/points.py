@@ -188,7 +188,8 @@ def _job(folder: Path, stated: dict[str, Any]) -> Job:
         return job
     job.folder = name
     record = read_json(folder / name / "run.json")
-    job.status = _status(job.status, stated, record)
+    if (status := _status(job.status, stated, record)) != job.status:  # what sweep.json says of its end was of another attempt
+        job.status, job.error, job.last_lines, stated = status, "", [], {}
     if job.status == "failed":
         job.error = job.error or str(record.get("error") or "")
     job.logged = read_metrics(folder / name / "metrics.jsonl")
@@ -197,13 +198,14 @@ def _job(folder: Path, stated: dict[str, Any]) -> Job:
 
 
 def _status(status: str, stated: dict[str, Any], record: dict[str, Any]) -> str:
-    """sweep.json is behind where its launcher was killed: of a job that it calls running, the run may know the end."""
-    if status != "running" or record.get("status") not in STATUSES:
+    """sweep.json is behind where its launcher was killed, or a job was continued by hand: the run knows what has become of it since."""
+    if record.get("status") not in STATUSES:
         return status
     if record["status"] == "running":
-        return "running" if lives(record) else "interrupted"
-    started, ended = _when(stated.get("started")), _when(record.get("ended"))
-    return record["status"] if started and ended and ended >= started else status
+        return "running" if lives(record) else "interrupted" if status == "running" else status
+    since = _when(stated.get("started") if status == "running" else stated.get("ended") or stated.get("started"))
+    ended = _when(record.get("ended"))
+    return record["status"] if since and ended and ended >= since else status
 
 
 def _judge(job: Job, record: dict[str, Any], loss: Any) -> None:

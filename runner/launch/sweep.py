@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
-from runner.launch import compare, fair, folders, foreign, grid, ready, snapshot
+from runner.launch import compare, fair, folders, foreign, grid, lineage, ready, relaunch, snapshot
 from runner.launch import words as words_of
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
 from runner.launch.launcher import FIELDS, JobFailed, Stopped
 from runner.launch.ledger import ENDED, Ledger, begun, read_run
 from runner.launch.refusal import FAILED, INTERRUPTED
-from runner.launch.underway import Sweep, current, is_due
+from runner.launch.underway import Sweep, current, is_due, is_lost
 from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
@@ -43,6 +45,8 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     base = min(map(fair.rows_of, configs))
     for config in configs:
         fair.words(config, base, fair.kept(config.sweep.fix, swept))
+    if odd := fair.unequal(configs, base, swept):
+        print(f"warning: {odd}", file=sys.stderr)
     if not any(word.startswith(PLACE) for word in typed):
         folders.claim(sweep=True)
     folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
@@ -63,7 +67,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         stored = ledger.fields["swept"]
         _check_stored(ledger)
         foreign.check([*ledger.fields["words"], *more])
-        added |= {key: [value] for key, _, value in (word.partition("=") for word in more) if key in stored}
+        added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
         if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):
@@ -86,6 +90,8 @@ def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], Non
     ledger, stopped = sweep.ledger, False
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
+    if sweep.conf:  # a swept choice may be of a file that is gone from today's
+        flags = [*flags, "--config-path", str(sweep.conf)]
     sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(PLACE)), PLACE + quoted(str(ledger.folder))]
     register()
     ledger.finish("running")
@@ -125,6 +131,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
         ready.check_files(configs[-1])
+        lineage.check(configs[-1])
         if number % MANY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
     return configs
@@ -187,7 +194,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     _checked(composer, points)
     plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA)]
     longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
-    jobs = [job for job in ledger.jobs if (longer or job["status"] != "completed") and begun(read_run(ledger.folder / job["name"]))]
+    jobs = [job for job in ledger.jobs if not is_lost(job) and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
     ledger.fields["words"] = _lasting(shared)
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
@@ -198,5 +205,30 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
         sweep.changed(ledger.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
         keys = {word.partition("=")[0] for word in plain}
-        job["pending"] = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
+        pending = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
+        pending = grid.with_words(job.get("pending", []), pending)
+        moves = longer or job["status"] != "completed"
+        _check_begun(ledger.folder / job["name"], pending, moves)
+        if moves:
+            job["pending"] = pending
     ledger.write()
+
+
+def _check_begun(run: Path, words: list[str], moves: bool) -> None:
+    """Refuse what a run that has begun could not take, or, completed and not moved by it, would lack beside the jobs that get it."""
+    from runner.engine.identity import changes
+
+    before, after = (_facts(relaunch.planned(run, more).config) for more in ([], words))
+    found = changes(before, after)
+    if found["refused"]:
+        raise ValueError("jobs of this sweep have begun without it", f"{run.name}: {found['refused'][0]}", "leave the word out, or start another sweep with it")
+    if found["course"] and not moves:
+        raise ValueError(
+            "jobs of this sweep are completed without it", f"{run.name}: {found['course'][0]}", "start another sweep with it, or add train.max_steps=N to go on"
+        )
+
+
+def _facts(config: Config) -> dict[str, Any]:
+    tree = OmegaConf.structured(config)
+    values = {word: OmegaConf.select(tree, word) for word, kind in words_of.schema().items() if not is_dataclass(kind)}
+    return values | {"rows of a step": fair.rows_of(config)}

@@ -85,5 +85,10 @@ class Sweep:
 
 
 def is_due(job: Job) -> bool:
-    """Not completed, or to be continued with more words. One that diverged would diverge again."""
-    return bool(job.get("pending")) or not (job["status"] == "completed" or (job["status"] == "failed" and job["loss"] == "inf"))
+    """Not completed, or to be continued with more words."""
+    return not is_lost(job) and (bool(job.get("pending")) or job["status"] != "completed")
+
+
+def is_lost(job: Job) -> bool:
+    """It diverged, and would again, whatever words it still waits for."""
+    return job["status"] == "failed" and job["loss"] == "inf"

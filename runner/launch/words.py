@@ -146,10 +146,26 @@ def _absolute(word: str) -> str:
     key, _, value = word.partition("=")
     if key not in PATHS:
         return word
-    if value.startswith("["):
-        return f"{key}=[{','.join(quoted(_placed(part)) for part in _parts(word))}]"
+    if value.startswith("[") or ("," in value and not os.path.exists(value)) or value.startswith("choice("):
+        return f"{key}={_placed_parts(_parsed(word))}"
     placed = _placed(value)
-    return word if placed == value else f"{key}={quoted(placed)}"
+    return word if placed == value and not os.path.exists(value) else f"{key}={_plain(placed)}"
+
+
+def _placed_parts(value: Any) -> str:
+    """A list, a sweep, or one path of them."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_placed_parts, value))}]"
+    if hasattr(value, "list"):
+        return ",".join(map(_placed_parts, value.list))
+    if isinstance(value, str) and value.startswith("${"):
+        return value
+    return "null" if value is None else _plain(_placed(str(getattr(value, "text", value))))
+
+
+def _plain(path: str) -> str:
+    """As a word's value: in quotes where Hydra would read more than a path."""
+    return path if re.fullmatch(r"[\w./:@+-]+", path) else quoted(path)
 
 
 def _placed(path: str) -> str:
@@ -160,16 +176,15 @@ def _placed(path: str) -> str:
     return os.path.abspath(path) if is_pattern or os.path.exists(path) else path
 
 
-def _parts(word: str) -> list[str]:
-    """The members of a list, as Hydra reads them."""
+def _parsed(word: str) -> Any:
+    """A list or a sweep, as Hydra reads it."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        value = OverridesParser.create().parse_override(word).value()
+        return OverridesParser.create().parse_override(word).value()
     except HydraException as error:
         raise ValueError("this list cannot be read", word, "put quotes around what holds commas, spaces or brackets") from error
-    return [str(getattr(part, "text", part)) for part in value] if isinstance(value, list) else []
 
 
 def quoted(value: str) -> str:

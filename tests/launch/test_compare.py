@@ -152,6 +152,25 @@ def test_of_a_job_that_runs_by_sweep_json_its_own_record_knows_the_end(tmp_path:
     assert "no memory" in compare.terminal(folder)
 
 
+def test_a_job_finished_by_hand_since_the_sweep_was_stopped_is_completed(tmp_path: Path) -> None:
+    stopped, before, since = "2026-11-21T10:00:00+00:00", "2026-11-21T09:00:00+00:00", "2026-11-21T11:00:00+00:00"
+    cases = {
+        "a": ("interrupted", {"status": "completed", "ended": since}, "completed"),
+        "b": ("failed", {"status": "completed", "ended": since}, "completed"),
+        "c": ("failed", {"status": "completed", "ended": before}, "failed"),  # it has refused more words since
+        "d": ("interrupted", {"status": "running", **process()}, "running"),
+        "e": ("failed", {"status": "running", **process(), "start_ticks": 1}, "failed"),
+        "f": ("interrupted", {"status": "interrupted", "ended": before}, "interrupted"),
+    }
+    jobs = [job({"x": name}, [], status=status, ended=stopped, error="stopped", loss="inf" if name == "b" else None) for name, (status, _, _) in cases.items()]
+    folder = made_sweep(tmp_path, jobs, status="interrupted")
+    for name, (_, record, _) in cases.items():
+        (folder / f"x={name}" / "run.json").write_text(json.dumps({**record, "metrics": {"val_loss": 2.0}}))
+    rows = {row.words["x"]: row for row in compare.table(folder)}
+    assert {name: row.status for name, row in rows.items()} == {name: status for name, (_, _, status) in cases.items()}
+    assert rows["b"].ranked and rows["b"].jobs[0].reason == "" and rows["c"].jobs[0].reason == "stopped"
+
+
 DAMAGE: dict[str, bytes | None] = {
     "missing": None,
     "empty": b"",

@@ -46,6 +46,14 @@ def test_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
         assert abs(steps * batch_size - 400 * 8) <= batch_size / 2
 
 
+def test_rows_that_cannot_be_made_equal_are_told_with_their_numbers(base: Config) -> None:
+    def told(*lengths: int, fix: str = "tokens") -> str | None:
+        return fair.unequal([job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, fix=fix) for steps in lengths for rows in (1, 4, 16)], 1, [])
+
+    assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(told(30))
+    assert told(30, fix="steps") is told(160) is told(160, 320) is told(1601) is told(0) is None
+
+
 def test_equal_steps_change_no_count(base: Config) -> None:
     assert fair.words(job(base, accumulation_steps=4), 8, "steps") == {}
 

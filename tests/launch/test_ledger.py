@@ -13,6 +13,7 @@ from runner.launch import grid
 from runner.launch.compose import compose
 from runner.launch.ledger import Ledger, is_held
 from runner.launch.record import Record
+from runner.launch.underway import is_due
 
 POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed in ("1", "2")]
 
@@ -64,6 +65,20 @@ def test_a_completed_job_without_a_finite_loss_has_an_infinite_one(sweep: Path) 
         assert ledger.jobs[0]["loss"] == "inf"
 
 
+def test_a_completed_job_that_refused_more_words_stays_failed(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        ledger.mark(ledger.jobs[0], status="failed", pending=["data.path=other.jsonl"])
+    says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": 2.0})
+    with Ledger.open(sweep) as ledger:
+        assert ledger.jobs[0]["status"] == "failed" and is_due(ledger.jobs[0])
+
+
+def test_a_job_that_diverged_is_left_alone_whatever_words_it_waits_for(sweep: Path) -> None:
+    with Ledger.open(sweep) as ledger:
+        ledger.mark(ledger.jobs[0], status="failed", loss="inf", pending=["train.max_steps=8"])
+        assert not is_due(ledger.jobs[0])
+
+
 def test_one_process_at_a_time_drives_a_sweep(sweep: Path) -> None:
     with Ledger.open(sweep):
         if (child := os.fork()) == 0:
@@ -90,6 +105,9 @@ def test_a_folder_with_a_sweep_or_a_run_takes_no_other(sweep: Path, tmp_path: Pa
     for folder in (sweep, tmp_path / "run"):
         with pytest.raises(ValueError, match="already holds"):
             Ledger.create(folder)
+    with pytest.raises(ValueError, match="inside a run"):
+        Ledger.create(tmp_path / "run" / "deep" / "inner")
+    assert not (tmp_path / "run" / "deep").exists()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +132,11 @@ def test_points_are_every_combination_each_once() -> None:
     shared, swept, counted = grid.split(["stage=sft", "optimizer.lr=1e-4,0.0001,5e-4", "seed=range(1,3)"])
     assert shared == ["stage=sft"] and counted
     assert grid.points(swept) == [{"optimizer.lr": lr, "seed": seed} for lr in ("0.0001", "0.0005") for seed in ("1", "2")]
+
+
+@pytest.mark.parametrize("values", [("1e-3", "2e-3"), ("a.jsonl", "'b, c.jsonl'"), ("null", "true"), ("[1,2]", "[0.9,0.95]"), ("hub:some/name@main", "x")])
+def test_one_value_is_the_same_point_as_among_several(values: tuple[str, str]) -> None:
+    assert [grid.pair(f"optimizer.lr={value}")[1] for value in values] == grid.split([f"optimizer.lr={','.join(values)}"])[1]["optimizer.lr"]
 
 
 def test_an_interval_cannot_be_counted() -> None:

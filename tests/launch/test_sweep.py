@@ -160,6 +160,25 @@ def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, m
     assert (whole / "sweep.json").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["train.max_steps=80", "model.hidden_size=64"],
+        ["data.max_length=16", "optimizer.lr=7e-4"],
+        ["optimizer.weight_decay=0.2"],
+        ["stage=sft", "train.epochs=2"],
+    ],
+)
+def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Path, extra: list[str]) -> None:
+    from runner.launch import sweep
+
+    before = (whole / "sweep.json").read_bytes()
+    with pytest.raises(ValueError) as refusal:
+        sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
+    assert len(refusal.value.args) == 3 and any(word in refusal.value.args[1] for word in ("hidden_size", "max_length", "weight_decay", "stage"))
+    assert (whole / "sweep.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("word", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra/launcher=x._target_", "hydra.launcher.setup=[rm]"])
 def test_nothing_in_a_sweep_s_folder_can_reach_outside(whole: Path, tmp_path: Path, word: str) -> None:
     from runner.launch import sweep
@@ -181,6 +200,27 @@ def test_a_sweep_never_stands_there_with_fewer_jobs_than_it_has(rows: Path, tmp_
     with pytest.raises(SystemExit) as end:
         sweep.enter([f"data.path={rows}", *SWEPT, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: None)
     assert end.value.code == 75 and set(seen) == {4}
+
+
+def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import sweep, underway
+    from runner.launch.compose import compose_with_folder
+
+    folder, seen = tmp_path / "sweep", []
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    with pytest.raises(SystemExit):
+        sweep.enter(["optimizer=muon,adamw", f"hydra.sweep.dir={folder}"], ["-m"], lambda: None)
+    (folder / "sweep.json").write_text((folder / "sweep.json").read_text().replace("muon", "gone"))  # as if conf/ had no such file any more
+    (folder / ".hydra" / "conf" / "optimizer" / "muon.yaml").rename(folder / ".hydra" / "conf" / "optimizer" / "gone.yaml")
+
+    def app() -> None:
+        conf = Path(sys.argv[sys.argv.index("--config-path") + 1])
+        seen.append(compose_with_folder(["optimizer=gone"], conf)[0].optimizer.name)
+
+    with pytest.raises(SystemExit):
+        sweep.resume(folder, [], [], app)
+    assert seen == ["muon"]
 
 
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
@@ -209,6 +249,7 @@ def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Pat
         ["optimizer.lr=1e-3,1e-4", "seed=1,2,3", "sweep.zip=[optimizer.lr,seed]"],
         ["optimizer.lr=interval(1e-5,1e-3)"],
         ["optimizer.lr=1e-3,1e-4", "hydra.launcher.workers=0"],
+        ["init_from=scratch,/nowhere"],
     ):
         with pytest.raises(ValueError) as refusal:
             sweep.enter([*swept, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))

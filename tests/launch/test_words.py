@@ -173,6 +173,28 @@ def test_paths_mean_the_same_wherever_the_run_is_continued(tmp_path: Path, monke
     assert compose(words.absolute([f"data.path={odd.name}"])).data.path == str(odd)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("a.jsonl,b.jsonl", "{}/a.jsonl,{}/b.jsonl"),
+        ("choice(a.jsonl,b.jsonl)", "{}/a.jsonl,{}/b.jsonl"),
+        ("[a.jsonl],[a.jsonl,b.jsonl]", "[{}/a.jsonl],[{}/a.jsonl,{}/b.jsonl]"),
+        ("a.jsonl,hub:x/y,${oc.env:HOME}", "{}/a.jsonl,hub:x/y,${oc.env:HOME}"),
+    ],
+)
+def test_each_of_several_paths_means_the_same_wherever_the_sweep_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, meant: str) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert words.absolute([f"data.path={typed}"]) == [f"data.path={meant}".replace("{}", str(tmp_path))]
+
+
+def test_the_folder_of_a_job_can_be_typed_though_its_name_is_full_of_signs(tmp_path: Path) -> None:
+    job = tmp_path / "optimizer.lr=0.001,train.accumulation_steps=4"
+    job.mkdir()
+    assert compose(words.absolute([f"init_from={job}"])).init_from == str(job)
+
+
 def test_a_path_is_compared_by_its_name_with_what_stands_beside_it(tmp_path: Path) -> None:
     for name in ("opt", "pretrain_512.jsonl"):
         (tmp_path / name).touch()
