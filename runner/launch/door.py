@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from runner.engine.console import outlive_readers
 from runner.launch import folders, help, places, ready, refusal, relaunch, snapshot, sweep, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
@@ -33,6 +34,7 @@ opened: list[Record] = []  # the run of this process, its lock held since before
 def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
     share_the_machine()
+    outlive_readers()
     try:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
         _let_in(app)

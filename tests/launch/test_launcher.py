@@ -163,6 +163,29 @@ time.sleep(60)
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
 
 
+def test_a_sweep_whose_reader_goes_away_at_ctrl_c_saves_and_says_so_by_its_code(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    job = HEAD + SAVES.replace("def leave(*_):", "def leave(*_):\n    print('saving', flush=True); time.sleep(0.3)")
+    code = f"""
+import runpy, subprocess, sys
+from runner.launch import children
+Popen, spawn = subprocess.Popen, children._spawn
+def fake(words, slot, out):
+    subprocess.Popen = lambda command, **how: Popen([sys.executable, "-c", {job!r}], cwd={str(folder / "seed=1")!r}, **how)
+    return spawn(words, slot, out)
+children._spawn = fake
+sys.argv[1:] = ["-m", "seed=1,2", "train.max_steps=2", {f"hydra.sweep.dir={folder}"!r}]
+runpy.run_path('runner/train.py', run_name='__main__')
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until((folder / "seed=1" / "ready").exists)
+    assert driver.stdout
+    driver.stdout.close()
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(20) == 75
+    assert [json.loads((folder / name).read_text())["status"] for name in ("seed=1/run.json", "sweep.json")] == ["interrupted"] * 2
+
+
 def until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not condition():
