@@ -131,7 +131,7 @@ def open_console(mode: str, stream: TextIO | None = None) -> Quiet:
 class _Unread(io.FileIO):
     """A stream whose reader may go away, as `tee` does at Ctrl-C: then nobody reads on, and nothing fails for it."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError:
