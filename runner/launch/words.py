@@ -18,6 +18,7 @@ from runner.launch.refusal import nearest
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PATHS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relative to where they are typed, wherever the run is resumed
+ODD = re.compile(r"[^\w./-]")  # Hydra cannot read the = and the commas in the name of a job's folder
 WHOLE = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 ABOUT = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 INFO = ("--info", "-i")
@@ -149,7 +150,7 @@ def _absolute(word: str) -> str:
     if value.startswith("["):
         return f"{key}=[{','.join(quoted(_placed(part)) for part in _parts(word))}]"
     placed = _placed(value)
-    return word if placed == value else f"{key}={quoted(placed)}"
+    return f"{key}={quoted(placed)}" if placed != value or (ODD.search(value) and os.path.exists(value)) else word
 
 
 def _placed(path: str) -> str:

@@ -173,6 +173,14 @@ def test_paths_mean_the_same_wherever_the_run_is_continued(tmp_path: Path, monke
     assert compose(words.absolute([f"data.path={odd.name}"])).data.path == str(odd)
 
 
+def test_the_folder_of_a_job_can_be_typed_as_it_is_printed(tmp_path: Path) -> None:
+    job = tmp_path / "optimizer.lr=0.001,train.batch_size=4"
+    job.mkdir()
+    assert compose(words.absolute([f"init_from={job}"])).init_from == str(job)
+    several = f"data.path={tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    assert words.absolute([several, f"init_from={tmp_path}"]) == [several, f"init_from={tmp_path}"]
+
+
 def test_a_path_is_compared_by_its_name_with_what_stands_beside_it(tmp_path: Path) -> None:
     for name in ("opt", "pretrain_512.jsonl"):
         (tmp_path / name).touch()
