@@ -167,7 +167,8 @@ def started_by(hydra_context: Any, task_function: Any, config: Any) -> Launcher:
 
 
 def check(typed: Sequence[str]) -> None:
-    """Refuse a launcher or sweeper that is not installed, and one that nothing here leads."""
+    """Refuse a launcher or sweeper that is not installed, one that nothing here leads, and words they could do nothing with."""
+    launcher.check(typed)
     for word in typed:
         group, _, name = word.lstrip("+").partition("=")
         if (group, name) == ("hydra/sweeper/sampler", "cmaes"):
