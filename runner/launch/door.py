@@ -58,6 +58,8 @@ def _let_in(app: Callable[[], None]) -> None:
         with translated(typed):
             return app()
     places.check_flags(flags)
+    if SWEEPING & names and names & LOOKING:
+        raise ValueError("a sweep is many runs", " ".join(flags), "look at one of them: leave out --multirun, and give each word one value")
     resume = [QUOTED.sub(r"\2", word.removeprefix(RESUME)) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
