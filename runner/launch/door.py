@@ -164,7 +164,7 @@ def _code(error: Exception) -> int | None:
     if refusal.is_refusal(error):
         return refusal.report(error)
     if isinstance(error, Interrupted):
-        print(f"{error}; continue with: python runner/train.py resume={error.folder}", file=sys.stderr)
+        print(f"{error}; continue with: {refusal.again(error.folder)}", file=sys.stderr)
         return refusal.INTERRUPTED
     if isinstance(error, RunFailed):
         print(f"error: {error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
 from runner.launch.launcher import FIELDS, JobFailed, Stopped, check_options
 from runner.launch.ledger import ENDED, Ledger, begun, read_run
-from runner.launch.refusal import FAILED, INTERRUPTED
+from runner.launch.refusal import FAILED, INTERRUPTED, again
 from runner.launch.underway import Sweep, current, is_due
 from runner.launch.words import quoted
 
@@ -115,7 +115,7 @@ def _end(sweep: Sweep, stopped: bool) -> None:
     if status == "completed":
         return
     if any(map(is_due, ledger.jobs)):
-        print(f"continue with: python runner/train.py resume={ledger.folder}", file=sys.stderr)
+        print(f"continue with: {again(ledger.folder)}", file=sys.stderr)
     sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
 

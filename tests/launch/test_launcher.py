@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
-from runner.launch import children
+from runner.engine.run import Interrupted
+from runner.launch import children, door
 from runner.launch.children import Children, Slot, slots
 from runner.launch.ledger import Job, Ledger
+from runner.launch.sweep import _end
+from runner.launch.underway import Sweep
 
 GOOD = "says(status='completed', attempt=1, metrics={'loss': 1.5})"
 DIVERGED = "says(status='failed', attempt=1, error='3 steps in a row were not finite'); sys.exit(1)"
@@ -184,6 +188,17 @@ runpy.run_path('runner/train.py', run_name='__main__')
     driver.send_signal(signal.SIGINT)
     assert driver.wait(20) == 75
     assert [json.loads((folder / name).read_text())["status"] for name in ("seed=1/run.json", "sweep.json")] == ["interrupted"] * 2
+
+
+def test_the_line_to_continue_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "it's a sweep"
+    with Ledger.create(folder, words=[], swept={"seed": ["0"]}) as ledger, pytest.raises(SystemExit):
+        ledger.add({"seed": "0"})
+        _end(Sweep(ledger), stopped=True)
+    with pytest.raises(SystemExit):
+        door.leave(Interrupted(3, folder))
+    lines = [line.partition("continue with: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [shlex.split(line)[-1] for line in lines] == [f"resume={folder}"] * 2
 
 
 def until(condition: Callable[[], bool]) -> None:
