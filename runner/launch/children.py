@@ -61,10 +61,10 @@ class Children:
 
     def run(self, jobs: list[Job], slots: list[Slot], fail_fast: bool, retries: int) -> bool:
         """Every job until it ends; returns whether we were asked to stop, and then each running one has saved."""
-        waiting, free, told = deque(jobs), list(slots), False
+        waiting, free, told, lost = deque(jobs), list(slots), False, False
         with StopFlag() as stop:
             while waiting or self.running:
-                if not told and (stop() or (fail_fast and any(job["status"] == "failed" and self.tries[job["name"]] for job in self.ledger.jobs))):
+                if not told and (stop() or (fail_fast and lost)):
                     told = True
                     waiting.clear()
                     for child in self.running:
@@ -78,6 +78,8 @@ class Children:
                         free.append(child.slot)
                         if self._ended(child, code, told) and self.tries[child.job["name"]] <= retries and not told:
                             waiting.appendleft(child.job)
+                        elif child.job["status"] == "failed":
+                            lost = True
                 time.sleep(POLL)
             return stop()
 

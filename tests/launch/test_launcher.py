@@ -100,6 +100,12 @@ def test_fail_fast_stops_at_the_first_failure_and_the_others_save(sweep: Any) ->
     assert not stopped and [job["status"] for job in jobs] == ["interrupted", "failed", "new"]
 
 
+def test_with_fail_fast_a_job_has_its_retries_first(sweep: Any) -> None:
+    flaky = f"before = os.path.exists('tried')\nopen('tried', 'w').close()\nif before: {GOOD}\nelse: {KILLED}"
+    _, jobs = sweep([flaky, KILLED, GOOD], fail_fast=True, retries=1)
+    assert [(job["status"], job["attempt"]) for job in jobs] == [("completed", 2), ("failed", 2), ("new", 0)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_no_further_job_starts(sweep: Any, number: int) -> None:
     def send() -> None:
