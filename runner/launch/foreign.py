@@ -108,7 +108,7 @@ def _close(sweep: Any, job: Job, found: Any) -> None:
         job.pop("pending", None)
     elif isinstance(found, Ended) and not ledger.is_held(folder):
         log = folder / children.LOG
-        job.update(status="failed", error=" ".join(str(found).split()), last_lines=children._last_lines(log) if log.exists() else [], ended=ledger.now())
+        job.update(status="failed", error=" ".join(str(found).split()), last_lines=children.last_lines(log) if log.exists() else [], ended=ledger.now())
         print(f"{job['name']} failed: {job['error']}", file=sys.stderr)
 
 

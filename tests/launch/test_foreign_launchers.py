@@ -45,7 +45,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         started.append(words)
         return subprocess.Popen([sys.executable, "-c", words[-1]], cwd=tmp_path / "job", stdout=out, stderr=out)
 
-    monkeypatch.setattr(children, "_spawn", spawn)
+    monkeypatch.setattr(children, "spawn", spawn)
     return started
 
 

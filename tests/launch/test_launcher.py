@@ -48,7 +48,7 @@ def says(**fields):
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`sweep(scripts, ...)`: a job for each script, run to its end; returns (whether it was stopped, the jobs)."""
     started: list[str] = []
-    spawned = children._spawn
+    spawned = children.spawn
 
     def spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
         started.append(words[1])
@@ -57,7 +57,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return spawned([], slot, out)
 
     Popen = subprocess.Popen
-    monkeypatch.setattr(children, "_spawn", spawn)
+    monkeypatch.setattr(children, "spawn", spawn)
 
     def run(scripts: list[str], workers: int = 1, fail_fast: bool = False, retries: int = 0) -> tuple[bool, list[Job]]:
         with Ledger.create(tmp_path / "sweep", words=[], swept={"seed": [str(n) for n in range(len(scripts))]}) as ledger:
@@ -160,7 +160,7 @@ def test_a_job_asks_to_save_when_its_driver_is_killed(tmp_path: Path) -> None:
 import os, sys, time
 from runner.launch import children
 children.subprocess.Popen, Popen = (lambda command, **how: Popen([sys.executable, "-c", {HEAD + SAVES!r}], cwd={str(tmp_path)!r}, **how)), children.subprocess.Popen
-print(children._spawn([], children.Slot(None, None), os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)).pid, flush=True)
+print(children.spawn([], children.Slot(None, None), os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)).pid, flush=True)
 time.sleep(60)
 """
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
@@ -179,11 +179,11 @@ def test_a_sweep_whose_reader_goes_away_at_ctrl_c_saves_and_says_so_by_its_code(
     code = f"""
 import runpy, subprocess, sys
 from runner.launch import children
-Popen, spawn = subprocess.Popen, children._spawn
+Popen, spawn = subprocess.Popen, children.spawn
 def fake(words, slot, out):
     subprocess.Popen = lambda command, **how: Popen([sys.executable, "-c", {job!r}], cwd={str(folder / "seed=1")!r}, **how)
     return spawn(words, slot, out)
-children._spawn = fake
+children.spawn = fake
 sys.argv[1:] = ["-m", "seed=1,2", "train.max_steps=2", {f"hydra.sweep.dir={folder}"!r}]
 runpy.run_path('runner/train.py', run_name='__main__')
 """
