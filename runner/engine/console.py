@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import unicodedata
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -125,6 +126,26 @@ def open_console(mode: str, stream: TextIO | None = None) -> Quiet:
     if mode == "rich" or (mode == "auto" and stream.isatty()):
         return Bar(stream)
     return Plain(stream)
+
+
+class _Unread(io.FileIO):
+    """A stream whose reader may go away, as `tee` does at Ctrl-C: then nobody reads on, and nothing fails for it."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """From here on no lost pipe or terminal ends this program; what it has to say stands in its files."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):  # not where somebody has put one of their own
+            raw = _Unread(stream.fileno(), "w", closefd=False)
+            told_at_once = stream.line_buffering or stream.write_through
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=told_at_once))
 
 
 class Meter:

@@ -32,7 +32,7 @@ def start(name: str, about: str, schema: type[T], act: Callable[[T, Config], Non
 def _sorted(argv: list[str], schema: type) -> tuple[list[str], list[str]]:
     """(words of the command, words of train.py); --plain is short for plain=true."""
     typed, flags = words.split(argv)
-    kinds = small._kinds(schema)
+    kinds = small.kinds(schema)
     given = {flag: f"{flag.removeprefix('--')}=true" for flag in flags if kinds.get(flag.removeprefix("--")) == "bool"}
     words.check_flags([flag for flag in flags if flag not in given])
     for flag in flags:

@@ -61,10 +61,10 @@ class Children:
 
     def run(self, jobs: list[Job], slots: list[Slot], fail_fast: bool, retries: int) -> bool:
         """Every job until it ends; returns whether we were asked to stop, and then each running one has saved."""
-        waiting, free, told = deque(jobs), list(slots), False
+        waiting, free, told, lost = deque(jobs), list(slots), False, False
         with StopFlag() as stop:
             while waiting or self.running:
-                if not told and (stop() or (fail_fast and any(job["status"] == "failed" and self.tries[job["name"]] for job in self.ledger.jobs))):
+                if not told and (stop() or (fail_fast and lost)):
                     told = True
                     waiting.clear()
                     for child in self.running:
@@ -78,6 +78,8 @@ class Children:
                         free.append(child.slot)
                         if self._ended(child, code, told) and self.tries[child.job["name"]] <= retries and not told:
                             waiting.appendleft(child.job)
+                        elif child.job["status"] == "failed":
+                            lost = True
                 time.sleep(POLL)
             return stop()
 
@@ -98,7 +100,7 @@ class Children:
         self.ledger.mark(job, status="running", attempt=job["attempt"] + 1, error=None, started=books.now(), ended=None, loss=None)
         log = folder / LOG
         with open(log, "ab") as out:
-            child = Child(job, slot, _spawn(words, slot, out.fileno()), log, out.tell())
+            child = Child(job, slot, spawn(words, slot, out.fileno()), log, out.tell())
         print(f"[{self._number(job)}] {job['name']} {'continues' if words[0].startswith('resume=') else 'starts'}", flush=True)
         return child
 
@@ -113,9 +115,9 @@ class Children:
         elif code == INTERRUPTED or (told and code in (-signal.SIGTERM, -signal.SIGKILL)):
             self.ledger.mark(job, status="interrupted" if books.begun(run) else "new", **ended)
         else:
-            lines = _last_lines(child.log)
+            lines = last_lines(child.log)
             diverged = books.diverged(run)
-            self.ledger.mark(job, status="failed", error=_why(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
+            self.ledger.mark(job, status="failed", error=why(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
             print(f"[{self._number(job)}] {job['name']} failed: {job['error']}", file=sys.stderr, flush=True)
             self.report()
             return code != WRONG and not diverged
@@ -136,7 +138,8 @@ def slots(workers: int | None, devices: list[str] | None) -> list[Slot]:
     return [Slot(threads, given) for given in dealt]
 
 
-def _spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
+def spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
+    """train.py with these words as a process; what it says goes to the descriptor `out`."""
     environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # the door sets it for this process only
     environment["PYTHONUNBUFFERED"] = "1"
     if slot.threads:
@@ -168,14 +171,15 @@ def _end_with_parent(parent: int) -> Callable[[], None]:
     return ask
 
 
-def _last_lines(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
+    """What a job said last."""
     with open(log, "rb") as file:
         file.seek(max(0, os.path.getsize(log) - (1 << 16)))
         return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
 
-def _why(code: int, run: dict, lines: list[str]) -> str:
-    """One line."""
+def why(code: int, run: dict, lines: list[str]) -> str:
+    """How a job ended that has failed; one line."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}" + (" (out of memory, or kill -9)" if code == -signal.SIGKILL else "")
     if run.get("status") == "failed" and run.get("error"):

@@ -119,7 +119,9 @@ class translated:
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         key = (getattr(cause, "full_key", None) or "").partition("[")[0]
         what = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(error).__name__)
-        word = next((word for word in self.words if word.lstrip("+").startswith(f"{key}=")), key or " ".join(self.words) or "the command line")
+        said = [word for word in self.words if word.lstrip("+").startswith(f"{key}=")]
+        # said twice, the value that is complained of is meant; where none is, the last counts
+        word = next((word for word in said if f"'{word.partition('=')[2]}'" in what), (said or [key or " ".join(self.words) or "the command line"])[-1])
         kind = words_of.schema().get(key)
         if isinstance(cause, ConfigKeyError) and key not in words_of.schema():
             return ValueError("no such word", key, words_of.nearest_word(key))

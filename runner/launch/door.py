@@ -14,6 +14,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from runner.engine.console import outlive_readers
 from runner.launch import folders, help, places, ready, refusal, relaunch, snapshot, sweep, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
@@ -33,6 +34,7 @@ opened: list[Record] = []  # the run of this process, its lock held since before
 def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
     share_the_machine()
+    outlive_readers()
     try:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
         _let_in(app)
@@ -56,6 +58,8 @@ def _let_in(app: Callable[[], None]) -> None:
         with translated(typed):
             return app()
     places.check_flags(flags)
+    if SWEEPING & names and names & LOOKING:
+        raise ValueError("a sweep is many runs", " ".join(flags), "look at one of them: leave out --multirun, and give each word one value")
     resume = [QUOTED.sub(r"\2", word.removeprefix(RESUME)) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
@@ -160,7 +164,7 @@ def _code(error: Exception) -> int | None:
     if refusal.is_refusal(error):
         return refusal.report(error)
     if isinstance(error, Interrupted):
-        print(f"{error}; continue with: python runner/train.py resume={error.folder}", file=sys.stderr)
+        print(f"{error}; continue with: {refusal.again(error.folder)}", file=sys.stderr)
         return refusal.INTERRUPTED
     if isinstance(error, RunFailed):
         print(f"error: {error}", file=sys.stderr)

@@ -50,14 +50,14 @@ def run(folder: Path, words: list[str]) -> None:
     make_folder(folder)
     log = folder / children.LOG
     with open(log, "ab") as out:
-        process = children._spawn(words, children.Slot(threads=None, devices=None), out.fileno())
+        process = children.spawn(words, children.Slot(threads=None, devices=None), out.fileno())
     code, asked = _attend(process)
     if code == INTERRUPTED:
         for number in asked[:1]:
             signal.raise_signal(number)  # it was meant for whoever runs us, too: submitit now puts the job back into the queue
         raise Saved(f"{folder.name} was asked to stop and has saved")
     if code != DONE:
-        raise Ended(children._why(code, read_run(folder), children._last_lines(log)))
+        raise Ended(children.why(code, read_run(folder), children.last_lines(log)))
 
 
 def _attend(process: subprocess.Popen) -> tuple[int, list[int]]:

@@ -108,7 +108,7 @@ def _close(sweep: Any, job: Job, found: Any) -> None:
         job.pop("pending", None)
     elif isinstance(found, Ended) and not ledger.is_held(folder):
         log = folder / children.LOG
-        job.update(status="failed", error=" ".join(str(found).split()), last_lines=children._last_lines(log) if log.exists() else [], ended=ledger.now())
+        job.update(status="failed", error=" ".join(str(found).split()), last_lines=children.last_lines(log) if log.exists() else [], ended=ledger.now())
         print(f"{job['name']} failed: {job['error']}", file=sys.stderr)
 
 
@@ -167,7 +167,8 @@ def started_by(hydra_context: Any, task_function: Any, config: Any) -> Launcher:
 
 
 def check(typed: Sequence[str]) -> None:
-    """Refuse a launcher or sweeper that is not installed, and one that nothing here leads."""
+    """Refuse a launcher or sweeper that is not installed, one that nothing here leads, and words they could do nothing with."""
+    launcher.check(typed)
     for word in typed:
         group, _, name = word.lstrip("+").partition("=")
         if (group, name) == ("hydra/sweeper/sampler", "cmaes"):

@@ -28,6 +28,8 @@ def split(typed: list[str]) -> tuple[list[str], dict[str, list[str]], bool]:
             shared.append(word)
         elif isinstance(chosen := override.value(), Glob):
             swept[override.key_or_group] = chosen.filter(words_of.groups().get(override.key_or_group, []))
+            if not swept[override.key_or_group]:
+                raise ValueError("no option of a group has such a name", word, f"write out the values: {override.key_or_group}=<value>,<value>")
         elif override.is_discrete_sweep():
             swept[override.get_key_element()] = [str(value) for value in override.sweep_string_iterator()]
         else:

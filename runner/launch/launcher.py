@@ -5,20 +5,30 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
+from runner.launch.refusal import nearest
+
 HOME = "hydra_plugins.runner"  # Hydra takes plugins from this namespace only
 homes: dict[str, str] = {}  # where our plugins are, by the name of their class
-FIELDS = ("workers", "devices", "fail_fast", "retries")  # their values stand in conf/hydra/launcher/local.yaml
+WORD = "hydra.launcher."
+FIELDS = {  # what our launcher is told, and what each takes; the values stand in conf/hydra/launcher/local.yaml
+    "workers": "a whole number, 1 or more",
+    "devices": "a list in brackets, e.g. [0,1]",
+    "fail_fast": "true or false",
+    "retries": "a whole number, 0 or more",
+}
 
 
 class Stopped(Exception):
@@ -74,6 +84,53 @@ def returned(job: dict[str, Any], words: Sequence[str]) -> JobReturn:
     ended = job["status"] == "completed" or job["loss"] == "inf"
     value = float(job["loss"] or 0.0) if ended else JobFailed(f"{job['name']}: {job['error'] or job['status']}")
     return JobReturn(overrides=list(words), status=JobStatus.COMPLETED if ended else JobStatus.FAILED, _return_value=value)
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuse words to Hydra that a sweep would stumble over when it stands there already."""
+    from runner.launch.compose import translated
+
+    chosen = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]
+    ours = not chosen or chosen[-1].endswith("=local")
+    for word in words:
+        name = word.lstrip("+").partition("=")[0]
+        if not name.startswith(("hydra.", "hydra/")) or "=" not in word:
+            continue
+        with translated([word]):
+            override = OverridesParser.create().parse_override(word)
+        option = name.removeprefix(WORD)
+        if option != name and ours and option not in FIELDS:
+            raise ValueError("our launcher has no such word", name, nearest(name, [WORD + field for field in FIELDS], f"it has {', '.join(FIELDS)}"))
+        if override.is_sweep_override():
+            values = word.partition("=")[2]
+            raise ValueError(
+                "one value is meant here", word, f"write '{name}=[{values}]'" if option == "devices" else "only words of the training can be swept"
+            )
+        if option != name and ours and "${" not in word:
+            _check_option(option, override.value())
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """The same of what stands in conf/."""
+    for name in FIELDS:
+        _check_option(name, options[name])
+
+
+def _check_option(name: str, value: Any) -> None:
+    if name == "devices":
+        fits = value is None or (isinstance(value, Sequence) and not isinstance(value, str) and bool(value) and all(map(_is_device, value)))
+    elif name == "fail_fast":
+        fits = isinstance(value, bool)
+    else:
+        fits = (value is None and name == "workers") or (type(value) is int and value >= (name == "workers"))
+    if not fits:
+        alone = name == "devices" and _is_device(value)
+        raise ValueError("this word takes " + FIELDS[name], f"{WORD}{name}={value}", f"write '{WORD}{name}=[{value}]'" if alone else f"give {FIELDS[name]}")
+
+
+def _is_device(value: Any) -> bool:
+    """Its number, or its name as nvidia-smi -L has it."""
+    return (type(value) is int and value >= 0) or (isinstance(value, str | QuotedString) and bool(str(value)))
 
 
 def register() -> None:

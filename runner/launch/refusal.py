@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,11 @@ def report(error: BaseException) -> int:
     what, where, fix = error.args
     print(f"error: {what}\n  where: {where}\n  fix:   {fix}", file=sys.stderr)
     return WRONG
+
+
+def again(folder: Path) -> str:
+    """The line that continues a run or a sweep, to be pasted into a shell."""
+    return shlex.join(["python", "runner/train.py", f"resume={folder}"])
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

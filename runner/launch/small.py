@@ -31,7 +31,7 @@ def start(main: Callable[[], Any], schema: type, free: tuple[str, ...]) -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         module = sys.modules[main.__module__]
         return print(help.command(Path(str(module.__file__)).stem, module.__doc__ or ""))
-    sys.argv[1:] = literal(sys.argv[1:], free, tuple(word for word, kind in _kinds(schema).items() if kind == "list"))
+    sys.argv[1:] = literal(sys.argv[1:], free, tuple(word for word, kind in kinds(schema).items() if kind == "list"))
     with refusing():
         for word in split(sys.argv[1:])[0]:
             _check(word, schema)
@@ -56,7 +56,7 @@ def typed(tree: DictConfig, schema: type[T]) -> T:
         return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree)))
     except OmegaConfBaseException as error:
         word = (getattr(error, "full_key", None) or "?").partition("[")[0]
-        raise ValueError(str(error).splitlines()[0], word, f"give it as {_kinds(schema).get(word, 'conf/ does')}") from error
+        raise ValueError(str(error).splitlines()[0], word, f"give it as {kinds(schema).get(word, 'conf/ does')}") from error
 
 
 def find(run: str) -> Path:
@@ -92,19 +92,19 @@ def _check(word: str, schema: type) -> None:
         return
     if not equals:
         raise ValueError("a word needs a value", word, f"write {word}=<value>")
-    if name not in _kinds(schema):
-        raise ValueError("no such word", name, nearest(name, _kinds(schema), f"the words are {', '.join(_kinds(schema))}"))
+    if name not in kinds(schema):
+        raise ValueError("no such word", name, nearest(name, kinds(schema), f"the words are {', '.join(kinds(schema))}"))
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise ValueError("this value cannot be read", word, f"put quotes around it, around each part of a list: '{name}=[\"what's, new\"]'") from error
     if override.is_sweep_override():
         raise ValueError(
-            "several values where one is meant", word, f"call the command once for each{', or write a list: [a,b]' if _kinds(schema)[name] == 'list' else ''}"
+            "several values where one is meant", word, f"call the command once for each{', or write a list: [a,b]' if kinds(schema)[name] == 'list' else ''}"
         )
 
 
-def _kinds(schema: type) -> dict[str, str]:
+def kinds(schema: type) -> dict[str, str]:
     """Every dotted word that takes a value, and what kind of value."""
     return dict(_walk(schema, ""))
 

@@ -16,9 +16,9 @@ from runner.launch import compare, fair, folders, foreign, grid, lineage, ready,
 from runner.launch import words as words_of
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
-from runner.launch.launcher import FIELDS, JobFailed, Stopped
+from runner.launch.launcher import FIELDS, JobFailed, Stopped, check_options
 from runner.launch.ledger import ENDED, Ledger, begun, read_run
-from runner.launch.refusal import FAILED, INTERRUPTED
+from runner.launch.refusal import FAILED, INTERRUPTED, again
 from runner.launch.underway import Sweep, current, is_due, is_lost
 from runner.launch.words import quoted
 
@@ -66,7 +66,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         more, added, _ = grid.split(extra)
         stored = ledger.fields["swept"]
         _check_stored(ledger)
-        foreign.check([*ledger.fields["words"], *more])
+        foreign.check([*ledger.fields["words"], *extra])
         added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
         more = [word for word in more if word.partition("=")[0] not in stored]
         _check_more(ledger, more, added)
@@ -121,7 +121,7 @@ def _end(sweep: Sweep, stopped: bool) -> None:
     if status == "completed":
         return
     if any(map(is_due, ledger.jobs)):
-        print(f"continue with: python runner/train.py resume={ledger.folder}", file=sys.stderr)
+        print(f"continue with: {again(ledger.folder)}", file=sys.stderr)
     sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
 
@@ -146,10 +146,8 @@ def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, s
         raise ValueError("words go in pairs with our own sweeper only", f"sweep.zip hydra/sweeper={sweeper}", f"leave out hydra/sweeper={sweeper}")
     if word := next((word for word in shared if word.startswith("hydra.sweep.subdir=")), None):
         raise ValueError("jobs are named by their swept words", word, "leave it out; hydra.sweep.dir=DIR places the sweep")
-    for name, least in (("workers", 1), ("retries", 0)) if launcher == "local" else ():
-        value = tree.hydra.launcher[name]
-        if value is not None and (not isinstance(value, int) or value < least):
-            raise ValueError("this is no such count", f"hydra.launcher.{name}={value}", f"give a whole number, {least} or more")
+    if launcher == "local":
+        check_options(tree.hydra.launcher)
 
 
 def _is_plain(word: str) -> bool:

@@ -50,6 +50,7 @@ def test_a_wrong_word_ends_in_three_lines_and_code_2_before_any_folder_is_made(p
         ["-m", "optimizer.lr=1e-3,x"],
         ["resume=nowhere"],
         ["--epochs", "3"],
+        ["-m", "seed=1,2", "--cfg", "job"],
     ):
         started = time.monotonic()
         done = program(*words)

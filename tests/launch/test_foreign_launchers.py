@@ -45,7 +45,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         started.append(words)
         return subprocess.Popen([sys.executable, "-c", words[-1]], cwd=tmp_path / "job", stdout=out, stderr=out)
 
-    monkeypatch.setattr(children, "_spawn", spawn)
+    monkeypatch.setattr(children, "spawn", spawn)
     return started
 
 
@@ -285,3 +285,26 @@ def until(condition: Callable[[], bool], driver: subprocess.Popen | None = None)
     while not condition():
         assert time.monotonic() < end and (driver is None or driver.poll() is None)
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("hydra.launcher.worker=2", "did you mean hydra.launcher.workers?"),
+        ("hydra.launcher.devices=0,1", "write 'hydra.launcher.devices=[0,1]'"),
+        ("hydra.launcher.devices=0", "write 'hydra.launcher.devices=[0]'"),
+        ("hydra.launcher.devices=[]", "give a list in brackets, e.g. [0,1]"),
+        ("hydra.launcher.fail_fast=no", "give true or false"),
+        ("hydra.launcher.fail_fast=true,false", "only words of the training can be swept"),
+        ("hydra.launcher.workers=true", "give a whole number, 1 or more"),
+        ("hydra.launcher.retries=-1", "give a whole number, 0 or more"),
+    ],
+)
+def test_a_word_our_launcher_cannot_use_is_refused_before_a_folder_is_made(word: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refusal:
+        sweep.enter(["seed=1,2", word, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))
+    assert len(refusal.value.args) == 3 and refusal.value.args[2] == fix and not (tmp_path / "sweep").exists()
+
+
+def test_words_our_launcher_can_use_pass() -> None:
+    foreign.check(["hydra.launcher.workers=null", "hydra.launcher.devices=[0,GPU-1a,'2']", "hydra.launcher.fail_fast=true", "hydra.launcher.retries=0"])

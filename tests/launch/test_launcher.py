@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,12 @@ from typing import Any
 
 import pytest
 
-from runner.launch import children
+from runner.engine.run import Interrupted
+from runner.launch import children, door
 from runner.launch.children import Children, Slot, slots
 from runner.launch.ledger import Job, Ledger
+from runner.launch.sweep import _end
+from runner.launch.underway import Sweep
 
 GOOD = "says(status='completed', attempt=1, metrics={'loss': 1.5})"
 DIVERGED = "says(status='failed', attempt=1, error='3 steps in a row were not finite'); sys.exit(1)"
@@ -44,7 +48,7 @@ def says(**fields):
 def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`sweep(scripts, ...)`: a job for each script, run to its end; returns (whether it was stopped, the jobs)."""
     started: list[str] = []
-    spawned = children._spawn
+    spawned = children.spawn
 
     def spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
         started.append(words[1])
@@ -53,7 +57,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return spawned([], slot, out)
 
     Popen = subprocess.Popen
-    monkeypatch.setattr(children, "_spawn", spawn)
+    monkeypatch.setattr(children, "spawn", spawn)
 
     def run(scripts: list[str], workers: int = 1, fail_fast: bool = False, retries: int = 0) -> tuple[bool, list[Job]]:
         with Ledger.create(tmp_path / "sweep", words=[], swept={"seed": [str(n) for n in range(len(scripts))]}) as ledger:
@@ -94,6 +98,12 @@ def test_fail_fast_stops_at_the_first_failure_and_the_others_save(sweep: Any) ->
     wait = "while not os.path.exists('../seed=0/ready'): time.sleep(0.01)\n"
     stopped, jobs = sweep([SAVES, wait + KILLED, GOOD], workers=2, fail_fast=True)
     assert not stopped and [job["status"] for job in jobs] == ["interrupted", "failed", "new"]
+
+
+def test_with_fail_fast_a_job_has_its_retries_first(sweep: Any) -> None:
+    flaky = f"before = os.path.exists('tried')\nopen('tried', 'w').close()\nif before: {GOOD}\nelse: {KILLED}"
+    _, jobs = sweep([flaky, KILLED, GOOD], fail_fast=True, retries=1)
+    assert [(job["status"], job["attempt"]) for job in jobs] == [("completed", 2), ("failed", 2), ("new", 0)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -150,7 +160,7 @@ def test_a_job_asks_to_save_when_its_driver_is_killed(tmp_path: Path) -> None:
 import os, sys, time
 from runner.launch import children
 children.subprocess.Popen, Popen = (lambda command, **how: Popen([sys.executable, "-c", {HEAD + SAVES!r}], cwd={str(tmp_path)!r}, **how)), children.subprocess.Popen
-print(children._spawn([], children.Slot(None, None), os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)).pid, flush=True)
+print(children.spawn([], children.Slot(None, None), os.open({str(tmp_path / "log")!r}, os.O_WRONLY | os.O_CREAT)).pid, flush=True)
 time.sleep(60)
 """
     driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
@@ -161,6 +171,40 @@ time.sleep(60)
     driver.wait()
     until(lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text())
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "interrupted"
+
+
+def test_a_sweep_whose_reader_goes_away_at_ctrl_c_saves_and_says_so_by_its_code(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    job = HEAD + SAVES.replace("def leave(*_):", "def leave(*_):\n    print('saving', flush=True); time.sleep(0.3)")
+    code = f"""
+import runpy, subprocess, sys
+from runner.launch import children
+Popen, spawn = subprocess.Popen, children.spawn
+def fake(words, slot, out):
+    subprocess.Popen = lambda command, **how: Popen([sys.executable, "-c", {job!r}], cwd={str(folder / "seed=1")!r}, **how)
+    return spawn(words, slot, out)
+children.spawn = fake
+sys.argv[1:] = ["-m", "seed=1,2", "train.max_steps=2", {f"hydra.sweep.dir={folder}"!r}]
+runpy.run_path('runner/train.py', run_name='__main__')
+"""
+    driver = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until((folder / "seed=1" / "ready").exists)
+    assert driver.stdout
+    driver.stdout.close()
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(20) == 75
+    assert [json.loads((folder / name).read_text())["status"] for name in ("seed=1/run.json", "sweep.json")] == ["interrupted"] * 2
+
+
+def test_the_line_to_continue_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "it's a sweep"
+    with Ledger.create(folder, words=[], swept={"seed": ["0"]}) as ledger, pytest.raises(SystemExit):
+        ledger.add({"seed": "0"})
+        _end(Sweep(ledger), stopped=True)
+    with pytest.raises(SystemExit):
+        door.leave(Interrupted(3, folder))
+    lines = [line.partition("continue with: ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [shlex.split(line)[-1] for line in lines] == [f"resume={folder}"] * 2
 
 
 def until(condition: Callable[[], bool]) -> None:

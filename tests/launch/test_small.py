@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -100,14 +101,14 @@ def test_every_word_of_conf_is_in_the_schema_and_the_other_way_round() -> None:
         del tree["defaults"], tree["hydra"]
         inner = {f"{key}.{word}" for key, value in tree.items() if isinstance(value, dict) for word in value}
         flat = inner | {key for key, value in tree.items() if not isinstance(value, dict)}
-        assert flat == set(small._kinds(schema))
+        assert flat == set(small.kinds(schema))
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_a_help_page_has_every_word_with_the_value_it_has_by_itself(name: str) -> None:
     tree = OmegaConf.load(ROOT / "conf" / f"{name}.yaml")
     words = [(word, str(yaml.safe_load(value) if value != "???" else value)) for word, value, _ in help._words(name)]
-    assert [word for word, _ in words] == list(small._kinds(SCHEMAS[name]))
+    assert [word for word, _ in words] == list(small.kinds(SCHEMAS[name]))
     for word, value in words:
         section, _, last = word.rpartition(".")
         assert value == str(OmegaConf.to_container(tree[section] if section else tree)[last])
@@ -135,6 +136,15 @@ def test_last_is_the_model_that_was_finished_last(tmp_path: Path, monkeypatch: p
     (unfinished / "run.json").write_text("{}")
     assert find("last") == tmp_path / "outputs" / "2026-01-01" / "09-00-00"
     assert find("some/folder") == Path("some/folder")
+
+
+def test_no_module_of_launch_reaches_for_the_private_names_of_another() -> None:
+    for file in (ROOT / "runner" / "launch").glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        taken = [name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("runner") for name in node.names]
+        known = {name.asname or name.name for name in taken}
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in known}
+        assert [name for name in [*known, *used] if name.startswith("_") and not name.startswith("__")] == [], file.name
 
 
 def test_words_become_their_types() -> None:

@@ -250,6 +250,7 @@ def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Pat
         ["optimizer.lr=interval(1e-5,1e-3)"],
         ["optimizer.lr=1e-3,1e-4", "hydra.launcher.workers=0"],
         ["init_from=scratch,/nowhere"],
+        ["seed=glob(*)"],
     ):
         with pytest.raises(ValueError) as refusal:
             sweep.enter([*swept, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))

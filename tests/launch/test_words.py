@@ -203,6 +203,11 @@ def test_a_path_is_compared_by_its_name_with_what_stands_beside_it(tmp_path: Pat
         assert "did you mean" not in nearest_path(stranger)
 
 
+def test_of_a_word_that_is_said_twice_the_wrong_one_is_shown() -> None:
+    assert refused("train.max_steps=40", "train.max_steps=x")[1] == "train.max_steps=x"
+    assert refused("train.max_steps=x", "train.max_steps=40")[1] == "train.max_steps=x"
+
+
 @pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
 def test_several_values_for_one_run_are_refused_however_they_are_written(values: str) -> None:
     assert refused(f"train.epochs={values}")[0] == "several values for one run"
