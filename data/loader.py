@@ -6,7 +6,7 @@ Shapes: R lines of a micro-batch, T positions, S sequences (one a row; 2 for pre
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,7 +127,8 @@ class StepLoader:
     def steps_per_epoch(self) -> int:
         return self.order.steps
 
-    def steps(self, epoch: int, skip: int = 0) -> Iterator[list[Batch]]:
+    def steps(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
+        """Close it where it is left before its end: its workers end with it."""
         loader: DataLoader = DataLoader(
             self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
             batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
@@ -137,8 +138,14 @@ class StepLoader:
         )
         with _signals_held():
             batches = iter(loader)
-        for step in range(skip, self.steps_per_epoch):
-            yield [next(batches) for _ in self._indices(epoch, step)]
+        try:
+            for step in range(skip, self.steps_per_epoch):
+                yield [next(batches) for _ in self._indices(epoch, step)]
+        finally:
+            # Left to itself it would end them when it is forgotten, and a traceback remembers it: the program would wait at its end
+            # for workers that hear no signal.
+            if self.num_workers:
+                batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public word for it
 
     def _indices(self, epoch: int, step: int) -> list[list[int]]:
         """The windows of each micro-batch of one step."""

@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -56,20 +57,21 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
     pace = Pace()
     while not run.finished:
         epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
-        for batches in run.loader.steps(epoch, skip=done):
-            lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
-            result = take_step(run, batches, lr, stop)
-            pace.add(result.positions)
-            if due(run, every.log_every):
-                log(run, result, lr, epoch, pace)
-            checkpoint.poll(run)
-            if stop():
-                leave(run)
-            if due(run, every.save_every):
-                checkpoint.save(run)
-            pace.pause(look, run)
-            if run.finished:
-                break
+        with closing(run.loader.steps(epoch, skip=done)) as steps:
+            for batches in steps:
+                lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
+                result = take_step(run, batches, lr, stop)
+                pace.add(result.positions)
+                if due(run, every.log_every):
+                    log(run, result, lr, epoch, pace)
+                checkpoint.poll(run)
+                if stop():
+                    leave(run)
+                if due(run, every.save_every):
+                    checkpoint.save(run)
+                pace.pause(look, run)
+                if run.finished:
+                    break
 
 
 def begin(run: Run) -> None:

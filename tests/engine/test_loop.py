@@ -1,5 +1,6 @@
 import json
 import math
+import multiprocessing
 
 import pytest
 import torch
@@ -67,6 +68,17 @@ def test_tokens_that_rot_while_a_run_reads_them_fail_it(make_run, workers):
     tokens.write_bytes(bytes(b ^ 1 for b in tokens.read_bytes()))
     with pytest.raises(RunFailed, match="damaged"):
         train(run)
+    assert multiprocessing.active_children() == []
+
+
+def test_a_run_that_fails_leaves_no_data_worker_behind_to_be_waited_for(make_run):
+    """They hear no signal: the program would not end."""
+    run = make_run("pretrain", "data.num_workers=2", "train.max_nonfinite_steps=1")
+    with torch.no_grad():
+        run.model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(RunFailed, match="not finite") as failed:
+        train(run)
+    assert failed.traceback and multiprocessing.active_children() == []
 
 
 def test_a_run_that_ends_far_worse_than_guessing_has_failed(make_run):
