@@ -118,8 +118,8 @@ def _chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
     while True:
         try:
             item = next(items, None)
-        except Exception:
-            yield chunk, done  # a bad row among these comes first
+        except Exception:  # whatever it is, it is raised again, but in its turn: a bad row among these comes first
+            yield chunk, done
             raise
         if item is None:
             break

@@ -241,13 +241,14 @@ def evaluate(run: Run) -> dict[str, float]:
     assert run.val_loader
     run.model.eval()
     count, sums = 0, dict[str, float]()
-    for batches in run.val_loader.steps(epoch=0):
-        for batch in batches:
-            with run.precision.autocast():
-                parts = run.objective.loss(run.model, batch.to(run.world.device))
-            count += run.objective.count(batch)
-            for name, part in parts.items():
-                sums[name] = sums.get(name, 0.0) + part.item()
+    with closing(run.val_loader.steps(epoch=0)) as steps:
+        for batches in steps:
+            for batch in batches:
+                with run.precision.autocast():
+                    parts = run.objective.loss(run.model, batch.to(run.world.device))
+                count += run.objective.count(batch)
+                for name, part in parts.items():
+                    sums[name] = sums.get(name, 0.0) + part.item()
     means = {name: value / count for name, value in sums.items()}
     means["loss"] -= means.pop("aux_loss", 0.0)  # balancing experts is how we train, not what is judged
     if run.cfg.stage.objective == "next_token":

@@ -147,7 +147,7 @@ def register() -> None:
         space.__path__ = []
         space.__spec__ = ModuleSpec("hydra_plugins", None, is_package=True)  # importlib asks for it when another plugin is looked for
     home = sys.modules[HOME] = types.ModuleType(HOME)
-    space.runner = home  # type: ignore[attr-defined]
+    space.runner = home  # type: ignore[attr-defined]  # as an import of it would have done
     for plugin in (LocalLauncher, GridSweeper, study.StudySweeper):
         homes[plugin.__name__] = plugin.__module__
         plugin.__module__ = HOME

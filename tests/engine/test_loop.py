@@ -81,6 +81,14 @@ def test_a_run_that_fails_leaves_no_data_worker_behind_to_be_waited_for(make_run
     assert failed.traceback and multiprocessing.active_children() == []
 
 
+def test_an_evaluation_that_breaks_leaves_no_data_worker_behind(make_run):
+    run = make_run("pretrain", "data.num_workers=1", "data.val_fraction=0.3")
+    run.objective.count = lambda batch: 1 // 0
+    with pytest.raises(ZeroDivisionError) as failed:
+        evaluate(run)
+    assert failed.traceback and multiprocessing.active_children() == []
+
+
 def test_a_run_that_ends_far_worse_than_guessing_has_failed(make_run):
     run = make_run("pretrain", "optimizer.lr=5", "train.max_steps=8", "schedule=constant")
     with pytest.raises(RunFailed, match="diverged: the loss ends at"):

@@ -19,7 +19,7 @@ def base() -> Config:
 def job(base: Config, **words: object) -> Config:
     """`base` with words of train, and with `fix` and `lr_scale` of sweep."""
     rules = {name: words.pop(name) for name in ("fix", "lr_scale") if name in words}
-    return dataclasses.replace(base, train=dataclasses.replace(base.train, **words), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, **words), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]  # values of many types in one dict
 
 
 def test_four_times_the_rows_of_a_step_take_a_quarter_of_the_steps(base: Config) -> None:

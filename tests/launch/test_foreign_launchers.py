@@ -114,7 +114,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             around.setup(hydra_context=None, task_function=None, config=None)
             return around.launch([[f"seed={n}"] for n in range(3)], 0), starter
 
-        launched.ledger = ledger  # type: ignore[attr-defined]
+        launched.ledger = ledger  # type: ignore[attr-defined]  # a function that carries what tests look at
         yield launched
 
 

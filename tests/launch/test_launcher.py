@@ -66,8 +66,8 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             group = Children(ledger, lambda job: [scripts[int(job["words"]["seed"])], job["name"]], lambda: None)
             return group.run(list(ledger.jobs), slots(workers, None), fail_fast, retries), ledger.jobs
 
-    run.started = started  # type: ignore[attr-defined]
-    run.folder = tmp_path / "sweep"  # type: ignore[attr-defined]
+    run.started = started  # type: ignore[attr-defined]  # a function that carries what tests look at
+    run.folder = tmp_path / "sweep"  # type: ignore[attr-defined]  # the same
     return run
 
 
@@ -147,7 +147,10 @@ def test_the_machine_is_divided_among_the_workers(monkeypatch: pytest.MonkeyPatc
 def test_a_slot_reaches_its_job_and_our_own_wish_for_tracebacks_does_not(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "HYDRA_FULL_ERROR")
-    seen: Callable[[], dict] = lambda: json.loads((sweep.folder / "seen.json").read_text())  # noqa: E731
+
+    def seen() -> dict:
+        return json.loads((sweep.folder / "seen.json").read_text())
+
     with Ledger.create(sweep.folder, words=[], swept={"seed": ["0"]}) as ledger:
         job = ledger.add({"seed": "0"})
         script = f"{GOOD}; json.dump({{name: os.environ.get(name) for name in {names}}}, open('../seen.json', 'w'))"
