@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
-from runner.launch import compare, fair, folders, foreign, grid, lineage, ready, relaunch, snapshot
+from runner.launch import compare, fair, folders, foreign, grid, lineage, ready, relaunch, snapshot, torchrun
 from runner.launch import words as words_of
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
@@ -88,6 +88,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
 
 def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     ledger, stopped = sweep.ledger, False
+    torchrun.keep(ledger.folder)
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
     if sweep.conf:  # a swept choice may be of a file that is gone from today's
@@ -130,7 +131,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
     configs = []
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
-        ready.check_files(configs[-1])
+        ready.check(configs[-1])
         lineage.check(configs[-1])
         if number % MANY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
@@ -138,6 +139,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
 
 
 def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, shared: list[str]) -> None:
+    torchrun.check_launcher(launcher, tree.hydra.launcher)
     if sweeper in COUNTED and not counted:
         raise ValueError(
             "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"
