@@ -5,10 +5,12 @@ Shapes: R lines of a micro-batch, T positions, S sequences (one a row; 2 for pre
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -53,7 +55,7 @@ class Batch:
     input_ids: Tensor  # (R, T)
     labels: Tensor  # (R, T) the token that follows each position, IGNORE where it carries no loss
     lengths: Tensor  # (S,) positions of each sequence
-    names: list[str]  # where each row comes from, for messages
+    names: list[str]  # where each row comes from, for messages; none: a stand-in that counts as nothing
     sequences: Tensor | None = None  # (R, T) packed: which sequence a position belongs to, PADDING for none; None: line r is sequence r
     position_ids: Tensor | None = None  # (R, T) packed: they begin anew with each sequence
 
@@ -66,6 +68,15 @@ class Batch:
     def inputs(self) -> dict[str, Tensor | None]:
         """What the model is called with."""
         return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "sequences", "position_ids")}
+
+    @property
+    def positions(self) -> int:
+        """Of the input, without padding."""
+        return int(self.lengths.sum()) if self.names else 0
+
+    def idle(self) -> Batch:
+        """A batch of the same form without rows: for a rank that has none left while others still have some."""
+        return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE), names=[])
 
     def to(self, device: torch.device) -> Batch:
         moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
@@ -113,7 +124,8 @@ class StepLoader:
     """`steps(epoch, skip)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
 
     The rows of a step come from `order`, so they do not depend on how the step is cut into micro-batches or dealt to ranks,
-    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on.
+    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on; all ranks make equally
+    many micro-batches, for they meet in each, and one whose windows are used up stands by.
     """
 
     def __init__(
@@ -140,12 +152,21 @@ class StepLoader:
             batches = iter(loader)
         try:
             for step in range(skip, self.steps_per_epoch):
-                yield [next(batches) for _ in self._indices(epoch, step)]
+                mine = [next(batches) for _ in self._indices(epoch, step)]
+                yield mine + [self._idle] * (self._batches(epoch, step) - len(mine))
         finally:
             # Left to itself it would end them when it is forgotten, and a traceback remembers it: the program would wait at its end
             # for workers that hear no signal.
             if self.num_workers:
                 batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public word for it
+
+    @cached_property
+    def _idle(self) -> Batch:
+        return self.collate([self.windows[0]]).idle()
+
+    def _batches(self, epoch: int, step: int) -> int:
+        """Micro-batches of the rank that has the most."""
+        return -(-len(self.order.step(epoch, step)[:: self.world]) // self.batch_size)
 
     def _indices(self, epoch: int, step: int) -> list[list[int]]:
         """The windows of each micro-batch of one step."""
