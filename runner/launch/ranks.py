@@ -18,6 +18,7 @@ from pathlib import Path
 
 from runner.engine.config import Config
 from runner.engine.disk import hidden_name, make_folder, remove_quietly, write_file
+from runner.engine.distributed import MEETING
 from runner.engine.run import Interrupted, RunFailed
 from runner.engine.signals import SIGNALS
 from runner.launch import children, ledger, processes, ranklog
@@ -104,7 +105,7 @@ class Group:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.count),
-            "RUNNER_MEETING": f"file://{self._meeting}",
+            MEETING: f"file://{self._meeting}",
             "OMP_NUM_THREADS": threads(self.count),
         }
         program = [str(ROOT / "runner" / "launch" / "rank.py"), str(file), str(os.getpid())]

@@ -14,11 +14,13 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.engine.config import Config
-from runner.engine.distributed import DistributedConfig
+from runner.engine.distributed import MEETING, DistributedConfig
 from runner.engine.signals import StopFlag
 from runner.launch import ranklog
 from runner.launch.carry import as_rank, handed_over
@@ -27,11 +29,14 @@ from runner.launch.record import RECORD, Record
 from runner.launch.refusal import DONE, FAILED, INTERRUPTED
 from runner.launch.words import ROOT
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 JOB = "RUNNER_JOB"  # which job of a sweep this process is
 LOOK = 0.1  # seconds between two looks at the store
 GRACE = 30.0  # seconds a rank of a job may outlive the first
-PLACE = "runner/place"  # what a restart continues
+PLACE = "place"  # what a restart continues
 
 _said = 0  # messages of this process
 _jobs = 0  # jobs this process has announced
@@ -52,13 +57,14 @@ def _number(name: str, otherwise: int) -> int:
 
 def _prefix() -> str:
     """Keys of this attempt, and within a sweep of this job."""
-    return "/".join(["runner", os.environ.get(RESTART, "0"), *filter(None, [os.environ.get(JOB)])])
+    return "/".join([os.environ.get(RESTART, "0"), *filter(None, [os.environ.get(JOB)])])
 
 
-def _store() -> Any:
-    from runner.engine.distributed import torchrun_store
+@cache
+def _store() -> Store:
+    from runner.engine.distributed import open_store
 
-    return torchrun_store()
+    return open_store("torchrun:runner", _number("WORLD_SIZE", 1), timedelta(minutes=5))
 
 
 def _say(**message: Any) -> None:
@@ -138,7 +144,7 @@ def call_the_others(config: Config, record: Record) -> None:
 
 
 def _meet() -> None:
-    os.environ["RUNNER_MEETING"] = f"torchrun:{_prefix()}/group"
+    os.environ[MEETING] = f"torchrun:runner/{_prefix()}/group"
 
 
 def announce() -> dict[str, str]:
