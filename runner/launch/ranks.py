@@ -24,7 +24,7 @@ from runner.engine.signals import SIGNALS
 from runner.launch import children, ledger, processes, ranklog
 from runner.launch.passed_on import PassedOn
 from runner.launch.record import Record
-from runner.launch.refusal import DONE, INTERRUPTED, WRONG, AlreadySaid
+from runner.launch.refusal import DONE, FAILED, INTERRUPTED, WRONG, AlreadySaid
 from runner.launch.words import ROOT
 
 GRACE = 20.0  # seconds a rank has to leave, once another has failed ...
@@ -176,13 +176,16 @@ def _failure(group: Group, first: int, record: Record) -> RunFailed:
         if codes[0] != WRONG:
             ranklog.tell(first, group.logs[first - 1].ending())
         raise AlreadySaid("a rank has refused", f"rank {first}", "it has said why")
-    causes = {
-        rank: children.why(code, record.fields if rank == 0 else {}, group.logs[rank - 1].tail() if rank else []) for rank, code in enumerate(codes) if code
-    }
+    causes = [_cause(group, rank, record) for rank in range(group.count)]
     error = causes[first]
-    if len({*causes.values()}) > 1 or len(causes) < group.count:
+    if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all of them came to the same end together, and no rank is to blame
+        error = f"rank {first}: {error}"
         if first:
             ranklog.tell(first, group.logs[first - 1].ending())
-        error = f"rank {first}: {error}"
     record.finish("failed", error)
     return RunFailed(error)
+
+
+def _cause(group: Group, rank: int, record: Record) -> str:
+    said = group.logs[rank - 1].tail() if rank else []
+    return children.why(group.codes()[rank] or 0, {} if rank else record.fields, said)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.engine.config import Config
 from runner.engine.distributed import MEETING, DistributedConfig
@@ -28,9 +28,6 @@ from runner.launch.processes import begin, end_with_parent, surroundings
 from runner.launch.record import RECORD, Record
 from runner.launch.refusal import DONE, FAILED, INTERRUPTED
 from runner.launch.words import ROOT
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 JOB = "RUNNER_JOB"  # which job of a sweep this process is
@@ -61,7 +58,7 @@ def _prefix() -> str:
 
 
 @cache
-def _store() -> Store:
+def _store() -> Any:
     from runner.engine.distributed import open_store
 
     return open_store("torchrun:runner", _number("WORLD_SIZE", 1), timedelta(minutes=5))
