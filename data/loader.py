@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from data.order import Order
 from data.rows import Row, RowSource
 
+T = TypeVar("T")
 IGNORE = -100  # the label of a position that carries no loss
 ROUND_TO = 8  # widths vary less: fewer shapes for a compiler to meet
 PADDING = -1  # the sequence of a position that belongs to none
@@ -82,6 +84,10 @@ class Batch:
         moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by their names
 
+    def pin_memory(self) -> Batch:
+        """In memory that a GPU reads while we go on; torch's DataLoader asks for it by this name."""
+        return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self.inputs.items()})  # type: ignore[arg-type]  # as in `to`
+
     def of_sequences(self, values: Tensor) -> Tensor:
         """Sums over the positions of each sequence: (R, T) -> (S,)."""
         if self.sequences is None:
@@ -129,11 +135,21 @@ class StepLoader:
     """
 
     def __init__(
-        self, windows: Windows, order: Order, *, batch_size: int, pad_id: int, packed: bool, num_workers: int = 0, rank: int = 0, world: int = 1
+        self,
+        windows: Windows,
+        order: Order,
+        *,
+        batch_size: int,
+        pad_id: int,
+        packed: bool,
+        num_workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        pin: bool = False,
     ) -> None:
         self.windows, self.order, self.batch_size, self.num_workers = windows, order, batch_size, num_workers
         self.collate = _Collate(pad_id, packed)
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.pin = rank, world, pin
 
     @property
     def steps_per_epoch(self) -> int:
@@ -141,11 +157,16 @@ class StepLoader:
 
     def steps(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
         """Close it where it is left before its end: its workers end with it."""
+        made = self._made(epoch, skip)
+        return made if self.num_workers else ahead(made)  # workers are ahead by themselves
+
+    def _made(self, epoch: int, skip: int) -> Generator[list[Batch]]:
         loader: DataLoader = DataLoader(
             self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
             batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
             collate_fn=self.collate,
             num_workers=self.num_workers,
+            pin_memory=self.pin,
             generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
         )
         with _signals_held():
@@ -172,6 +193,15 @@ class StepLoader:
         """The windows of each micro-batch of one step."""
         mine = self.order.step(epoch, step)[self.rank :: self.world].tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+
+
+def ahead(made: Generator[T]) -> Generator[T]:
+    """The same, each item made by a thread while the one before is used."""
+    with closing(made), ThreadPoolExecutor(1, thread_name_prefix="feed") as thread:
+        coming = thread.submit(next, made, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, made, None)
+            yield item
 
 
 @dataclass

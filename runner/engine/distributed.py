@@ -138,7 +138,8 @@ class World:
         from torch.nn.parallel import DistributedDataParallel
 
         ids = [self.device.index] if self.device.type == "cuda" else None
-        # There is no buffer to keep equal: the only one is a constant.
+        # There is no buffer to keep equal: the only one is a constant. torch 2.11 knows no other word for it.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
         _lay_buckets(wrapped, self.device)
         return wrapped
@@ -241,6 +242,14 @@ def open_store(meeting: str, size: int, wait: timedelta) -> Store:
     # torchrun keeps its store over all that happens under it: each training meets under a name of its own
     theirs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
     return PrefixStore(meeting.removeprefix("torchrun:"), theirs)
+
+
+def leave_world() -> None:
+    """Say goodbye to the other ranks, once all is done; a rank that fails leaves without a word."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def find_device(device: str, local_rank: int | None = None) -> torch.device:

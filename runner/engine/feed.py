@@ -149,7 +149,7 @@ def windows(rows: RowSource, cfg: Config) -> Windows:
         return Packed(rows, cfg.data.max_length * sides_of(cfg.stage.rows), Path(cfg.data.cache), progress)
 
 
-def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, global_batch: int, rank: int = 0, world: int = 1) -> StepLoader:
+def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, global_batch: int, rank: int = 0, world: int = 1, pin: bool = False) -> StepLoader:
     """`global_batch`: windows of one step, over all ranks."""
     from data.loader import StepLoader
     from data.order import ByLength, Order
@@ -164,6 +164,7 @@ def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, global_batch:
         num_workers=cfg.data.num_workers,
         rank=rank,
         world=world,
+        pin=pin,
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import NamedTuple, NoReturn
 
@@ -61,7 +61,7 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
     while not run.finished:
         epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
         with closing(run.loader.steps(epoch, skip=done)) as steps:
-            for batches in steps:
+            for batches in pace.waiting(steps):
                 lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
                 result = take_step(run, batches, lr, stop)
                 pace.add(result.positions)
@@ -217,7 +217,7 @@ def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None
         **result.sums,
         "lr": lr,
         "grad_norm": result.norm,
-        "tokens_per_second": pace.read(),
+        **pace.read(),
         "save_stall": run.save_stall,
     }
     run.save_stall = 0.0
@@ -310,22 +310,32 @@ def finish(run: Run) -> float:
 
 
 class Pace:
-    """Tokens per second of training, without the time spent on evaluation and samples."""
+    """Tokens per second of training, without the time spent on evaluation and samples, and the share of it that went by waiting for data."""
 
     def __init__(self) -> None:
-        self.positions, self.since = 0, time.perf_counter()
+        self.positions, self.waited, self.since = 0, 0.0, time.perf_counter()
 
     def add(self, positions: int) -> None:
         self.positions += positions
+
+    def waiting(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        while True:
+            before = time.perf_counter()
+            batches = next(steps, None)
+            self.waited += time.perf_counter() - before
+            if batches is None:
+                return
+            yield batches
 
     def pause(self, work: Callable[[Run], None], run: Run) -> None:
         before = time.perf_counter()
         work(run)
         self.since += time.perf_counter() - before
 
-    def read(self) -> float:
+    def read(self) -> dict[str, float]:
         """Since the last reading."""
         now = time.perf_counter()
-        rate = self.positions / max(now - self.since, 1e-9)
-        self.positions, self.since = 0, now
-        return rate
+        spent = max(now - self.since, 1e-9)
+        found = {"tokens_per_second": self.positions / spent, "data_wait": self.waited / spent}
+        self.positions, self.waited, self.since = 0, 0.0, now
+        return found

@@ -129,6 +129,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         seed_all(cfg.seed + world.rank)  # ... and draws its own dropout
     for part in (model, *objective.beside):
         world.shard(part, part.model.layers, precision.dtype)
+    place = (world.rank, world.size, world.device.type == "cuda")
     return Run(
         cfg=cfg,
         folder=folder,
@@ -138,8 +139,8 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         wrapped=wrap(world.wrap(model), cfg),
         objective=objective,
         feed=feed,
-        loader=loader_of(feed.train, cfg, tokenizer, rows, world.rank, world.size),
-        val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, world.rank, world.size) if feed.val else None,
+        loader=loader_of(feed.train, cfg, tokenizer, rows, *place),
+        val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
         track=Track(folder, cfg.tracker, world.leads),

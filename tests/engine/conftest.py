@@ -72,10 +72,11 @@ def on_ranks(tmp_path):
         groups.append(size)
         meeting = f"file://{tmp_path / f'meeting{len(groups)}'}"
         common = {**os.environ, "WORLD_SIZE": str(size), "RUNNER_MEETING": meeting, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).with_name("ranked.py")), json.dumps(trainings)]
+        (plan := tmp_path / f"plan{len(groups)}.json").write_text(json.dumps(trainings))
+        command = [sys.executable, str(Path(__file__).with_name("ranked.py")), str(plan)]
         ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
         try:
-            assert [rank.wait(300) for rank in ranks] == [0] * size
+            assert [rank.wait(600) for rank in ranks] == [0] * size
         finally:
             for rank in ranks:
                 rank.kill()
