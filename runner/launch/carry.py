@@ -14,6 +14,8 @@ from runner.engine.signals import StopFlag
 from runner.launch import refusal, stored
 from runner.launch.record import Record
 
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
+
 
 def carry(config: Config, record: Record, stop: StopFlag) -> float:
     """Train in the folder of `record`, from its newest checkpoint if it has one; returns the loss a sweep compares."""
@@ -49,12 +51,10 @@ def handed_over(config: object, place: Path) -> Config:
 
 
 def _trained(config: Config, record: Record, stop: StopFlag) -> float:
-    from runner.engine.loop import train
-
     run = build_run(config, record.folder, attempt=record.attempt, note=record.update)
     record.update(fingerprints=record.fields["fingerprints"] | {"data": run.facts["content of the data"]})
     try:
-        loss = train(run, stop)
+        loss = _train(run, stop)
     except Interrupted:
         _close(run, record, "interrupted")
         raise
@@ -64,6 +64,18 @@ def _trained(config: Config, record: Record, stop: StopFlag) -> float:
         raise
     _close(run, record, "completed")
     return loss
+
+
+def _train(run: Run, stop: StopFlag) -> float:
+    from runner.engine.loop import train
+
+    try:
+        return train(run, stop)
+    except RuntimeError as error:  # what torch's backends raise, each in words of its own
+        sign = next((sign for sign in LOST if sign in str(error)), None)
+        if run.world.size == 1 or sign is None:
+            raise
+        raise RunFailed(f"another rank does not answer ({sign}); logs/rank<k>.log may say why") from error
 
 
 def _close(run: Run, record: Record, status: str, error: str | None = None) -> None:

@@ -61,7 +61,7 @@ def train_on_ranks(config: Config, record: Record, count: int) -> float:
             record.reread()
             if failed is None:
                 return _outcome(group, record)
-            error = _failure(group, failed, record)
+            error = _failure(group, failed, record, config.distributed.timeout)
             if restart == config.distributed.max_restarts or asked() or ledger.diverged(record.fields):
                 raise error
             print(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", file=sys.stderr, flush=True)
@@ -167,11 +167,12 @@ def _outcome(group: Group, record: Record) -> float:
     return 0.0 if loss is None else float(loss)
 
 
-def _failure(group: Group, first: int, record: Record) -> RunFailed:
+def _failure(group: Group, first: int, record: Record, timeout: float) -> RunFailed:
     """Why the run failed, as it will stand in run.json; the terminal gets what the ranks said of it. A refusal is raised at once."""
     codes = group.codes()
-    for log in group.logs:
-        ranklog.tell(log.rank, log.stacks())
+    hung = [log.rank for log in group.logs if log.stacks()]
+    for rank in hung:
+        ranklog.tell(rank, group.logs[rank - 1].stacks())
     if codes[first] == WRONG:
         if codes[0] != WRONG:
             ranklog.tell(first, group.logs[first - 1].ending())
@@ -180,7 +181,9 @@ def _failure(group: Group, first: int, record: Record) -> RunFailed:
     error = causes[first]
     if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all of them came to the same end together, and no rank is to blame
         error = f"rank {first}: {error}"
-        if first:
+        if hung and "imed out" in error:
+            error = f"no step for {timeout:g} minutes (distributed.timeout); rank {first} gave up first, where each stood is said above"
+        elif first:
             ranklog.tell(first, group.logs[first - 1].ending())
     record.finish("failed", error)
     return RunFailed(error)

@@ -172,8 +172,8 @@ def test_where_all_ranks_fail_alike_none_is_named(run: Any, tmp_path: Path, capf
 def test_ranks_that_waited_in_vain_show_where_each_of_them_stood(run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "GRACE", 60.0)
     monkeypatch.setattr(ranks, "HUNG", 0.2)
-    with pytest.raises(RunFailed, match="^rank 2: the others do not answer"):
-        run(DEAF, STACKS + DEAF, STACKS + "wait('logs/rank1.log'); time.sleep(0.3); print('error: the others do not answer'); sys.exit(1)")
+    with pytest.raises(RunFailed, match=r"^no step for 10 minutes \(distributed.timeout\); rank 2 gave up first"):
+        run(DEAF, STACKS + DEAF, STACKS + "wait('logs/rank1.log'); time.sleep(0.3); print('error: Timed out waiting'); sys.exit(1)")
     told = capfd.readouterr().err
     assert "[rank 1]   File loop.py, line 7" in told and "[rank 2] Timeout (0:00:01)!" in told
 
