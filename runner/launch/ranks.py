@@ -127,7 +127,7 @@ class Group:
             if time.monotonic() > last_call:
                 self.end()
             time.sleep(children.POLL)
-        if asked.twice():
+        if asked.twice() and self._failed() is not None:
             self.end()
             os._exit(128 + asked.last)  # as one process would: nothing was saved for it, the checkpoint before stands
         return self._failed() if failed is None else failed

@@ -90,7 +90,10 @@ class Record:
 
     def name_ranks(self, pids: list[int]) -> None:
         """So that whoever is refused while they live is told which processes to look for."""
-        write_json(self.folder / OWNER, {**origin.process(), "since": _now(), "ranks": locks.about(pids)})
+        try:
+            write_json(self.folder / OWNER, {**origin.process(), "since": _now(), "ranks": locks.about(pids)})
+        except OSError:
+            return  # a courtesy, no reason to stop
 
     def reread(self) -> None:
         """What the first rank has written since it took the record over."""

@@ -25,7 +25,7 @@ def start(config: Config, record: Record) -> float:
         elif config.init_from == "auto":  # decided once in the life of a run
             config = dataclasses.replace(config, init_from=before["init_from"])
         record.running(stage=config.stage.name, init_from=config.init_from, fingerprints=shared)
-        if not torchrun.is_on() and (count := ranks.count(config)) > 1:
+        if not torchrun.started_us() and (count := ranks.count(config)) > 1:
             return ranks.train_on_ranks(config, record, count)
         with StopFlag() as stop:
             torchrun.call_the_others(config, record)

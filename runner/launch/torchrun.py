@@ -39,9 +39,13 @@ _said = 0  # messages of this process
 _jobs = 0  # jobs this process has announced
 
 
+def started_us() -> bool:
+    return RUN_ID in os.environ
+
+
 def is_on() -> bool:
     """Whether we are one of several that torchrun has started."""
-    return RUN_ID in os.environ and _number("WORLD_SIZE", 1) > 1
+    return started_us() and _number("WORLD_SIZE", 1) > 1
 
 
 def leads() -> bool:
@@ -74,7 +78,7 @@ def check(wanted: DistributedConfig) -> None:
     """Refuse words that do not fit how many processes there are."""
     line = f"torchrun --nnodes={wanted.nnodes} --nproc-per-node={'<GPUs of a node>' if wanted.nproc == 'auto' else wanted.nproc}"
     said = f"distributed={wanted.name} distributed.nproc={wanted.nproc} distributed.nnodes={wanted.nnodes}"
-    if RUN_ID not in os.environ:
+    if not started_us():
         if wanted.nnodes > 1:
             meeting = "--rdzv-backend=c10d --rdzv-endpoint=<first node>:29500"
             raise ValueError("torchrun starts what runs on several nodes", said, f"on every node: {line} {meeting} runner/train.py distributed={wanted.name}")
@@ -189,10 +193,12 @@ def follow() -> int:
 def _heard(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
     """What the first rank says, until we are asked to stop; then the jobs are asked to, and save."""
     store, prefix, number = _store(), _prefix(), 0
-    while not stop():
-        if store.check([key := f"{prefix}/{number}"]):
+    while True:
+        if store.check([key := f"{prefix}/{number}"]):  # before all else: the first rank may already wait for us, to stop with us
             number += 1
             yield json.loads(store.get(key))
+        elif stop():
+            break
         else:
             time.sleep(LOOK)
     for job in jobs.values():

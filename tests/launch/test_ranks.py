@@ -312,3 +312,97 @@ def test_under_torchrun_a_sweep_trains_one_job_at_a_time(monkeypatch: pytest.Mon
     for name, options in (("joblib", {}), ("local", {"workers": 2, "devices": None}), ("local", {"workers": None, "devices": [0, 1]})):
         with pytest.raises(ValueError):
             torchrun.check_launcher(name, options)
+
+
+class Store(dict):
+    """torchrun's, as far as we use it."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]  # torch's store gives no second choice
+        return self[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`under_torchrun(rank)`: we are that one of two; returns the store."""
+    store = Store()
+    monkeypatch.setattr(torchrun, "_store", lambda: store)
+    monkeypatch.setattr(torchrun, "end_with_parent", lambda parent: lambda: None)
+    monkeypatch.setattr(torchrun, "_said", 0)
+    monkeypatch.setattr(torchrun, "_jobs", 0)
+
+    def be(rank: int, **environment: str) -> Store:
+        for name, value in ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"} | environment).items():
+            monkeypatch.setenv(name, value)
+        return store
+
+    return be
+
+
+def test_however_the_first_rank_ends_the_others_leave(under_torchrun: Any) -> None:
+    store = under_torchrun(0)
+    for number in range(2):
+        with pytest.raises(SystemExit), torchrun.leading():
+            sys.exit(2)
+        assert json.loads(store[f"0/{number}"]) == {"leave": True}
+    under_torchrun(1)
+    assert torchrun.follow() == 0
+
+
+def test_a_job_runs_on_every_rank_and_none_outlives_the_first(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, started = under_torchrun(0), []
+    assert torchrun.announce() == {"RUNNER_JOB": "job1"}
+    torchrun.job_ended()
+    with torchrun.leading():
+        assert torchrun.announce() == {"RUNNER_JOB": "job2"}
+    under_torchrun(1)
+    begin = processes.begin
+
+    def job(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
+        started.append(begin(["-c", "import time; time.sleep(60)"], environment, out))
+        assert environment["RUNNER_JOB"] == f"job{len(started)}"
+        return started[-1]
+
+    monkeypatch.setattr(torchrun, "begin", job)
+    monkeypatch.setattr(torchrun, "GRACE", 0.1)
+    assert torchrun.follow() == 0
+    assert [process.returncode for process in started] == [-9, -9]
+    under_torchrun(1, RUNNER_JOB="job2")
+    store["0/job2/0"] = b'{"leave": true}'
+    assert torchrun.follow() == 0, "a job hears what is said to it, and not what is said to the sweep"
+
+
+def test_whoever_waits_and_is_asked_to_stop_has_its_job_save(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    under_torchrun(0)
+    torchrun.announce()
+    under_torchrun(1)
+    script = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)"
+    started = []
+    begin = processes.begin
+    monkeypatch.setattr(torchrun, "begin", lambda program, environment, out: started.append(begin(["-c", script], environment, out)) or started[-1])
+
+    def send() -> None:
+        until((tmp_path / "ready").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    assert torchrun.follow() == 75 and started[0].returncode == 75
+
+
+def test_only_a_restart_continues_what_was_before(under_torchrun: Any, tmp_path: Path) -> None:
+    under_torchrun(0)
+    assert torchrun.former() is None
+    torchrun.keep(tmp_path)
+    assert torchrun.former() is None
+    under_torchrun(0, TORCHELASTIC_RESTART_COUNT="1")
+    assert torchrun.former() == tmp_path
+    under_torchrun(0, TORCHELASTIC_RESTART_COUNT="1", RUNNER_JOB="job1")
+    torchrun.keep(tmp_path / "job")
+    assert torchrun.former() is None
+    under_torchrun(1, TORCHELASTIC_RESTART_COUNT="1")
+    assert torchrun.former() is None

@@ -251,7 +251,7 @@ def test_sigterm_to_the_parent_saves_and_leaves_with_75(runs: Runs) -> None:
 @slow
 @pytest.mark.parametrize("by", [BY_WORD, BY_TORCHRUN])
 def test_a_killed_parent_leaves_no_orphan_and_a_run_that_goes_on(runs: Runs, by: str) -> None:
-    child = runs.launch(*runs.words("run"), "train.max_steps=100000", "train.save_every=0", by=by)
+    child = runs.launch(*runs.words("run"), "train.max_steps=100000", "train.save_every=0", "data.num_workers=1", by=by)
     until(lambda: has_stepped(runs / "run"))
     refused = subprocess.run([sys.executable, runs.train, f"resume={runs / 'run'}"], capture_output=True, text=True, timeout=PATIENCE)
     assert refused.returncode == 2 and "this run is being trained by process" in refused.stderr
