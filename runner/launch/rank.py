@@ -9,7 +9,6 @@ if not __package__:  # run by path: Python put runner/launch/ first on the path,
 import json
 import signal
 from pathlib import Path
-from types import FrameType
 
 from runner.engine.console import outlive_readers
 from runner.engine.disk import read_file
@@ -21,18 +20,19 @@ from runner.launch.record import Record
 
 def main(file: Path, parent: int) -> int:
     outlive_readers()
-    for number in SIGNALS:
-        signal.signal(number, _unheard)
     with StopFlag() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came since we were started is heard now
-        with Record.attach(file.parent, int(os.environ["RANK"])) as record:
-            if os.getppid() != parent:  # gone before we held the folder: it may be another's by now
-                return 128 + signal.SIGTERM
-            return as_rank(handed_over(json.loads(read_file(file, LIMIT)), file), record, stop)
+        try:
+            return run(file, parent, stop)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # whoever wishes us to leave while we do does not change how we end
 
 
-def _unheard(number: int, frame: FrameType | None) -> None:
-    """A rank that is leaving already leaves with its own code, whoever else wishes it to."""
+def run(file: Path, parent: int, stop: StopFlag) -> int:
+    with Record.attach(file.parent, int(os.environ["RANK"])) as record:
+        if os.getppid() != parent:  # gone before we held the folder: it may be another's by now
+            return 128 + signal.SIGTERM
+        return as_rank(handed_over(json.loads(read_file(file, LIMIT)), file), record, stop)
 
 
 if __name__ == "__main__":

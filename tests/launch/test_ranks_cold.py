@@ -38,7 +38,7 @@ TORCHRUN = [
     "--no-python",
     sys.executable,
 ]
-PATIENCE = 120
+PATIENCE = 400  # seconds; what hangs fails its test, and a busy machine is no hang
 slow = pytest.mark.slow
 
 
@@ -239,11 +239,12 @@ def test_torchrun_starts_again_what_it_started_before(runs: Runs, words: list[st
 
 
 @slow
-def test_sigterm_to_the_parent_saves_and_leaves_with_75(runs: Runs) -> None:
-    child = runs.launch(*runs.words("run"), "train.max_steps=100000", "train.save_every=0")
+@pytest.mark.parametrize("by", [BY_WORD, BY_TORCHRUN])
+def test_sigterm_to_the_parent_saves_and_leaves(runs: Runs, by: str) -> None:
+    child = runs.launch(*runs.words("run"), "train.max_steps=100000", "train.save_every=0", by=by)
     until(lambda: has_stepped(runs / "run"))
     child.terminate()
-    assert child.wait(PATIENCE) == 75 and "continue with: python runner/train.py resume=" in runs.said.read_text()
+    assert child.wait(PATIENCE) == (75 if by == BY_WORD else 1) and "continue with: python runner/train.py resume=" in runs.said.read_text()
     record = runs.record("run")
     assert record["status"] == "interrupted" and record["step"] == newest(runs / "run") > 0 and processes_of(runs.place) == []
 
@@ -276,18 +277,6 @@ def test_two_torchruns_as_of_two_nodes_make_one_run(runs: Runs) -> None:
     nodes = [subprocess.Popen(program, cwd=runs.place, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
     assert [node.wait(PATIENCE) for node in nodes] == [0, 0]
     assert runs.record("run")["step"] == 12 and "rank 1 of 2" in (runs / "run" / "logs" / "rank1.log").read_text()
-
-
-@slow
-def test_a_signal_that_torchrun_is_told_to_pass_on_saves(runs: Runs) -> None:
-    child = runs.launch(
-        *runs.words("run"), "train.max_steps=100000", "train.save_every=0", by=BY_TORCHRUN, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGUSR1"
-    )
-    until(lambda: has_stepped(runs / "run"))
-    child.send_signal(signal.SIGUSR1)
-    assert child.wait(PATIENCE) == 1
-    record = runs.record("run")
-    assert record["status"] == "interrupted" and record["step"] == newest(runs / "run") > 0 and processes_of(runs.place) == []
 
 
 def first_words(runs: Runs, name: str) -> list[str]:
