@@ -9,6 +9,7 @@ if not __package__:  # run by path: Python put runner/launch/ first on the path,
 import json
 import signal
 from pathlib import Path
+from types import FrameType
 
 from runner.engine.console import outlive_readers
 from runner.engine.disk import read_file
@@ -20,12 +21,19 @@ from runner.launch.record import Record
 
 def main(file: Path, parent: int) -> int:
     outlive_readers()
-    with StopFlag() as stop:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came since we were started is heard now
-        try:
+    for number in SIGNALS:
+        signal.signal(number, _unheard)  # what the flag puts back
+    try:
+        with StopFlag() as stop:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came since we were started is heard now
             return run(file, parent, stop)
-        finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # whoever wishes us to leave while we do does not change how we end
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the one thing that Python leaves as it is when it ends
+
+
+def _unheard(number: int, frame: FrameType | None) -> None:
+    """A rank that is leaving leaves with its own code, whoever else wishes it to."""
 
 
 def run(file: Path, parent: int, stop: StopFlag) -> int:

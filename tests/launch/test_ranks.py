@@ -156,11 +156,22 @@ def test_a_refusal_is_said_once_and_by_the_first_rank(run: Any, capfd: pytest.Ca
     assert capfd.readouterr().err.splitlines() == ["error: a row is wrong", "  where: rows.jsonl:3", "  fix:   mend it"]
 
 
-def test_a_rank_leaves_with_its_own_code_though_it_is_told_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is told while Python ends, when no handler is left: `atexit` stands for that."""
-    late = f"import atexit, os, sys; sys.path.insert(0, {str(ROOT)!r}); from runner.launch import rank; atexit.register(os.kill, os.getpid(), 15)\n"
-    code = late + "rank.run = lambda file, parent, stop: 2\nsys.exit(rank.main(None, 0))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 2
+LATE = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runner.launch import rank
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)
+late = Late()
+rank.run = lambda file, parent, stop: 2
+sys.exit(rank.main(None, 0))
+"""
+
+
+def test_a_rank_leaves_with_its_own_code_though_it_is_told_to_leave_meanwhile() -> None:
+    """When Python takes its modules apart no handler of ours is left."""
+    assert subprocess.run([sys.executable, "-c", LATE]).returncode == 2
 
 
 def test_what_another_rank_alone_refuses_is_said_too(run: Any, capfd: pytest.CaptureFixture) -> None:
