@@ -157,13 +157,14 @@ def test_a_refusal_is_said_once_and_by_the_first_rank(run: Any, capfd: pytest.Ca
 
 
 LATE = f"""
-import os, sys
+import os, sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 from runner.launch import rank
 class Late:
     def __del__(self, kill=os.kill, pid=os.getpid()):
         kill(pid, 15)
 late = Late()
+threading.Thread(target=time.sleep, args=(9,), daemon=True).start()  # torch has such: what the main thread blocks reaches them
 rank.run = lambda file, parent, stop: 2
 sys.exit(rank.main(None, 0))
 """
