@@ -302,7 +302,6 @@ def test_fifty_random_kills_of_ranks_and_parents_cost_no_bit(runs: Runs) -> None
             before = newest(runs / name)
             seen["kills"] += killed
         assert differences(runs / "whole", runs / name) == []
-        assert [path.name for path in (runs / name).iterdir() if path.name.startswith(".tmp-")] == []
     print(dict(seen))
     assert min(seen[f"{who} {how}"] for who in ("parent", "rank") for how in ("SIGKILL", "SIGTERM")) >= 3
 
