@@ -174,13 +174,9 @@ def check_kernel(cfg: Config, device: torch.device) -> None:
 
 
 def wrap(model: Decoder, cfg: Config) -> nn.Module:
-    import torch
-
-    if cfg.train.compile == "off":
-        return model
-    compiled = torch.compile(model, mode=cfg.train.compile)
-    assert isinstance(compiled, torch.nn.Module)
-    return compiled
+    if cfg.train.compile != "off":
+        model.compile_layers(mode=cfg.train.compile)
+    return model
 
 
 def chat_template(run: Run) -> ChatTemplate | None:
