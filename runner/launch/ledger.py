@@ -28,6 +28,7 @@ class Ledger:
 
     def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
         self.folder, self.fields, self._lock = folder, fields, lock
+        self.behind = False  # whether a job has got on without this sweep
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> Ledger:
@@ -73,7 +74,9 @@ class Ledger:
 
     def catch_up(self) -> None:
         for job in self.jobs:
-            job.update(standing(job, read_run(self.folder / job["name"])))
+            now_is = standing(job, read_run(self.folder / job["name"]))
+            self.behind |= any(now_is.get(word, job[word]) != job[word] for word in ("status", "loss"))
+            job.update(now_is)
 
     def finish(self, status: str) -> None:
         self.fields["status"] = status

@@ -112,7 +112,7 @@ def _end(sweep: Sweep, stopped: bool) -> None:
     found = {status: sum(job["status"] == status for job in ledger.jobs) for status in ("new", *ENDED)}
     left = found["new"] + found["interrupted"] > 0
     status = "interrupted" if stopped else "failed" if found["failed"] else "interrupted" if left else "completed"
-    if status != ledger.fields["status"]:
+    if status != ledger.fields["status"] or ledger.behind:
         ledger.finish(status)
         sweep.report()
         if sys.stdout.isatty():
@@ -209,6 +209,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
         _check_begun(ledger.folder / job["name"], pending, moves)
         if moves:
             job["pending"] = pending
+            job["given"] = [*dict.fromkeys([*job.get("given", []), *pending])]  # what else the job was continued with came from elsewhere
     ledger.write()
 
 

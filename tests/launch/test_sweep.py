@@ -135,6 +135,29 @@ def test_a_finished_sweep_is_not_touched(whole: Path, launch: Launch, tmp_path: 
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_job_continued_by_hand_is_marked_once_the_sweep_looks_again_and_the_sweep_s_own_words_are_not(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.launch import compare, points, relaunch, sweep, underway
+
+    folder = tmp_path / "more"
+    shutil.copytree(whole, folder)
+    first = folder / "optimizer.lr=0.001,train.accumulation_steps=1"
+    with relaunch.kept(relaunch.planned(first, ["train.max_steps=70"])):
+        told = record(first)
+        (first / "run.json").write_text(json.dumps({**told, "step": 70, "metrics": {**told["metrics"], "val_loss": 1.0}}))
+    sweep.resume(folder, [], [], lambda: pytest.fail("there is nothing to run"))
+    assert sum("train.max_steps=70" in line for line in (folder / "leaderboard.csv").read_text().splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    sweep.resume(folder, ["train.max_steps=80"], [], lambda: None)
+    for job in sweep_of(folder)["jobs"]:
+        with relaunch.kept(relaunch.planned(folder / job["name"], job["pending"])):
+            pass
+    assert {job.name: job.by_hand for job in points.read(folder).jobs} == {name: ["train.max_steps=70"] * (name == first.name) for name in NAMES}
+    assert "continued with train.max_steps=70" in compare.terminal(folder)
+
+
 @pytest.mark.slow
 def test_new_points_are_trained_and_the_others_left_alone(whole: Path, launch: Launch, tmp_path: Path) -> None:
     folder = tmp_path / "more"
