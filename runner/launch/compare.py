@@ -104,7 +104,20 @@ def as_csv(sweep: Sweep) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     losses = [f"{which}_{kind}_loss{part}" for which in ("final", "best") for part in ("", "_deviation")]
-    rest = ["best_step", "final_training_loss", "tokens", "seconds", "tokens_per_second", "status", "jobs", "completed", "diverged", "folder", "continued_with", "reason"]
+    rest = [
+        "best_step",
+        "final_training_loss",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "status",
+        "jobs",
+        "completed",
+        "diverged",
+        "folder",
+        "continued_with",
+        "reason",
+    ]
     writer.writerow(map(_safe, ["row", "rank", *sweep.words, "seed", *losses, *rest]))
     for place, row in enumerate(sweep.rows, start=1):
         lines = [("point", row, row.jobs[0].words.get("seed", "") if len(row.jobs) == 1 else "")]

@@ -52,6 +52,13 @@ class Ledger:
             raise
         return ledger
 
+    @classmethod
+    def peek(cls, folder: Path) -> Ledger:
+        """The same to look at: no lock is taken, so it is not to be written."""
+        ledger = cls(folder, -1, _read(folder / SWEEP))
+        ledger.catch_up()
+        return ledger
+
     @property
     def jobs(self) -> list[Job]:
         return self.fields["jobs"]

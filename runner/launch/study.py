@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
+
+PAIRED, DIRECTIONS = ("objectives", "direction"), ("minimize", "maximize")
 
 
 class StudySweeper(Sweeper):
@@ -32,14 +34,7 @@ class StudySweeper(Sweeper):
         import optuna
 
         sweeper = self.theirs.sweeper
-        directions = sweeper._get_directions()
-        if len(directions) != len(self.objectives):
-            raise ValueError(
-                "each objective has a direction",
-                f"hydra.sweeper.objectives={self.objectives} hydra.sweeper.direction={directions}",
-                "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'",
-            )
-        study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=directions, load_if_exists=True)
+        study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=sweeper._get_directions(), load_if_exists=True)
         if study.trials:
             _take_up(study)
             if hasattr(sweeper.sampler, "reseed_rng"):
@@ -52,6 +47,21 @@ class StudySweeper(Sweeper):
             if study.get_trials(states=completed):
                 raise
             return None  # no trial has a value, so none is the best; why, each job has said
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what Optuna would stumble over when the sweep stands there already."""
+    objectives, directions = (list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] for value in map(options.get, PAIRED))
+    where = " ".join(f"hydra.sweeper.{name}=[{','.join(map(str, values))}]" for name, values in zip(PAIRED, (objectives, directions), strict=True))
+    if len(directions) != len(objectives) or not objectives:
+        raise ValueError(
+            "each objective has a direction", where, "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'"
+        )
+    if strange := next((way for way in directions if way not in DIRECTIONS), None):
+        raise ValueError(f"there is no direction {strange}", where, f"choose {' or '.join(DIRECTIONS)}")
+    for name in ("n_trials", "n_jobs"):
+        if type(options[name]) is not int or options[name] < 1:
+            raise ValueError("this word takes a whole number, 1 or more", f"hydra.sweeper.{name}={options[name]}", f"write e.g. hydra.sweeper.{name}=4")
 
 
 class Measuring(Launcher):
