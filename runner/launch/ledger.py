@@ -19,7 +19,7 @@ from runner.launch.record import LIMIT, LOCK, RECORD, STATUSES
 
 SWEEP = "sweep.json"
 ENDED = ("interrupted", "failed", "completed")
-DIVERGED = ("not finite", "fp16 overflows")  # how the engine says it
+DIVERGED = ("not finite", "fp16 overflows", "diverged: ")  # how the engine says it
 Job = dict[str, Any]
 
 

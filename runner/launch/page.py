@@ -88,7 +88,7 @@ def _lines(sweep: Sweep, row: Row, place: int, style: str, seeds: bool) -> str:
 
 
 def _numbers(sweep: Sweep, row: Row) -> str:
-    cells = [spread(row.final) or ("not finite" if row.diverged else ""), spread(row.best), count(row.best_step)]
+    cells = [spread(row.final) or ("diverged" if row.diverged else ""), spread(row.best), count(row.best_step)]
     cells += [spread(row.train)] if sweep.judged == "validation" else []
     cells += [count(row.tokens), "" if row.seconds is None else clock(row.seconds), count(row.tokens_per_second)]
     return "".join(f'<td class="n">{safe(cell)}</td>' for cell in cells)
@@ -168,11 +168,11 @@ def _against(sweep: Sweep) -> str:
         points = [(number_in(row.words[word]) or 0.0, min(row.final.mean, y.high) if row.final and not row.diverged else None) for row in same]
         deviations = [row.final.deviation if row.final else None for row in same]
         names[style] = name or "final loss"
-        told = "; ".join(f"{row.words[word]}: {spread(row.final) or 'not finite'}" for row in same)
+        told = "; ".join(f"{row.words[word]}: {spread(row.final) or 'diverged'}" for row in same)
         lines.append(plot.Line(points, f"{style} eval", f"{name} {told}".strip(), dots=4.0, spread=deviations))
     x = plot.spaced([here for line in lines for here, _ in line.points])
     picture = plot.draw(lines, x, y, word, f"final {sweep.judged} loss", "clip9")
-    note = "Jobs that came to their end. A cross: the loss was not finite. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
+    note = "Jobs that came to their end. A cross: it diverged. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
     title = f"Final {sweep.judged} loss against {_wrapped(word)}"
     return f'<section><h2>{title}</h2>{_legend(names.items())}<div class="panels one"><figure>{picture}</figure></div><p class="dim">{note}</p></section>'
 

@@ -16,7 +16,7 @@ from runner.launch.origin import lives
 
 SEED = "seed"
 STATUSES = ("completed", "running", "interrupted", "failed", "new")  # as rows are ordered
-NOT_ALONE = ("hydra.", "hydra/")  # words that place and launch a sweep and say nothing of a run by itself
+NOT_ALONE = ("hydra.", "hydra/", "sweep.")  # words that place and launch a sweep and say nothing of a run by itself
 
 
 @dataclass

@@ -10,6 +10,8 @@ from typing import Any
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 PAIRED, DIRECTIONS = ("objectives", "direction"), ("minimize", "maximize")
 
@@ -21,6 +23,8 @@ class StudySweeper(Sweeper):
         from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 
         self.objectives = list(objectives)
+        if OmegaConf.is_config(fields["sampler"]):  # Hydra 1.4 makes the sweeper only, 1.3 what it is made of, too
+            fields["sampler"] = instantiate(fields["sampler"])
         self.theirs = OptunaSweeper(**fields)
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:

@@ -234,7 +234,7 @@ def test_numbers_stay_numbers_in_the_table(tmp_path: Path) -> None:
 
 
 def test_the_best_again_is_what_its_folder_was_started_with(tmp_path: Path) -> None:
-    words = ("data.path=/my data/it's.jsonl", "hydra.sweep.dir=/x", "hydra/launcher=local", "train.max_steps=5")
+    words = ("data.path=/my data/it's.jsonl", "sweep.zip=[optimizer.lr,seed]", "hydra.sweep.dir=/x", "hydra/launcher=local", "train.max_steps=5")
     folder = made_sweep(tmp_path, [job({LR: "1"}, falling(1.0)), job({LR: "2"}, falling(2.0))], words=words)
     again = "python runner/train.py 'data.path=/my data/it'\"'\"'s.jsonl' train.max_steps=5 optimizer.lr=1"
     assert f"the best again: {again}\n" in f"{compare.terminal(folder)}\n"
