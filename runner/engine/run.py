@@ -136,7 +136,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         world=world,
         tokenizer=tokenizer,
         model=model,
-        wrapped=wrap(world.wrap(model), cfg),
+        wrapped=wrap(model, cfg, world),
         objective=objective,
         feed=feed,
         loader=loader_of(feed.train, cfg, tokenizer, rows, *place),
@@ -205,14 +205,10 @@ def check_kernel(cfg: Config, device: torch.device) -> None:
         raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 
-def wrap(model: nn.Module, cfg: Config) -> nn.Module:
-    import torch
-
-    if cfg.train.compile == "off":
-        return model
-    compiled = torch.compile(model, mode=cfg.train.compile)
-    assert isinstance(compiled, torch.nn.Module)
-    return compiled
+def wrap(model: Decoder, cfg: Config, world: World) -> nn.Module:
+    if cfg.train.compile != "off":
+        model.compile_layers(mode=cfg.train.compile)
+    return world.wrap(model)
 
 
 def chat_template(run: Run) -> ChatTemplate | None:
