@@ -5,11 +5,14 @@ Shapes: R lines of a micro-batch, T positions, S sequences (one a row; 2 for pre
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +22,7 @@ from torch.utils.data import DataLoader
 from data.order import Order
 from data.rows import Row, RowSource
 
+T = TypeVar("T")
 IGNORE = -100  # the label of a position that carries no loss
 ROUND_TO = 8  # widths vary less: fewer shapes for a compiler to meet
 PADDING = -1  # the sequence of a position that belongs to none
@@ -53,7 +57,7 @@ class Batch:
     input_ids: Tensor  # (R, T)
     labels: Tensor  # (R, T) the token that follows each position, IGNORE where it carries no loss
     lengths: Tensor  # (S,) positions of each sequence
-    names: list[str]  # where each row comes from, for messages
+    names: list[str]  # where each row comes from, for messages; none: a stand-in that counts as nothing
     sequences: Tensor | None = None  # (R, T) packed: which sequence a position belongs to, PADDING for none; None: line r is sequence r
     position_ids: Tensor | None = None  # (R, T) packed: they begin anew with each sequence
 
@@ -67,9 +71,22 @@ class Batch:
         """What the model is called with."""
         return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "sequences", "position_ids")}
 
+    @property
+    def positions(self) -> int:
+        """Of the input, without padding."""
+        return int(self.lengths.sum()) if self.names else 0
+
+    def idle(self) -> Batch:
+        """A batch of the same form without rows: for a rank that has none left while others still have some."""
+        return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE), names=[])
+
     def to(self, device: torch.device) -> Batch:
         moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by their names
+
+    def pin_memory(self) -> Batch:
+        """In memory that a GPU reads while we go on; torch's DataLoader asks for it by this name."""
+        return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self.inputs.items()})  # type: ignore[arg-type]  # as in `to`
 
     def of_sequences(self, values: Tensor) -> Tensor:
         """Sums over the positions of each sequence: (R, T) -> (S,)."""
@@ -113,15 +130,26 @@ class StepLoader:
     """`steps(epoch, skip)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
 
     The rows of a step come from `order`, so they do not depend on how the step is cut into micro-batches or dealt to ranks,
-    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on.
+    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on; all ranks make equally
+    many micro-batches, for they meet in each, and one whose windows are used up stands by.
     """
 
     def __init__(
-        self, windows: Windows, order: Order, *, batch_size: int, pad_id: int, packed: bool, num_workers: int = 0, rank: int = 0, world: int = 1
+        self,
+        windows: Windows,
+        order: Order,
+        *,
+        batch_size: int,
+        pad_id: int,
+        packed: bool,
+        num_workers: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        pin: bool = False,
     ) -> None:
         self.windows, self.order, self.batch_size, self.num_workers = windows, order, batch_size, num_workers
         self.collate = _Collate(pad_id, packed)
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.pin = rank, world, pin
 
     @property
     def steps_per_epoch(self) -> int:
@@ -129,28 +157,51 @@ class StepLoader:
 
     def steps(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
         """Close it where it is left before its end: its workers end with it."""
+        made = self._made(epoch, skip)
+        return made if self.num_workers else ahead(made)  # workers are ahead by themselves
+
+    def _made(self, epoch: int, skip: int) -> Generator[list[Batch]]:
         loader: DataLoader = DataLoader(
             self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
             batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
             collate_fn=self.collate,
             num_workers=self.num_workers,
+            pin_memory=self.pin,
             generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
         )
         with _signals_held():
             batches = iter(loader)
         try:
             for step in range(skip, self.steps_per_epoch):
-                yield [next(batches) for _ in self._indices(epoch, step)]
+                mine = [next(batches) for _ in self._indices(epoch, step)]
+                yield mine + [self._idle] * (self._batches(epoch, step) - len(mine))
         finally:
             # Left to itself it would end them when it is forgotten, and a traceback remembers it: the program would wait at its end
             # for workers that hear no signal.
             if self.num_workers:
                 batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public word for it
 
+    @cached_property
+    def _idle(self) -> Batch:
+        return self.collate([self.windows[0]]).idle()
+
+    def _batches(self, epoch: int, step: int) -> int:
+        """Micro-batches of the rank that has the most."""
+        return -(-len(self.order.step(epoch, step)[:: self.world]) // self.batch_size)
+
     def _indices(self, epoch: int, step: int) -> list[list[int]]:
         """The windows of each micro-batch of one step."""
         mine = self.order.step(epoch, step)[self.rank :: self.world].tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
+
+
+def ahead(made: Generator[T]) -> Generator[T]:
+    """The same, each item made by a thread while the one before is used."""
+    with closing(made), ThreadPoolExecutor(1, thread_name_prefix="feed") as thread:
+        coming = thread.submit(next, made, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, made, None)
+            yield item
 
 
 @dataclass

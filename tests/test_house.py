@@ -17,7 +17,18 @@ ENGINE, LAUNCH, TRAINED = ([file for file in FILES if file.parent == ROOT / "run
 # What these two rooms may import beside Python's own modules and themselves.
 OUTSIDE = {"models": {"torch", "safetensors"}, "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets"}}
 # A file of the engine imports files of lower layers only. One that is not named here stands on the ground: it imports no other file of the engine.
-LAYERS = [{"precision", "track", "durable"}, {"objective"}, {"stage"}, {"config"}, {"identity", "feed"}, {"run"}, {"checkpoint"}, {"loop"}, {"verify"}]
+LAYERS = [
+    {"optim", "track", "durable"},
+    {"precision"},
+    {"objective"},
+    {"stage"},
+    {"config"},
+    {"identity", "feed"},
+    {"run"},
+    {"checkpoint"},
+    {"loop"},
+    {"verify"},
+]
 EXECUTES = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 UNPICKLES = {"dill", "cloudpickle", "joblib", "marshal", "shelve"}
 

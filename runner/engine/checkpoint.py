@@ -27,8 +27,10 @@ from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
 from runner.engine.disk import Pieces, make_folder, sync_folder, sync_tree
+from runner.engine.distributed import placed, whole
 from runner.engine.identity import changes
-from runner.engine.run import Progress, Run, RunFailed
+from runner.engine.run import Progress, Run, RunFailed, build_model
+from runner.engine.stage import prepare
 from runner.engine.writer import Outcome
 
 Files = dict[str, Callable[[], Pieces]]
@@ -42,16 +44,19 @@ def name_of(step: int) -> str:
 
 
 def save(run: Run) -> None:
-    """Copy the state to host memory and hand it to the writer thread; each step is saved once."""
+    """Copy the state to the leading rank's host memory and hand it to its writer thread; each step is saved once."""
     step, folder = run.progress.step, run.folder / "checkpoints"
-    if step == run.saved_step or not run.world.leads:
+    if run.world.leader_says(step == run.saved_step):
         return None
     started = time.perf_counter()
+    random = run.world.gather(randomness.capture())
+    model, optimizer = (_copied(tensors, run.world.leads) for tensors in (learning(run.model), run.optimizers.state()))
+    if not run.world.leads:
+        return None
     try:
-        state = json.dumps(_state(run), indent=1).encode()
+        state = json.dumps(_state(run, random), indent=1).encode()
     except OSError as error:  # the logs it points into could not be written
         return _failed(run, error)
-    model, optimizer = _copied(learning(run.model)), _copied(run.optimizers.state())
     files: Files = {
         "model.safetensors": partial(_pieces, model),
         "optimizer.safetensors": partial(_pieces, optimizer),
@@ -128,7 +133,7 @@ def commit(run: Run) -> None:
     while True:
         save(run)
         settle(run)
-        if run.saved_step == run.progress.step or not run.world.leads:
+        if run.world.leader_says(run.saved_step == run.progress.step):
             return
 
 
@@ -206,18 +211,30 @@ def load(run: Run, folder: Path) -> None:
     run.progress = Progress(**state["progress"])
     run.saved_step = run.progress.step
     run.log_position, run.tracker_id = state["log"], state["tracker_id"]
-    randomness.restore(state["random"])
+    restore_random(run, [state["random"], *state.get("random of other ranks", ())])
+
+
+def restore_random(run: Run, states: list[dict[str, Any]]) -> None:
+    """A rank that was not there when the checkpoint was saved begins with a random state of its own."""
+    rank = run.world.rank
+    if rank < len(states):
+        randomness.restore(states[rank])
+    else:
+        randomness.seed_all((run.cfg.seed + rank + run.progress.step * run.world.size) % 2**32)
 
 
 def export(run: Run) -> None:
-    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays."""
+    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays.
+
+    By the leading rank, once its last checkpoint is committed."""
+    model = _gathered(run) if run.world.sharded else run.model
     target, fresh, former = (run.folder / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (fresh, former):
         shutil.rmtree(leftover, ignore_errors=True)
     if run.cfg.stage.lora is not None:
-        hub.save_adapter(fresh, run.model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
+        hub.save_adapter(fresh, model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
     else:
-        hub.save_model(fresh, run.model, run.cfg.model, Path(run.cfg.data.tokenizer))
+        hub.save_model(fresh, model, run.cfg.model, Path(run.cfg.data.tokenizer))
     sync_tree(fresh)
     if target.exists():
         target.rename(former)
@@ -226,25 +243,42 @@ def export(run: Run) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
+def _gathered(run: Run) -> Decoder:
+    """The bare model of ranks that hold it between them, from the checkpoint they have just saved together."""
+    randomness.seed_all(run.cfg.seed)
+    model = build_model(run.cfg, needs_start=False)
+    prepare(run.cfg.stage, model)
+    folder = newest_of(run.folder)
+    _fill(learning(model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
+    return model
+
+
 def learning(model: Decoder) -> dict[str, Tensor]:
     """What training changes, by name; a tied tensor appears once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _state(run: Run) -> dict[str, Any]:
+def _state(run: Run, random: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "progress": dataclasses.asdict(run.progress),
         "scaler": run.precision.state(),
-        "random": randomness.capture(),
+        "random": random[0],
+        **({"random of other ranks": random[1:]} if len(random) > 1 else {}),
         "log": run.track.position(),
         "tracker_id": run.track.tracker_id,
         "facts": run.facts,
     }
 
 
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+def _copied(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """On the host. Those that ranks share are gathered one at a time, by all of them; most keep nothing of it."""
+    copies = {}
+    for name, tensor in tensors.items():
+        gathered = whole(tensor.detach())
+        if keep:
+            copies[name] = gathered.to("cpu", copy=True).contiguous()
+    return copies
 
 
 def _fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
@@ -261,7 +295,7 @@ def _fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> No
         )
     with torch.no_grad():
         for name, tensor in into.items():
-            tensor.copy_(state[name])
+            tensor.copy_(placed(state[name].to(tensor.device), like=tensor))
 
 
 def _shape(tensor: Tensor | None) -> str:

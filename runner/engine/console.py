@@ -22,7 +22,7 @@ SHOWN = {
     "perplexity": "perplexity {:.4g}",
 }
 BESIDE_A_BAR = ("loss", "lr", "tokens_per_second")
-HIDDEN = ("epoch", "tokens", "tokens_per_second", "save_stall")
+HIDDEN = ("epoch", "tokens", "tokens_per_second", "data_wait", "save_stall")
 # Format characters (direction overrides among them), surrogates and unassigned codes may rewrite a terminal as control codes do.
 UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 

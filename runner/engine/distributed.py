@@ -1,42 +1,258 @@
-"""Who we are among how many: the only room that knows about other processes."""
+"""Who we are among how many: the only room that knows about other processes.
+
+One rank is one process, and every verb here means the same for one as for many. Numbers that decide something (counts, losses, flags)
+are summed on the CPU, so that a GPU is never waited for; gradients and weights go by torch's own DDP and FSDP2.
+"""
 
 from __future__ import annotations
 
+import faulthandler
+import json
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor, nn
+    from torch.distributed import Store
+
+NAMES, BACKENDS = ("single", "ddp", "fsdp"), ("auto", "nccl", "gloo")
+MEETING = "RUNNER_MEETING"  # where the ranks find each other: file://<path>, or torchrun:<prefix> for torchrun's own store
+LAST_WORDS = 5  # seconds: each rank has said where it hangs before the first collective gives up
 
 
 @dataclass
 class DistributedConfig:
-    name: str
+    name: str  # single | ddp | fsdp
+    nproc: str  # processes on this machine; auto: one for each GPU
+    nnodes: int  # machines; more than one are started by torchrun
+    backend: str  # auto | nccl | gloo
+    timeout: float  # minutes without a step after which a rank counts as hanging
+    max_restarts: int  # times the ranks are started again from the last checkpoint after one has failed
+    shard: int  # fsdp: ranks that hold one copy of the weights between them; 0: all
+    replicate: int  # fsdp: such copies; more than one is known as HSDP
+    reshard_after_forward: bool  # fsdp: gather a layer again for the backward pass, instead of keeping it whole
+    cpu_offload: bool  # fsdp: weights, gradients and optimizer wait in host memory
 
     def __post_init__(self) -> None:
-        if self.name != "single":
-            raise ValueError("unknown way to distribute", f"distributed.name={self.name}", "choose single")
+        if self.name not in NAMES:
+            raise ValueError("unknown way to distribute", f"distributed.name={self.name}", f"choose one of {', '.join(NAMES)}")
+        if self.nproc != "auto" and not (self.nproc.isdigit() and int(self.nproc)):
+            raise ValueError("a number of processes is meant", f"distributed.nproc={self.nproc}", "give auto, or a number from 1 on")
+        if self.name == "single" and (self.nproc != "1" or self.nnodes != 1):
+            raise ValueError(
+                "a single run is one process", f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}", "add distributed=ddp or distributed=fsdp"
+            )
+        if self.backend not in BACKENDS:
+            raise ValueError("unknown backend", f"distributed.backend={self.backend}", f"choose one of {', '.join(BACKENDS)}")
+        if not self.timeout > 0:
+            raise ValueError("a timeout is a positive number of minutes", f"distributed.timeout={self.timeout}", "choose e.g. 10")
+        for word, least in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
+            if getattr(self, word) < least:
+                raise ValueError(f"this count is at least {least}", f"distributed.{word}={getattr(self, word)}", f"choose {least} or more")
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of one training. One rank only, so far: `leads` marks the one that prints and writes."""
+    """The ranks of one training, and which of them this process is."""
 
     rank: int
     size: int
     device: torch.device
-
-    def sum(self, number: int | float) -> int | float:
-        """Over all ranks; every rank gets the same."""
-        return number
+    cfg: DistributedConfig
 
     @property
     def leads(self) -> bool:
+        """The rank that prints and writes."""
         return self.rank == 0
 
+    @property
+    def sharded(self) -> bool:
+        return self.size > 1 and self.cfg.name == "fsdp"
 
-def join_world(device: str) -> World:
-    """`device` is auto, cpu, cuda or cuda:1; auto takes a GPU where there is one."""
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Each over all ranks, in fp64; every rank gets the same."""
+        if self.size == 1:
+            return list(numbers)
+        import torch
+        from torch.distributed import all_reduce
+
+        summed = torch.tensor(numbers, dtype=torch.float64)
+        all_reduce(summed)
+        return summed.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on some rank: all of them then do the same in the same step."""
+        return flag if self.size == 1 else self.sums([flag])[0] > 0
+
+    def leader_says(self, flag: bool) -> bool:
+        """What the leading rank found, where only it can know."""
+        return self.any(flag and self.leads)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank has, by rank: anything that JSON can say."""
+        if self.size == 1:
+            return [value]
+        import torch
+        from torch.distributed import all_gather
+
+        text = json.dumps(value).encode()
+        lengths = [int(length) for length in self.sums([len(text) if rank == self.rank else 0 for rank in range(self.size)])]
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in lengths]
+        all_gather(parts, mine)
+        return [json.loads(bytes(part[:length].tolist())) for part, length in zip(parts, lengths, strict=True)]
+
+    def shard(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        """fsdp: leave each rank its share of every parameter, in place; one of `layers` at a time is gathered, in `dtype`, while it computes."""
+        if not self.sharded:
+            return
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        # What the decoder returns is a view, and nothing writes into it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        copies = self.cfg.replicate
+        mesh = init_device_mesh(self.device.type, (copies, self.size // copies) if copies > 1 else (self.size,))
+        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for part in (*layers, model):
+            fully_shard(
+                part,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=self.cfg.reshard_after_forward,
+                offload_policy=CPUOffloadPolicy() if self.cfg.cpu_offload else OffloadPolicy(),
+            )
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as the training step calls it: after its last backward pass of a step each gradient is the mean over ranks."""
+        if self.size == 1 or self.sharded:
+            return model
+        from torch.nn.parallel import DistributedDataParallel
+
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        # There is no buffer to keep equal: the only one is a constant. torch 2.11 knows no other word for it.
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        _lay_buckets(wrapped, self.device)
+        return wrapped
+
+    def syncing(self, wrapped: nn.Module, last: bool) -> AbstractContextManager:
+        """Around each micro-batch: gradients are exchanged after the last one of a step only."""
+        if self.size == 1:
+            return nullcontext()
+        if self.sharded:
+            wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard gives the module
+            return nullcontext()
+        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP
+
+    def alive(self) -> None:
+        """A step goes on. A rank that has not said so for `timeout` minutes prints the stack of each of its threads."""
+        if self.size > 1:
+            faulthandler.dump_traceback_later(self.cfg.timeout * 60)
+
+    def rest(self) -> None:
+        """No step is expected any more."""
+        if self.size > 1:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _lay_buckets(wrapped: nn.Module, device: torch.device) -> None:
+    """DDP groups gradients anew after the first backward pass it sees, and a sum over three ranks or more depends on the groups. After
+    this one, of nothing, a run that is resumed adds like one that never stopped. Nothing is drawn: in evaluation there is no dropout."""
+    import torch
+
+    training = wrapped.training
+    ids = torch.zeros(1, 8, dtype=torch.long, device=device)
+    with torch.enable_grad():
+        wrapped.eval()(ids, ids).nll.sum().backward()
+    wrapped.zero_grad(set_to_none=True)
+    wrapped.train(training)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that ranks share; every rank must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that ranks share."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, whole on every rank, shared out as `like` is. A number stays with everybody."""
+    if not hasattr(like, "placements") or tensor.ndim == 0:
+        return tensor
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def join_world(cfg: DistributedConfig, device: str) -> World:
+    """Meet the other ranks, where the environment says there are any (RANK, LOCAL_RANK, WORLD_SIZE, RUNNER_MEETING).
+
+    `device` is auto, cpu, cuda or cuda:1; auto takes a GPU where there is one. Raises ValueError(what, where, fix).
+    """
+    import torch
+    import torch.distributed as dist
+
+    meeting = os.environ.get(MEETING)
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if meeting else (0, 0, 1)
+    world = World(rank, size, find_device(device, local_rank if size > 1 else None), cfg)
+    if size == 1 or not meeting:
+        return world
+    _check(cfg, world)
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if not dist.is_initialized():
+        backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
+        wait = timedelta(minutes=cfg.timeout, seconds=LAST_WORDS)
+        dist.init_process_group(backend, store=_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
+    return world
+
+
+def _check(cfg: DistributedConfig, world: World) -> None:
+    if cfg.backend == "nccl" and world.device.type == "cpu":
+        raise ValueError("NCCL connects GPUs", "distributed.backend=nccl", "use distributed.backend=gloo or auto on the CPU")
+    if cfg.name == "fsdp" and cfg.cpu_offload and world.device.type == "cpu":
+        raise ValueError("everything is in host memory already", "distributed.cpu_offload=true", "leave the word out")
+    if cfg.name == "fsdp" and (cfg.shard or world.size // cfg.replicate) * cfg.replicate != world.size:
+        raise ValueError(
+            f"{cfg.replicate} copies over {cfg.shard or 'all'} ranks each are not {world.size} ranks",
+            f"distributed.shard={cfg.shard} distributed.replicate={cfg.replicate}",
+            f"their product is the number of ranks, e.g. distributed.shard={world.size} distributed.replicate=1",
+        )
+
+
+def _store(meeting: str, size: int, wait: timedelta) -> Store:
+    from torch.distributed import FileStore, PrefixStore, TCPStore
+
+    if meeting.startswith("file://"):
+        return FileStore(meeting.removeprefix("file://"), size)
+    # torchrun keeps its store over all that happens under it: each training meets under a name of its own
+    theirs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
+    return PrefixStore(meeting.removeprefix("torchrun:"), theirs)
+
+
+def leave_world() -> None:
+    """Say goodbye to the other ranks, once all is done; a rank that fails leaves without a word."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def find_device(device: str, local_rank: int | None = None) -> torch.device:
+    """The one meant, or this rank's own. Raises ValueError(what, where, fix)."""
     import torch
 
     if device == "auto":
@@ -44,8 +260,10 @@ def join_world(device: str) -> World:
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ValueError("unknown device", f"device={device}", "choose auto, cpu, cuda or cuda:<number>")
-    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}", "use device=cpu, or device=auto to take what there is"
-        )
-    return World(0, 1, torch.device(device))
+    if kind == "cuda" and index and local_rank is not None:
+        raise ValueError("each rank has a GPU of its own", f"device={device}", "use device=cuda; CUDA_VISIBLE_DEVICES says which ones")
+    place = int(index or 0) if local_rank is None else local_rank
+    if kind == "cuda" and place >= torch.cuda.device_count():
+        fix = "use device=cpu, or device=auto to take what there is" if local_rank is None else "start as many processes as there are GPUs"
+        raise ValueError(f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}, number {place}", fix)
+    return torch.device(device) if local_rank is None or kind == "cpu" else torch.device("cuda", local_rank)

@@ -149,11 +149,11 @@ def windows(rows: RowSource, cfg: Config) -> Windows:
         return Packed(rows, cfg.data.max_length * sides_of(cfg.stage.rows), Path(cfg.data.cache), progress)
 
 
-def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, accumulation_steps: int) -> StepLoader:
+def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, global_batch: int, rank: int = 0, world: int = 1, pin: bool = False) -> StepLoader:
+    """`global_batch`: windows of one step, over all ranks."""
     from data.loader import StepLoader
     from data.order import ByLength, Order
 
-    global_batch = cfg.train.batch_size * accumulation_steps
     order = ByLength(windows.rows, global_batch, cfg.seed) if cfg.data.group_by_length else Order(len(windows), global_batch, cfg.seed)
     return StepLoader(
         windows,
@@ -162,6 +162,9 @@ def loader_of(windows: Windows, cfg: Config, tokenizer: Tokenizer, accumulation_
         pad_id=tokenizer.pad_id,
         packed=cfg.data.packing == "pack",
         num_workers=cfg.data.num_workers,
+        rank=rank,
+        world=world,
+        pin=pin,
     )
 
 

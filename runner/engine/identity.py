@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import platform
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,16 @@ import torch
 from torch import Tensor
 
 from runner.engine.config import Config
+from runner.engine.distributed import World
+
+ROWS_OF_STEP = "rows of a step"
 
 # Each fact belongs to the first row that names it; docs/resume.md shows this table.
 RULES = {
     # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
     "free": (
         "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.shape", "data.on_bad_row", "data.max_bad_fraction", "data.cache", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "sweep.*", "init_from", "resume",
+        "distributed.nproc", "distributed.nnodes", "distributed.timeout", "distributed.max_restarts",
         "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.keep_every", "train.patience", "train.max_failed_saves", "train.verify_resume",
     ),
     # Allowed, said and recorded: another course from here on, exactly reproducible all the same.
@@ -32,21 +38,35 @@ RULES = {
 }  # fmt: skip
 
 
-def facts(cfg: Config, device: torch.device, frozen: dict[str, Tensor], tokenizer: str, rows: str) -> dict[str, Any]:
+def facts(cfg: Config, world: World, rows_of_step: int, frozen: dict[str, Tensor], tokenizer: str, rows: str) -> dict[str, Any]:
     """Dotted word -> value: the config, the fingerprints of what it points to, and the environment.
 
     `frozen` are weights the training reads and never changes, a base under adapters or a reference: they are in no checkpoint.
     """
     found = dict(_flat(dataclasses.asdict(cfg), ""))
-    found |= {"rows of a step": cfg.train.batch_size * cfg.train.accumulation_steps, "content of the data": rows, "content of the tokenizer": tokenizer}
+    if world.size == 1:  # how ranks share their work means nothing
+        found = {word: value for word, value in found.items() if not word.startswith("distributed.") or word == "distributed.name"}
+    found |= {ROWS_OF_STEP: rows_of_step, "content of the data": rows, "content of the tokenizer": tokenizer}
     if frozen:
         found["weights it starts from"] = fingerprint(frozen)
-    return found | {f"environment.{name}": value for name, value in environment(device).items()}
+    return found | {f"environment.{name}": value for name, value in environment(world).items()}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def remembered(folder: Path) -> dict[str, Any]:
+    """The facts that the newest checkpoint of a run folder holds; none where there is no checkpoint. Whether it is whole is not asked."""
+    for path in sorted(folder.glob("checkpoints/step-*/state.json"), reverse=True):
+        try:
+            return json.loads(path.read_text())["facts"]
+        except (OSError, ValueError, KeyError, TypeError):  # torn; loading it will say so
+            continue
+    return {}
+
+
+def environment(world: World) -> dict[str, Any]:
     """What the bits depend on beside words and data."""
-    return {
+    device = world.device
+    ranks = {} if world.size == 1 else {"ranks": world.size}
+    return ranks | {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),

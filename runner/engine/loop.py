@@ -6,7 +6,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import NamedTuple, NoReturn
 
@@ -35,6 +35,7 @@ class StepResult(NamedTuple):
     culprit: str | None  # then, the first parameter with such a gradient
     labels: int  # tokens that carried loss
     positions: int  # of the input, without padding
+    rows: int
 
 
 def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
@@ -42,12 +43,14 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
 
     Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
     """
-    begin(run)
     try:
-        walk(run, stop)
+        begin(run)
+        walk(run, lambda: run.world.any(stop()))
+        return finish(run)
     except DamagedStore as error:
         raise RunFailed(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
-    return finish(run)
+    finally:
+        run.world.rest()
 
 
 def walk(run: Run, stop: Callable[[], bool]) -> None:
@@ -58,7 +61,7 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
     while not run.finished:
         epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
         with closing(run.loader.steps(epoch, skip=done)) as steps:
-            for batches in steps:
+            for batches in pace.waiting(steps):
                 lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
                 result = take_step(run, batches, lr, stop)
                 pace.add(result.positions)
@@ -77,7 +80,7 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
 def begin(run: Run) -> None:
     """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
     checkpoint.load_newest(run)
-    if not run.finished:
+    if not run.finished and run.world.leads:
         shutil.rmtree(run.folder / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
     run.track.start(
         header(run),
@@ -91,16 +94,18 @@ def begin(run: Run) -> None:
 
 
 def header(run: Run) -> dict[str, str]:
-    train, data, feed = run.cfg.train, run.cfg.data, run.feed
+    train, data, feed, ranks = run.cfg.train, run.cfg.data, run.feed, run.world.size
+    share = -(-run.loader.order.global_batch // ranks)
     learn, total = (sum(p.numel() for p in run.model.parameters() if p.requires_grad or not only) for only in (True, False))
     words = {
         "run": str(run.folder),
         "stage": f"{run.cfg.stage.name}, weights from {run.cfg.init_from}",
         "model": f"{run.cfg.model.name}, {total:,} parameters, {learn:,} of them learn",
         "data": f"{', '.join(data.paths)}, {len(feed.train.rows):,} rows" + (f", {feed.held_out:,} held out" if feed.held_out else ""),
-        "step": f"{train.batch_size} {lines_of(run)} x {train.accumulation_steps} accumulation",
+        "step": f"{train.batch_size} {lines_of(run)} x {-(-share // train.batch_size)} accumulation" + (f" x {ranks} ranks" if ranks > 1 else ""),
         "steps": f"{run.total_steps:,} ({run.loader.steps_per_epoch:,} an epoch)",
-        "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {train.compile}",
+        "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {train.compile}"
+        + (f", {run.cfg.distributed.name}" if ranks > 1 else ""),
     }
     return words | ({"resumed": f"at step {run.progress.step} (attempt {run.attempt})"} if run.progress.step else {})
 
@@ -131,7 +136,7 @@ def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool
         if stop():
             leave(run)  # no weight has moved: the step before is where the run stands
     progress.step += 1
-    progress.rows += sum(len(batch.names) for batch in batches)
+    progress.rows += result.rows
     progress.tokens += result.labels
     progress.last_losses = [*progress.last_losses, finite(result.sums["loss"])][-LOSSES_KEPT:]
     progress.nonfinite_in_a_row = 0 if result.taken else progress.nonfinite_in_a_row + 1
@@ -142,10 +147,11 @@ def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool
 
 
 def give_up(run: Run, batches: list[Batch], result: StepResult) -> None:
-    names = [name for batch in batches for name in batch.names]
+    names = [name for rank in run.world.gather([name for batch in batches for name in batch.names]) for name in rank]
     where = f"step {run.progress.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
     run.track.warn(f"loss {result.sums['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
-    diagnose(run, names, result)
+    if run.world.leads:
+        diagnose(run, names, result)
     if run.precision.name == "fp16":
         raise RunFailed(f"fp16 overflows even at a loss scale of {run.precision.scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
     if run.progress.nonfinite_in_a_row >= run.cfg.train.max_nonfinite_steps:
@@ -178,20 +184,29 @@ def finite(number: float) -> float | None:
 def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
     """One update from its micro-batches: count first, then divide every part by the same number."""
     run.wrapped.train()
-    counts = [run.objective.count(batch) for batch in batches]
-    labels, positions = sum(batch.supervised for batch in batches), sum(int(batch.lengths.sum()) for batch in batches)
-    total = run.world.sum(sum(counts))
+    world = run.world
+    mine = (sum(count) for count in zip(*((run.objective.count(b), b.supervised, b.positions, len(b.names)) for b in batches), strict=True))
+    total, labels, positions, rows = map(int, world.sums([*mine]))
     sums: Sums = {}
-    for batch in batches:
-        with run.precision.autocast():
-            parts = run.objective.loss(run.wrapped, batch.to(run.world.device))
-        run.precision.backward(parts["loss"] / total)
+    for number, batch in enumerate(batches, start=1):
+        world.alive()
+        with world.syncing(run.wrapped, last=number == len(batches)):
+            with run.precision.autocast():
+                parts = weighed(batch, run.objective.loss(run.wrapped, batch.to(world.device)))
+            # Gradients come out as the mean over ranks, and the sum is meant.
+            run.precision.backward(parts["loss"] / (total / world.size))
         for name, part in parts.items():
             sums[name] = sums.get(name, 0.0) + part.detach()
-    means = {name: run.world.sum(value.item()) / total for name, value in sums.items()}
+    means = dict(zip(sums, (value / total for value in world.sums([value.item() for value in sums.values()])), strict=True))
     run.optimizers.set_lr(lr)
     update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip, math.isfinite(means["loss"]))
-    return StepResult(means, update.norm, update.taken, update.culprit, labels, positions)
+    culprit = None if update.taken else next((name for name in world.gather(update.culprit) if name), None)
+    return StepResult(means, update.norm, update.taken, culprit, labels, positions, rows)
+
+
+def weighed(batch: Batch, parts: Sums) -> Sums:
+    """A stand-in is computed, because all ranks meet in it, and counts as nothing."""
+    return parts if batch.names else {name: part * 0 for name, part in parts.items()}
 
 
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
@@ -202,7 +217,7 @@ def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None
         **result.sums,
         "lr": lr,
         "grad_norm": result.norm,
-        "tokens_per_second": pace.read(),
+        **pace.read(),
         "save_stall": run.save_stall,
     }
     run.save_stall = 0.0
@@ -244,12 +259,14 @@ def evaluate(run: Run) -> dict[str, float]:
     with closing(run.val_loader.steps(epoch=0)) as steps:
         for batches in steps:
             for batch in batches:
+                run.world.alive()
                 with run.precision.autocast():
-                    parts = run.objective.loss(run.model, batch.to(run.world.device))
+                    parts = weighed(batch, run.objective.loss(run.model, batch.to(run.world.device)))
                 count += run.objective.count(batch)
                 for name, part in parts.items():
                     sums[name] = sums.get(name, 0.0) + part.item()
-    means = {name: value / count for name, value in sums.items()}
+    total, *summed = run.world.sums([count, *sums.values()])
+    means = {name: value / total for name, value in zip(sums, summed, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # balancing experts is how we train, not what is judged
     if run.cfg.stage.objective == "next_token":
         means["perplexity"] = math.exp(min(means["loss"], 700.0))
@@ -284,30 +301,41 @@ def finish(run: Run) -> float:
     guess = math.log(run.cfg.model.vocab_size)
     if run.cfg.stage.objective == "next_token" and loss is not None and loss > DIVERGED * guess:
         raise RunFailed(f"diverged: the loss ends at {loss:.4g}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
-    checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
-    checkpoint.export(run)
+    if run.world.leads:
+        checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
+        checkpoint.export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
     return math.inf if loss is None else loss
 
 
 class Pace:
-    """Tokens per second of training, without the time spent on evaluation and samples."""
+    """Tokens per second of training, without the time spent on evaluation and samples, and the share of it that went by waiting for data."""
 
     def __init__(self) -> None:
-        self.positions, self.since = 0, time.perf_counter()
+        self.positions, self.waited, self.since = 0, 0.0, time.perf_counter()
 
     def add(self, positions: int) -> None:
         self.positions += positions
+
+    def waiting(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        while True:
+            before = time.perf_counter()
+            batches = next(steps, None)
+            self.waited += time.perf_counter() - before
+            if batches is None:
+                return
+            yield batches
 
     def pause(self, work: Callable[[Run], None], run: Run) -> None:
         before = time.perf_counter()
         work(run)
         self.since += time.perf_counter() - before
 
-    def read(self) -> float:
+    def read(self) -> dict[str, float]:
         """Since the last reading."""
         now = time.perf_counter()
-        rate = self.positions / max(now - self.since, 1e-9)
-        self.positions, self.since = 0, now
-        return rate
+        spent = max(now - self.since, 1e-9)
+        found = {"tokens_per_second": self.positions / spent, "data_wait": self.waited / spent}
+        self.positions, self.waited, self.since = 0, 0.0, now
+        return found

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.loader import IGNORE, Batch
+from models.decoder import Decoder
 
 Sums = dict[str, Tensor]  # "loss" is what is differentiated; the others are for the log
 
@@ -30,11 +31,16 @@ class Objective(Protocol):
     def frozen(self) -> dict[str, Tensor]:
         """Weights beside the model's own that it reads and nothing changes."""
 
+    @property
+    def beside(self) -> list[Decoder]:
+        """Models it calls beside the one that learns."""
+
 
 class NextToken:
     """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
 
     frozen: dict[str, Tensor] = {}
+    beside: list[Decoder] = []
 
     def count(self, batch: Batch) -> int:
         return batch.supervised
@@ -58,12 +64,17 @@ class Dpo:
     """
 
     beta: float
-    reference: nn.Module  # the model the policy must not stray from ...
+    reference: Decoder  # the model the policy must not stray from ...
     as_reference: Callable[[], AbstractContextManager]  # ... and how to enter it: adapters off, or nothing to do
 
     @property
     def frozen(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.reference.named_parameters() if not p.requires_grad}
+
+    @property
+    def beside(self) -> list[Decoder]:
+        learns = any(p.requires_grad for p in self.reference.parameters())  # with its adapters off the model itself is the reference
+        return [] if learns else [self.reference]
 
     def count(self, batch: Batch) -> int:
         return len(batch.names)

@@ -7,6 +7,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from runner.engine.distributed import placed
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -122,7 +124,7 @@ class Optimizers:
             for group in part.param_groups:
                 for p in group["params"]:
                     if self.names[p] in by_name:
-                        part.state[p] = {key: value.to(p.device, copy=True) for key, value in by_name[self.names[p]].items()}
+                        part.state[p] = {key: placed(value.to(p.device, copy=True), like=p) for key, value in by_name[self.names[p]].items()}
 
 
 def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> Optimizers:

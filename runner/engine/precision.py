@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from runner.engine.distributed import local, whole
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -30,7 +32,7 @@ SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy ste
 class Update(NamedTuple):
     norm: float  # of the whole gradient, before clipping
     taken: bool  # False: something was not finite, and no weight moved
-    culprit: str | None  # then, the first parameter whose gradient was not finite
+    culprit: str | None  # then, the first parameter whose gradient was not finite, as far as this rank sees
 
 
 class Precision:
@@ -61,9 +63,11 @@ class Precision:
         for part in optimizers.parts:
             self.scaler.unscale_(part)
         gradients = [p.grad for p in optimizers.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
         taken = loss_is_finite and bool(norm.isfinite())
-        culprit = None if taken else next((name for p, name in optimizers.names.items() if p.grad is not None and not bool(p.grad.isfinite().all())), None)
+        culprit = (
+            None if taken else next((name for p, name in optimizers.names.items() if p.grad is not None and not bool(local(p.grad).isfinite().all())), None)
+        )
         if taken:
             if clip:
                 torch.nn.utils.clip_grads_with_norm_([p for p in optimizers.parameters if p.grad is not None], clip, norm)

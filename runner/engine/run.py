@@ -64,7 +64,7 @@ class Run:
     world: World
     tokenizer: Tokenizer
     model: Decoder  # the bare model: what is saved
-    wrapped: nn.Module  # the same model as the training step calls it (compiled)
+    wrapped: nn.Module  # the same model as the training step calls it (DDP, compiled)
     objective: Objective
     feed: Feed
     loader: StepLoader
@@ -106,7 +106,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     from runner.engine.randomness import seed_all
     from runner.engine.writer import Writer
 
-    world = join_world(cfg.device)
+    world = join_world(cfg.distributed, cfg.device)
     precision = Precision(cfg.precision, world.device)
     check_kernel(cfg, world.device)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
@@ -118,30 +118,62 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         )
     feed = open_feed(cfg, tokenizer)
     note(data=feed.files)
-    seed_all(cfg.seed + world.rank)
+    rows = rows_of_step(cfg, world, folder)
+    seed_all(cfg.seed)  # every rank begins with the same weights ...
     model = build_model(cfg, needs_start=not has_checkpoints(folder))
     model.to(world.device)
     objective = prepare(cfg.stage, model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
+    known = facts(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
+    if world.rank:
+        seed_all(cfg.seed + world.rank)  # ... and draws its own dropout
+    for part in (model, *objective.beside):
+        world.shard(part, part.model.layers, precision.dtype)
+    place = (world.rank, world.size, world.device.type == "cuda")
     return Run(
         cfg=cfg,
         folder=folder,
         world=world,
         tokenizer=tokenizer,
         model=model,
-        wrapped=wrap(model, cfg),
+        wrapped=wrap(model, cfg, world),
         objective=objective,
         feed=feed,
-        loader=loader_of(feed.train, cfg, tokenizer, cfg.train.accumulation_steps),
-        val_loader=loader_of(feed.val, cfg, tokenizer, accumulation_steps=1) if feed.val else None,
+        loader=loader_of(feed.train, cfg, tokenizer, rows, *place),
+        val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
         track=Track(folder, cfg.tracker, world.leads),
         writer=Writer(),
         attempt=attempt,
         note=note,
-        facts=facts(cfg, world.device, frozen, tokenizer.fingerprint, feed.fingerprint),
+        facts=known,
     )
+
+
+def rows_of_step(cfg: Config, world: World, folder: Path) -> int:
+    """Windows of one optimizer step, over all ranks. A run that is continued on more or fewer ranks keeps the number it has:
+    each rank then makes fewer or more micro-batches of them. Raises ValueError(what, where, fix)."""
+    from runner.engine.identity import ROWS_OF_STEP, remembered
+
+    train, before = cfg.train, remembered(folder)
+    words = {"train.batch_size": train.batch_size, "train.accumulation_steps": train.accumulation_steps}
+    asked = train.batch_size * train.accumulation_steps * world.size
+    rows = before.get(ROWS_OF_STEP, asked)
+    if asked != rows and any(before.get(word) != value for word, value in words.items()):
+        if world.size == 1:
+            return asked  # refused with all else that does not agree
+        share = f"{rows // world.size}" if rows % world.size == 0 else f"{rows} on a number of ranks that divides it"
+        raise ValueError(
+            f"a step of this run has {rows} rows",
+            " ".join(f"{word}={value}" for word, value in words.items()) + f" on {world.size} ranks",
+            f"leave both words out, or give two whose product is {share}",
+        )
+    if rows < world.size:
+        raise ValueError(
+            f"a step of {rows} rows leaves ranks without work", f"distributed.nproc={cfg.distributed.nproc}", f"start at most {rows} ranks, or use larger steps"
+        )
+    return rows
 
 
 def build_model(cfg: Config, needs_start: bool) -> Decoder:
@@ -173,10 +205,10 @@ def check_kernel(cfg: Config, device: torch.device) -> None:
         raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 
-def wrap(model: Decoder, cfg: Config) -> nn.Module:
+def wrap(model: Decoder, cfg: Config, world: World) -> nn.Module:
     if cfg.train.compile != "off":
         model.compile_layers(mode=cfg.train.compile)
-    return model
+    return world.wrap(model)
 
 
 def chat_template(run: Run) -> ChatTemplate | None:

@@ -18,7 +18,7 @@ from runner.engine.run import Interrupted, build_run
 
 STEPS = 10  # where train.max_steps does not say how many
 # All a stop may change: when things happened, and where they stand in files whose times have more or fewer digits.
-METRICS_EXCLUDED = {"time", "attempt", "tokens_per_second", "save_stall"}
+METRICS_EXCLUDED = {"time", "attempt", "tokens_per_second", "data_wait", "save_stall"}
 STATE_EXCLUDED = {"log", "tracker_id"}
 
 

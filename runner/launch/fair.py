@@ -7,15 +7,16 @@ from collections.abc import Iterable
 
 from runner.engine.config import Config
 
-ROWS = ("train.batch_size", "train.accumulation_steps")
+ROWS = ("train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes")
 ROUNDING = 0.01  # of the rows of a job: what division may leave without a word
 # Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
 INTERVALS = ("train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.keep_every", "schedule.warmup_steps")
 
 
 def rows_of(config: Config) -> int:
-    """Rows of an optimizer step."""
-    return config.train.batch_size * config.train.accumulation_steps
+    """Rows of an optimizer step. How many ranks `auto` is can be known only where they start: as many for each job."""
+    ranks = config.distributed.nnodes * (1 if config.distributed.nproc == "auto" else int(config.distributed.nproc))
+    return config.train.batch_size * config.train.accumulation_steps * ranks
 
 
 def kept(fix: str, swept: Iterable[str]) -> str:

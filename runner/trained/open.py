@@ -31,9 +31,9 @@ def open_trained(folder: Path, device: str) -> Trained:
     """Raises ValueError(what, where, fix) where there is no finished model."""
     from data.tokenizer import Tokenizer
     from models.hub import load_model
-    from runner.engine.distributed import join_world
+    from runner.engine.distributed import find_device
 
-    on = join_world(device).device
+    on = find_device(device)
     weights = weights_of(folder)
     return Trained(folder, rows_of(folder), load_model(weights).to(on).eval(), Tokenizer.load(weights), on)
 

@@ -105,7 +105,7 @@ def _fill(windows: Windows, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
         packed = lengths.sum() / (len(best_fit(lengths, capacity)) * capacity)
         yield f"packed (data.packing=pack): {packed:.1%} of the positions would hold a token"
     data = dataclasses.replace(run.data, packing="none", num_workers=0)
-    loader = loader_of(Single(rows), dataclasses.replace(run, data=data), tokenizer, 1)
+    loader = loader_of(Single(rows), dataclasses.replace(run, data=data), tokenizer, run.train.batch_size)
     tokens = positions = seen = 0
     for batch in itertools.chain.from_iterable(loader.steps(epoch=0)):
         tokens, positions, seen = tokens + int(batch.lengths.sum()), positions + batch.input_ids.numel(), seen + len(batch.names)
@@ -117,7 +117,7 @@ def _fill(windows: Windows, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 def _first_windows(feed: Feed, run: Config, tokenizer: Tokenizer, count: int) -> list[int]:
     """The windows that the first steps of training see."""
-    order = loader_of(feed.train, run, tokenizer, run.train.accumulation_steps).order
+    order = loader_of(feed.train, run, tokenizer, run.train.batch_size * run.train.accumulation_steps).order
     numbers = itertools.chain.from_iterable(order.step(0, step).tolist() for step in range(order.steps))
     return list(itertools.islice(numbers, count))
 

@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_rows import MadeRows, loader, names, singles
 
-from data.loader import IGNORE, Single, StepLoader, collate
+from data.loader import IGNORE, Single, StepLoader, ahead, collate
 from data.order import SORTED_STEPS, ByLength
 from data.rows import Row, Sequence
 
@@ -92,3 +94,40 @@ def test_preference_pairs_lie_all_chosen_then_all_rejected():
 
     batch = collate([[pair(10)], [pair(20)]], pad_id=0, packed=False)
     assert batch.input_ids[:, 0].tolist() == [10, 20, 60, 70]
+
+
+def test_a_step_that_is_made_ahead_breaks_where_it_is_used():
+    def made():
+        yield 1
+        raise ZeroDivisionError
+
+    steps = ahead(made())
+    assert next(steps) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(steps)
+
+
+def test_what_is_left_early_is_closed_and_its_thread_ends():
+    closed = []
+
+    def made():
+        try:
+            yield from range(1, 100)
+        finally:
+            closed.append(threading.current_thread().name)
+
+    before = threading.active_count()
+    steps = ahead(made())
+    assert next(steps) == 1
+    steps.close()
+    assert closed and threading.active_count() == before
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_ranks_make_equally_many_batches_and_every_row_once(world):
+    ranks = [list(loader(singles(13), 2, 3, rank=rank, world=world).steps(0)) for rank in range(world)]
+    assert len({tuple(map(len, steps)) for steps in ranks}) == 1
+    names = [name for steps in ranks for batches in steps for batch in batches for name in batch.names]
+    assert len(names) == len(set(names)) == 13
+    idle = [batch for steps in ranks for batches in steps for batch in batches if not batch.names]
+    assert all(batch.supervised == batch.positions == 0 for batch in idle)

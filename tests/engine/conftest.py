@@ -1,6 +1,9 @@
 """`make_run(*words)`: a small run in this process, composed from conf/ like a command line, on ragged rows made here."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,23 +39,49 @@ KIND = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", 
 
 
 @pytest.fixture
-def make_run(tmp_path):
+def words_of(tmp_path):
+    """The words of a small run, its rows written."""
+
+    def words_of(stage: str, *words: str, rows: int = 36) -> list[str]:
+        path = tmp_path / f"{KIND[stage]}{rows}.jsonl"
+        path.write_text("".join(json.dumps(row(KIND[stage], i)) + "\n" for i in range(rows)))
+        adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
+        return [f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]
+
+    return words_of
+
+
+@pytest.fixture
+def make_run(tmp_path, words_of):
     torch.set_num_threads(1)
 
     def make(stage: str, *words: str, folder: str = "run", rows: int = 36, attempt: int = 1) -> Run:
-        path = tmp_path / f"{KIND[stage]}{rows}.jsonl"
-        path.write_text("".join(json.dumps(row(KIND[stage], i)) + "\n" for i in range(rows)))
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
-        adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
-        return build_run(
-            compose([f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]),
-            where,
-            attempt=attempt,
-            note=lambda **facts: None,
-        )
+        return build_run(compose(words_of(stage, *words, rows=rows)), where, attempt=attempt, note=lambda **facts: None)
 
     return make
+
+
+@pytest.fixture
+def on_ranks(tmp_path):
+    """`on_ranks(2, [{"folder": ..., "words": ...}, ...])` trains each of these, one after the other, on two processes (see ranked.py)."""
+    groups = []
+
+    def train(size: int, trainings: list[dict]) -> None:
+        groups.append(size)
+        meeting = f"file://{tmp_path / f'meeting{len(groups)}'}"
+        common = {**os.environ, "WORLD_SIZE": str(size), "RUNNER_MEETING": meeting, "OMP_NUM_THREADS": "1"}
+        (plan := tmp_path / f"plan{len(groups)}.json").write_text(json.dumps(trainings))
+        command = [sys.executable, str(Path(__file__).with_name("ranked.py")), str(plan)]
+        ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
+        try:
+            assert [rank.wait(600) for rank in ranks] == [0] * size
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    return train
 
 
 @pytest.fixture

@@ -84,3 +84,8 @@ def test_an_unknown_rule_is_refused() -> None:
     for word in ("sweep.fix=rows", "sweep.lr_scale=cubic"):
         with pytest.raises(ValueError, match="unknown way to sweep"):
             compose([word])
+
+
+def test_twice_the_ranks_take_half_the_steps() -> None:
+    base, more = (compose(["train.batch_size=8", "train.max_steps=400", "distributed=ddp", f"distributed.nproc={ranks}"]) for ranks in (1, 2))
+    assert fair.words(more, base=fair.rows_of(base), fix="tokens")["train.max_steps"] == "200"

@@ -1,0 +1,63 @@
+"""How much faster two ranks train than one: python benchmarks/ranks.py [--write].
+
+Both are the command itself, on the CPU (gloo), each rank with one thread, the same rows a step: one rank makes eight micro-batches of
+each, two ranks four. What is compared is tokens_per_second of metrics.jsonl without its first lines, the two taking turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROUNDS, STEPS, WARM = 3, 12, 4
+WORDS = ["stage=pretrain", "init_from=scratch", "device=cpu", f"train.max_steps={STEPS}", "train.log_every=1", "train.eval_every=0", "train.save_every=0"]
+WORDS += ["train.sample_every=0", "train.batch_size=4", "tracker.console=quiet"]
+CASES = {  # name -> words; eight micro-batches of four windows a step, whoever makes them
+    "one rank": ["train.accumulation_steps=8"],
+    "two ranks, ddp": ["train.accumulation_steps=4", "distributed=ddp", "distributed.nproc=2"],
+    "two ranks, fsdp": ["train.accumulation_steps=4", "distributed=fsdp", "distributed.nproc=2"],
+    "two ranks, ddp, accumulation 8": ["train.accumulation_steps=8", "distributed=ddp", "distributed.nproc=2"],
+}
+
+
+def tokens_per_second(folder: Path, words: list[str]) -> float:
+    command = [sys.executable, str(ROOT / "runner" / "train.py"), *WORDS, *words, f"hydra.run.dir={folder}"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(line["tokens_per_second"] for line in lines[WARM:])
+
+
+def table() -> str:
+    found: dict[str, list[float]] = {name: [] for name in CASES}
+    with tempfile.TemporaryDirectory() as temp:
+        for number in range(ROUNDS):  # taking turns: a busy machine disturbs all alike
+            for place, (name, words) in enumerate(CASES.items()):
+                found[name].append(tokens_per_second(Path(temp, f"{number}.{place}"), words))
+    lines = ["| what | tokens/s, median (best) | beside one rank |", "|---|---|---|"]
+    for name, rates in found.items():
+        ratio = statistics.median(rate / one for rate, one in zip(rates, found["one rank"], strict=True))
+        lines.append(f"| {name} | {statistics.median(rates):,.0f} ({max(rates):,.0f}) | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
+    words = parser.parse_args()
+    found = table()
+    print(found)
+    if words.write:
+        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-ranks.md"
+        where.write_text(
+            f"# Ranks\n\n`python benchmarks/ranks.py --write`, {os.cpu_count()} cores. The default model on the shipped sample, one thread a rank,\n"
+            f"batches of 4 windows; medians of {ROUNDS} rounds of {STEPS - WARM} steps; goal: two ranks at least 1.7 times one at accumulation 8.\n\n{found}\n"
+        )
