@@ -187,6 +187,7 @@ class Layer(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.compiled: Callable[[Tensor, Context], tuple[Tensor, Tensor | None]] | None = None
+        self.lone = False  # compiled for batches of one line
         self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
@@ -194,9 +195,11 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Compiled is only what lies inside: hooks of those who wrap a layer stay outside. What is no training has shapes of its own
-        and would be compiled once more for little."""
-        return (self.body if self.compiled is None or not self.training else self.compiled)(x, context)
+        """Compiled is only what lies inside: hooks of those who wrap a layer stay outside. What is no training has shapes of its own,
+        and a compiler takes a single line for another program than several: neither is compiled for little."""
+        if self.compiled is not None and self.training and (len(x) == 1) == self.lone:
+            return self.compiled(x, context)
+        return self.body(x, context)
 
     def body(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(x)  # cast once, not for every product
@@ -273,11 +276,13 @@ class Decoder(nn.Module):
             return Output(self.lm_head(x), None, aux)
         return Output(None, self.lm_head(x, labels, summed), aux)
 
-    def compile_layers(self, **options: Any) -> None:
+    def compile_layers(self, *, lone: bool, **options: Any) -> None:
         """From now on training runs through compiled layers, one program for all of them and for every shape: were there one for the
-        shapes that come first and another for the others, a resumed run would round otherwise. `options` are torch.compile's."""
+        shapes that come first and another for the others, a resumed run would round otherwise. `lone`: batches have one line;
+        `options` are torch.compile's."""
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
+            layer.lone = lone
             layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
 
     def _slots(self, T: int, lengths: Tensor | None, sequences: Tensor | None) -> Slots | None:

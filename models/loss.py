@@ -44,7 +44,7 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_wei
     """The sum of the losses, and its gradient for x and for weight; an empty one where it is not wanted."""
     w = weight.to(x.dtype)
     nll = x.new_zeros(len(x), dtype=torch.float32)
-    dx, dw = x.new_zeros(x.shape if learn_x else 0), weight.new_zeros(weight.shape if learn_weight else 0)
+    dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
     for rows, y in _chunks(labels, len(weight)):
         some = x[rows]
         log_p = (some @ w.t()).float().log_softmax(-1)
@@ -55,7 +55,7 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_wei
                 dx[rows] = p @ w
             if learn_weight:
                 dw += p.t() @ some
-    return nll.sum(), dx, dw
+    return nll.sum(), dx, dw.to(weight.dtype)
 
 
 @_nll_sum.register_fake
@@ -97,7 +97,7 @@ def _(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("lm_runner::nll_backward", mutates_args=())
 def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor]:
     w = weight.to(x.dtype)
-    dx, dw = x.new_zeros(x.shape if learn_x else 0), weight.new_zeros(weight.shape if learn_weight else 0)
+    dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
     for rows, y in _chunks(labels, len(weight)):
         some = x[rows]
         p = (_towards((some @ w.t()).float() - total[rows].unsqueeze(-1), y) * g[rows].unsqueeze(-1)).to(x.dtype)
@@ -105,7 +105,7 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: T
             dx[rows] = p @ w
         if learn_weight:
             dw += p.t() @ some
-    return dx, dw
+    return dx, dw.to(weight.dtype)
 
 
 @_nll_backward.register_fake

@@ -33,11 +33,12 @@ def test_blocks_give_what_the_whole_gives_forwards_and_backwards(T: int, packed:
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
-def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool) -> None:
+@pytest.mark.parametrize("lone", [False, True], ids=["lines", "one_line"])
+def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool) -> None:
     programs = []
     model = random_model().train()
-    model.compile_layers(backend=lambda graph, inputs: programs.append(graph) or graph)
-    for B, T in ((4, 64), (4, 56), (3, 128), (2, 200)):
+    model.compile_layers(lone=lone, backend=lambda graph, inputs: programs.append(graph) or graph)
+    for B, T in ((1, 64), (1, 56)) if lone else ((4, 64), (4, 56), (1, 64), (3, 128), (2, 200)):
         ids, lines = tokens(B, T + 1), torch.arange(T).expand(B, T)
         layout = {"sequences": lines // 20, "position_ids": lines % 20} if packed else {}
         model(ids[:, :-1], labels=ids[:, 1:], summed=True, **layout).nll.backward()
@@ -46,5 +47,5 @@ def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool) -> Non
 
 def test_compiled_layers_are_for_training_alone() -> None:
     model, ids = random_model(), tokens(2, 16)
-    model.compile_layers(backend=lambda graph, inputs: pytest.fail("compiled"))
+    model.compile_layers(lone=False, backend=lambda graph, inputs: pytest.fail("compiled"))
     model(ids)
