@@ -166,14 +166,20 @@ class Experts(nn.Module):
         weights, chosen = shares.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
         if self.cfg.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        y = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            # index_select and index_add_ give the same bits each time on the CPU; the gradient of flat[tokens] does not.
-            tokens, rank = (chosen == e).nonzero(as_tuple=True)
-            weight = weights.flatten().index_select(0, tokens * weights.shape[1] + rank).unsqueeze(-1)
-            part = expert(flat.index_select(0, tokens)) * weight
-            y = y.index_add(0, tokens, part.to(y.dtype))
+        y = (self._visits(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
         return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), slots)
+
+    def _visits(self, flat: Tensor, chosen: Tensor) -> Tensor:
+        """What each token (B*T, D) hears from each expert it chose (B*T, k): (B*T, k, D). Sorted by expert the visits of each lie together.
+
+        index_select gives the same bits each time on the CPU, backwards too; the gradient of flat[tokens] does not. An expert that
+        nobody chose works on nothing, so that its weights have a gradient all the same: ranks wait for it.
+        """
+        visits = chosen.flatten()
+        order = visits.argsort(stable=True)
+        groups = flat.index_select(0, order // chosen.shape[1]).split(visits.bincount(minlength=len(self.experts)).tolist())
+        heard = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        return heard.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
     def _balance(self, shares: Tensor, chosen: Tensor, slots: Slots | None) -> Tensor:
         """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each sequence by itself

@@ -207,3 +207,14 @@ def test_experts_are_the_weighted_sum_of_the_chosen() -> None:
         weights, chosen = shares[t].topk(2)
         expected = sum(w * layer.experts[int(e)](x[0, t]) for w, e in zip(weights / weights.sum(), chosen, strict=True))
         torch.testing.assert_close(y[0, t], expected)
+
+
+def test_an_expert_that_nobody_chose_has_a_gradient_all_the_same() -> None:
+    model = random_model(**EXPERTS)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # all shares equal: topk takes the first expert for every token
+    model(tokens(2, 8), labels=tokens(2, 8)).nll.sum().backward()
+    experts = [expert for layer in model.model.layers for expert in layer.mlp.experts]
+    assert all(p.grad is not None for expert in experts for p in expert.parameters())
+    assert sum(not expert.up_proj.weight.grad.any() for expert in experts) == 6  # three of four in each of two layers
