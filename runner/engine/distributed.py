@@ -216,7 +216,7 @@ def join_world(cfg: DistributedConfig, device: str) -> World:
     if not dist.is_initialized():
         backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
         wait = timedelta(minutes=cfg.timeout, seconds=LAST_WORDS)
-        dist.init_process_group(backend, store=_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
+        dist.init_process_group(backend, store=open_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
     return world
 
 
@@ -233,7 +233,8 @@ def _check(cfg: DistributedConfig, world: World) -> None:
         )
 
 
-def _store(meeting: str, size: int, wait: timedelta) -> Store:
+def open_store(meeting: str, size: int, wait: timedelta) -> Store:
+    """Where the ranks of a meeting leave word for each other."""
     from torch.distributed import FileStore, PrefixStore, TCPStore
 
     if meeting.startswith("file://"):

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
-from runner.launch import fair, foreign, relaunch, study
+from runner.launch import fair, foreign, relaunch, study, torchrun
 from runner.launch import words as words_of
 from runner.launch.launcher import FIELDS, check_options
 from runner.launch.ledger import Ledger
@@ -25,6 +25,7 @@ def check_hydra(tree: DictConfig, counted: bool, shared: list[str]) -> tuple[str
     """(sweeper, launcher). Whatever they would stumble over is refused before there is a folder."""
     sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
     foreign.check([f"hydra/sweeper={sweeper}", f"hydra/launcher={launcher}"])  # a file of conf/ may choose, too
+    torchrun.check_launcher(launcher, tree.hydra.launcher)
     if sweeper in COUNTED and not counted:
         raise ValueError(
             "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"

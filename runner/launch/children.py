@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,14 +15,15 @@ from pathlib import Path
 from runner.engine.disk import make_folder
 from runner.engine.signals import StopFlag
 from runner.launch import ledger as books
+from runner.launch import torchrun
 from runner.launch.ledger import Job, Ledger
+from runner.launch.processes import SHARE, begin, surroundings
 from runner.launch.refusal import DONE, INTERRUPTED, WRONG
 from runner.launch.words import ROOT
 
 LOG = "console.log"  # what a job says, all its attempts
 POLL = 0.05  # seconds
 LAST_LINES = 12
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -108,6 +108,7 @@ class Children:
         """Write down how a job ended; returns whether trying again could help."""
         job, run = child.job, books.read_run(self.ledger.folder / child.job["name"])
         child.tell(f"[{self._number(job)}] ")
+        torchrun.job_ended()
         ended = {"ended": books.now()}
         if code == DONE:
             job.pop("pending", None)
@@ -146,35 +147,12 @@ def slots(workers: int | None, devices: list[str] | None) -> list[Slot]:
 
 def spawn(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
     """train.py with these words as a process; what it says goes to the descriptor `out`."""
-    environment = {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}  # the door sets it for this process only
-    environment["PYTHONUNBUFFERED"] = "1"
+    environment = surroundings() | {"PYTHONUNBUFFERED": "1"} | torchrun.announce()
     if slot.threads:
-        environment["OMP_NUM_THREADS"] = str(slot.threads)
+        environment |= {"OMP_NUM_THREADS": str(slot.threads), SHARE: str(slot.threads)}
     if slot.devices:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "runner" / "train.py"), *words],
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=out,
-        env=environment,
-        process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on, once
-        preexec_fn=_end_with_parent(os.getpid()),
-    )
-
-
-def _end_with_parent(parent: int) -> Callable[[], None]:
-    """Should we be killed, the job is asked to save and leave. Linux only; elsewhere it trains to its end, and its lock is waited for."""
-    if not sys.platform.startswith("linux"):
-        return lambda: None
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was gone before we could ask
-            os._exit(128 + signal.SIGTERM)
-
-    return ask
+    return begin([str(ROOT / "runner" / "train.py"), *words], environment, out)
 
 
 def last_lines(log: Path) -> list[str]:

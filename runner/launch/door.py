@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from runner.engine.console import outlive_readers
-from runner.launch import folders, help, look, places, ready, refusal, relaunch, snapshot, sweep, words
+from runner.launch import folders, help, look, places, ready, refusal, relaunch, snapshot, sweep, torchrun, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
 from runner.launch.record import Record
@@ -34,9 +34,12 @@ def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
     share_the_machine()
     outlive_readers()
+    if torchrun.follows():
+        sys.exit(torchrun.follow())
     try:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
-        _let_in(app)
+        with torchrun.leading():
+            _let_in(app)
     except Exception as error:
         leave(error)
         raise
@@ -59,6 +62,8 @@ def _let_in(app: Callable[[], None]) -> None:
     places.check_flags(flags)
     if SWEEPING & names and names & LOOKING:
         raise ValueError("a sweep is many runs", " ".join(flags), "look at one of them: leave out --multirun, and give each word one value")
+    if former := torchrun.former():
+        return _continue(former, [], [flag for flag in flags if flag not in SWEEPING], app)
     resume = [QUOTED.sub(r"\2", word.removeprefix(RESUME)) for word in typed if word.startswith(RESUME)]
     typed = words.absolute([word for word in typed if not word.startswith(RESUME)])
     if resume and resume[-1] != "null":
@@ -110,7 +115,7 @@ def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[]
         relaunch.say(plan)
         if record.status == "completed" and not plan.news:
             return print(f"{folder}: already complete at step {record.fields['step']}")
-        ready.check_files(plan.config)
+        ready.check(plan.config)
         with relaunch.kept(plan) as config:
             from runner.launch.start import start
 

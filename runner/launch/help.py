@@ -25,6 +25,7 @@ WORDS = (  # a stage, a model or an experiment has values of its own: none is gi
     ("train.max_steps=N", "... or exactly this many optimizer steps, e.g. 1000; 0: what the epochs hold"),
     ("train.eval_every=N", "steps between evaluations, e.g. 100; likewise save_every, sample_every; 0: never"),
     ("optimizer.lr=X", "highest learning rate, e.g. 5e-4"),
+    ("distributed.nproc=N", "processes that train together, with distributed=ddp or fsdp; auto: one for each GPU"),
     ("init_from=DIR", "where the first weights come from: auto, scratch, or a folder with weights"),
     ("resume=DIR", "continue a run, to the bit; resume=last the newest"),
     ("hydra.run.dir=DIR", "where the run goes"),
@@ -33,6 +34,7 @@ EXAMPLES = (
     "python runner/train.py",
     "python runner/train.py stage=sft precision=bf16",
     "python runner/train.py --multirun optimizer.lr=1e-4,5e-4 train.accumulation_steps=1,4",
+    "torchrun --nproc-per-node=2 runner/train.py distributed=ddp",
     "python runner/train.py experiment=minimind_pretrain data.path=my.jsonl",
     "python runner/train.py stage=dpo --cfg job",
 )

@@ -15,7 +15,8 @@ from typing import Any, Self
 
 from runner.engine.disk import make_folder, read_file, write_json
 from runner.launch.folders import job_name
-from runner.launch.record import LIMIT, LOCK, RECORD, STATUSES
+from runner.launch.lock import LIMIT, LOCK
+from runner.launch.record import RECORD, STATUSES
 
 SWEEP = "sweep.json"
 ENDED = ("interrupted", "failed", "completed")

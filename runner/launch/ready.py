@@ -6,7 +6,7 @@ from pathlib import Path
 
 from data.formats import find_sources
 from runner.engine.config import Config
-from runner.launch import lineage
+from runner.launch import lineage, torchrun
 from runner.launch.compose import compose_with_folder
 from runner.launch.refusal import nearest_path
 
@@ -14,12 +14,13 @@ from runner.launch.refusal import nearest_path
 def folder_of(job: list[str]) -> Path:
     """The folder of a run whose words are right and whose files are there. Raises ValueError(what, where, fix)."""
     config, folder = compose_with_folder(job)
-    check_files(config)
+    check(config)
     lineage.check(config)
     return folder
 
 
-def check_files(config: Config) -> None:
+def check(config: Config) -> None:
+    torchrun.check(config.distributed)
     find_sources([path for path in config.data.paths if not path.startswith("hub:")])  # a name on the hub is looked up where it is loaded
     val_path = None if config.data.val_path == "auto" else config.data.val_path
     for word, path in (("data.val_path", val_path), ("data.tokenizer", config.data.tokenizer)):

@@ -1,14 +1,7 @@
-"""What a run says about itself in run.json, and the lock that lets one process at a time train in its folder.
-
-The lock is a POSIX one (lockf) on `.lock`. Unlike flock it is not inherited by forked children, so data workers that outlive
-a killed trainer do not hold it. Its price: closing *any* descriptor of `.lock` in this process lets go of it. So the file
-is opened once, here, nothing is ever read from it, and who holds it stands in a file of its own.
-"""
+"""What a run says about itself in run.json. One launch at a time may change it: the one that holds the lock of its folder."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import math
 import os
@@ -17,13 +10,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-from runner.engine.disk import make_folder, read_file, sync_file, sync_folder, write_json
+from runner.engine.disk import read_file, sync_file, sync_folder, write_json
 from runner.engine.durable import STEP_NAME, sweep_litter
+from runner.launch import lock as locks
 from runner.launch import origin
+from runner.launch.lock import LIMIT, OWNER
 
-LOCK, OWNER, RECORD, HYDRA = ".lock", ".owner.json", "run.json", ".hydra"
+RECORD, HYDRA = "run.json", ".hydra"
 STATUSES = ("new", "running", "interrupted", "failed", "completed")
-LIMIT = 16 << 20  # bytes of a run.json we believe
 FRESH: dict[str, Any] = {
     "status": "new",
     "attempt": 0,  # launches into this folder
@@ -38,14 +32,13 @@ FRESH: dict[str, Any] = {
     "fingerprints": {},
 }
 
-_held: dict[Path, int] = {}  # locks of this process: POSIX would grant it the same lock twice
-
 
 class Record:
     """A run folder that is ours. `fields` is what run.json says; change it by `running`, `update` and `finish` only."""
 
-    def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
+    def __init__(self, folder: Path, lock: int, fields: dict[str, Any], owns: bool = True, writes: bool = True):
         self.folder, self.fields, self._lock = folder, fields, lock
+        self._owns, self._writes = owns, writes
 
     @classmethod
     def open(cls, folder: Path, resume: bool = False) -> Record:
@@ -57,7 +50,7 @@ class Record:
         folder = folder.absolute()
         if resume and not (folder / RECORD).is_file():
             raise ValueError("there is no run here", str(folder), "give the folder of a run: it holds a run.json")
-        lock = _lock(folder)
+        lock = locks.take(folder)
         try:
             fields = _read(folder / RECORD)
             if not resume and (fields["status"] != "new" or _has_steps(folder)):
@@ -74,11 +67,37 @@ class Record:
             if not (folder / RECORD).exists():
                 record._write()
         except BaseException as error:
-            _unlock(folder, lock)
+            locks.release(folder, lock)
             if isinstance(error, OSError):
-                raise _unusable(folder, error) from error
+                raise locks.unusable(folder, error) from error
             raise
         return record
+
+    @classmethod
+    def attach(cls, folder: Path, rank: int) -> Record:
+        """For a rank of the launch that has opened the folder and made room for it. Of all ranks the first alone writes."""
+        lock = locks.join(folder, rank)
+        return cls(folder, lock, _read(folder / RECORD), owns=False, writes=rank == 0)
+
+    @classmethod
+    def of_another_node(cls, folder: Path, attempt: int) -> Record:
+        """For a rank that cannot see the folder."""
+        return cls(folder, -1, {**FRESH, "attempt": attempt}, owns=False, writes=False)
+
+    def share(self, keep: int = 1) -> None:
+        """Make room for ranks: from here on they hold the folder with us."""
+        locks.narrow(self._lock, keep)
+
+    def name_ranks(self, pids: list[int]) -> None:
+        """So that whoever is refused while they live is told which processes to look for."""
+        try:
+            write_json(self.folder / OWNER, {**origin.process(), "since": _now(), "ranks": locks.about(pids)})
+        except OSError:
+            return  # a courtesy, no reason to stop
+
+    def reread(self) -> None:
+        """What the first rank has written since it took the record over."""
+        self.fields = _read(self.folder / RECORD)
 
     @property
     def status(self) -> str:
@@ -119,8 +138,9 @@ class Record:
     def close(self) -> None:
         """Let go of the folder. The end of the process does the same, however it comes."""
         if self._lock >= 0:
-            (self.folder / OWNER).unlink(missing_ok=True)
-            _unlock(self.folder, self._lock)
+            if self._owns:
+                (self.folder / OWNER).unlink(missing_ok=True)
+            locks.release(self.folder, self._lock)
             self._lock = -1
 
     def __enter__(self) -> Self:
@@ -136,7 +156,8 @@ class Record:
         self.fields = {**self.fields, **_plain(fields)}
 
     def _write(self) -> None:
-        write_json(self.folder / RECORD, self.fields)
+        if self._writes:
+            write_json(self.folder / RECORD, self.fields)
 
 
 def _sync_words(folder: Path) -> None:
@@ -147,44 +168,6 @@ def _sync_words(folder: Path) -> None:
             sync_file(path)
         sync_folder(words)
         sync_folder(folder)
-
-
-def _lock(folder: Path) -> int:
-    """The descriptor that holds the lock for as long as it is open, or a refusal that names who holds it."""
-    try:
-        make_folder(folder)
-        path = folder.resolve() / LOCK
-        if _held.get(path) == os.getpid():
-            raise _busy(folder)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise (_busy(folder) if error.errno in (errno.EACCES, errno.EAGAIN) else _unusable(folder, error)) from error
-    _held[path] = os.getpid()
-    return lock
-
-
-def _unlock(folder: Path, lock: int) -> None:
-    _held.pop(folder.resolve() / LOCK, None)
-    os.close(lock)
-
-
-def _busy(folder: Path) -> ValueError:
-    try:
-        owner = json.loads(read_file(folder / OWNER, LIMIT))
-        known = origin.lives(owner)
-    except (OSError, ValueError, AttributeError):
-        known = False  # it holds the lock, but has not come to saying who it is
-    who = f"process {owner.get('pid')} on {owner.get('host')} since {owner.get('since')}" if known else "another process"
-    return ValueError(f"this run is being trained by {who}", str(folder), "wait for it to end, or place this one elsewhere with hydra.run.dir=DIR")
-
-
-def _unusable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"a run cannot live here: {error.strerror or error}", str(folder), "place it elsewhere with hydra.run.dir=DIR")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,6 +11,10 @@ from pathlib import Path
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 75
 
 
+class AlreadySaid(ValueError):
+    """A refusal that stands on the terminal already: another process of the run has printed it."""
+
+
 def is_refusal(error: BaseException) -> bool:
     """A refusal is ValueError(what, where, fix); any other ValueError is a bug and keeps its traceback."""
     return isinstance(error, ValueError) and len(error.args) == 3 and all(isinstance(part, str) for part in error.args)
@@ -19,7 +23,8 @@ def is_refusal(error: BaseException) -> bool:
 def report(error: BaseException) -> int:
     """Print a refusal in three lines; returns the exit code."""
     what, where, fix = error.args
-    print(f"error: {what}\n  where: {where}\n  fix:   {fix}", file=sys.stderr)
+    if not isinstance(error, AlreadySaid):
+        print(f"error: {what}\n  where: {where}\n  fix:   {fix}", file=sys.stderr)
     return WRONG
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from runner.engine.config import Config
-from runner.launch import accept, compare, fair, folders, foreign, grid, lineage, ready, snapshot
+from runner.launch import accept, compare, fair, folders, foreign, grid, lineage, ready, snapshot, torchrun
 from runner.launch import words as words_of
 from runner.launch.accept import COUNTED, HYDRA, OURS, PLACE
 from runner.launch.compose import register
@@ -93,6 +93,7 @@ def pending(sweep: Sweep, job: Job, plain: list[str]) -> list[str]:
 
 def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     ledger, stopped = sweep.ledger, False
+    torchrun.keep(ledger.folder)
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
     if sweep.conf:  # a swept choice may be of a file that is gone from today's
@@ -135,7 +136,7 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
     configs = []
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
-        ready.check_files(configs[-1])
+        ready.check(configs[-1])
         lineage.check(configs[-1])
         if number % MANY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)

@@ -107,6 +107,63 @@ def test_a_kill_frees_the_folder_and_the_run_counts_as_interrupted(tmp_path, hol
         assert record.status == "running" and said(tmp_path / "run")["attempt"] == 2
 
 
+RANK = "record = Record.attach(folder, int(sys.argv[2]))\nprint(record.attempt, flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """A launch of two ranks, all in processes of their own; the first of the three is the one that started them."""
+    share = HOLD.replace("record.running()", "record.running(); record.share()").replace(
+        "time.sleep(60)", "record.name_ranks([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)"
+    )
+    children = [start(share, tmp_path / "run")]
+    assert children[0].stdout.readline() == "trains\n"
+    for rank in (0, 1):
+        children.append(start(RANK, tmp_path / "run", rank))
+        assert children[-1].stdout.readline() == "1\n"
+    children[0].stdin.write(f"{children[1].pid}\n{children[2].pid}\n")
+    children[0].stdin.flush()
+    assert children[0].stdout.readline() == "named\n"
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_a_folder_is_held_until_the_last_process_of_its_launch_is_gone(tmp_path, launch, order):
+    for number in order:
+        with pytest.raises(ValueError, match="being trained by process"):
+            Record.open(tmp_path / "run", resume=True)
+        launch[number].kill()
+        launch[number].wait()
+    with Record.open(tmp_path / "run", resume=True) as record:
+        assert record.status == "interrupted"
+
+
+def test_whoever_is_refused_is_told_which_ranks_are_left(tmp_path, launch):
+    for number in (0, 1):
+        launch[number].kill()
+        launch[number].wait()
+    with pytest.raises(ValueError, match=f"being trained by process {launch[2].pid} on .* its launcher is gone"):
+        Record.open(tmp_path / "run", resume=True)
+
+
+def test_a_rank_that_comes_too_late_finds_the_folder_taken(tmp_path, holder):
+    late = start(RANK, tmp_path / "run", 0)
+    assert late.communicate()[0] == "" and late.returncode != 0
+
+
+def test_the_first_rank_alone_writes(tmp_path, launch):
+    before = snapshot(tmp_path / "run")
+    writes = "record = Record.attach(folder, int(sys.argv[2]))\nrecord.update(step=int(sys.argv[2]))\nrecord.close()"
+    launch[2].kill(), launch[2].wait()
+    assert start(writes, tmp_path / "run", 1).wait() == 0 and snapshot(tmp_path / "run") == before
+    launch[1].kill(), launch[1].wait()
+    assert start(writes.replace("=int", "=7 + int"), tmp_path / "run", 0).wait() == 0 and said(tmp_path / "run")["step"] == 7
+    assert (tmp_path / "run" / ".owner.json").exists(), "it is another's"
+
+
 def test_workers_that_outlive_a_killed_trainer_do_not_hold_its_folder(tmp_path):
     forks = "record = Record.open(folder)\nworker = os.fork()\nif worker == 0:\n    time.sleep(60)\nprint(worker, flush=True)\ntime.sleep(60)"
     trainer = start(forks, tmp_path)
