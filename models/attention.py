@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from models import attention_cpu
+
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-QUERIES_AT_ONCE = 128  # on the CPU
+QUERIES_AT_ONCE = 128  # where the kernel for processors is given a mask
 
 Mask = Tensor | BlockMask | None  # True where attention may look: (B, 1, T, positions seen); None: causal
 
@@ -36,10 +38,13 @@ def may_look(sequences: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
     return lambda b, h, i, j: (i >= j) & (sequences[b, i] == sequences[b, j])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str) -> Tensor:
-    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str, cached: bool = False) -> Tensor:
+    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H). `cached`: the mask may be of any kind, not only what `confined` makes."""
     if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
+    if q.device.type == "cpu" and kernel == "auto" and dropout == 0 and not cached:
+        keep = torch.is_grad_enabled() and q.requires_grad and q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= attention_cpu.KEPT
+        return attention_cpu.attention(q, k, v, mask, keep)[0]
     if mask is not None:
         return _masked(q, k, v, mask, dropout)
     # The choice of a kernel is for plain causal lines: flash attention on CUDA takes no mask.

@@ -7,7 +7,8 @@ H head width, V vocabulary, E experts.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import Mask, attend, confined
 from models.config import ModelConfig, RopeScaling
+from models.loss import IGNORE as IGNORE
+from models.loss import Head, compute_dtype
 
-IGNORE = -100  # the label of a position that carries no loss
 INIT_STD = 0.02
 
 
 class Output(NamedTuple):
     logits: Tensor | None  # (B, T, V), when no labels are given
-    nll: Tensor | None  # (B, T) fp32, -log p(label), 0 where there is none
+    nll: Tensor | None  # (B, T) fp32, -log p(label), 0 where there is none; or () their sum
     aux: Tensor | None  # (S,) each sequence's load-balancing loss, None for a dense model
 
 
@@ -45,7 +47,7 @@ class KVCache:
 class Context(NamedTuple):
     """What every layer needs beside its input."""
 
-    cos: Tensor  # (B or 1, 1, T, H)
+    cos: Tensor  # (B or 1, 1, T, H / 2)
     sin: Tensor
     mask: Mask
     cache: KVCache | None
@@ -68,7 +70,15 @@ class Slots(NamedTuple):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (https://arxiv.org/abs/2104.09864), halves as pairs. x: (B, heads, T, H)"""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+    """What each makes of `x`: one product where they are plain; an adapter has its own way."""
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return tuple(linear(x) for linear in linears)
+    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
+    return F.linear(x, weight).split([linear.out_features for linear in linears], dim=-1)
 
 
 def rotary_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
@@ -96,6 +106,7 @@ class RMSNorm(nn.RMSNorm):
     """Root mean square norm (https://arxiv.org/abs/1910.07467), in fp32 whatever comes in."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # With a bf16 input and fp32 weights PyTorch falls back to a norm that is not fused, and warns.
         return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
 
 
@@ -114,14 +125,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = (project(x).view(B, T, -1, self.cfg.head_dim) for project in (self.q_proj, self.k_proj, self.v_proj))
-        # The norms' weights are fp32: with bf16 queries PyTorch falls back to a norm that is not fused, and warns.
-        q = rotate(self.q_norm(q.float()).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
-        k = rotate(self.k_norm(k.float()).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
+        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        q = rotate(self.q_norm(q).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
+        k = rotate(self.k_norm(k).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        y = attend(q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention)
+        y = attend(q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention, cached=context.cache is not None)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -135,7 +145,8 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Experts(nn.Module):
@@ -155,14 +166,20 @@ class Experts(nn.Module):
         weights, chosen = shares.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
         if self.cfg.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        y = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            # index_select and index_add_ give the same bits each time on the CPU; the gradient of flat[tokens] does not.
-            tokens, rank = (chosen == e).nonzero(as_tuple=True)
-            weight = weights.flatten().index_select(0, tokens * weights.shape[1] + rank).unsqueeze(-1)
-            part = expert(flat.index_select(0, tokens)) * weight
-            y = y.index_add(0, tokens, part.to(y.dtype))
+        y = (self._visits(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
         return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), slots)
+
+    def _visits(self, flat: Tensor, chosen: Tensor) -> Tensor:
+        """What each token (B*T, D) hears from each expert it chose (B*T, k): (B*T, k, D). Sorted by expert the visits of each lie together.
+
+        index_select gives the same bits each time on the CPU, backwards too; the gradient of flat[tokens] does not. An expert that
+        nobody chose works on nothing, so that its weights have a gradient all the same: ranks wait for it.
+        """
+        visits = chosen.flatten()
+        order = visits.argsort(stable=True)
+        groups = flat.index_select(0, order // chosen.shape[1]).split(visits.bincount(minlength=len(self.experts)).tolist())
+        heard = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        return heard.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
     def _balance(self, shares: Tensor, chosen: Tensor, slots: Slots | None) -> Tensor:
         """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each sequence by itself
@@ -175,6 +192,8 @@ class Experts(nn.Module):
 class Layer(nn.Module):
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
+        self.compiled: Callable[[Tensor, Context], tuple[Tensor, Tensor | None]] | None = None
+        self.lone = False  # compiled for batches of one line
         self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
@@ -182,8 +201,16 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), context))
-        h = self.post_attention_layernorm(x)
+        """Compiled is only what lies inside: hooks of those who wrap a layer stay outside. What is no training has shapes of its own,
+        and a compiler takes a single line for another program than several: neither is compiled for little."""
+        if self.compiled is not None and self.training and (len(x) == 1) == self.lone:
+            return self.compiled(x, context)
+        return self.body(x, context)
+
+    def body(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        dtype = compute_dtype(x)  # cast once, not for every product
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x).to(dtype), context))
+        h = self.post_attention_layernorm(x).to(dtype)
         y, aux = self.mlp(h, context.slots) if isinstance(self.mlp, Experts) else (self.mlp(h), None)
         return x + self.dropout(y), aux
 
@@ -206,7 +233,7 @@ class Decoder(nn.Module):
         self.cfg = cfg
         self.activation_checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
         self.model = Stack(cfg)
-        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        self.lm_head = Head(cfg.hidden_size, cfg.vocab_size, bias=False)
         self.dropout = nn.Dropout(cfg.dropout)
         for p in self.parameters():
             if p.ndim == 2:
@@ -225,13 +252,14 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         mask: Mask = None,
         cache: KVCache | None = None,
+        summed: bool = False,
     ) -> Output:
         """input_ids, labels, position_ids: (B, T); lengths: (S,) positions of each sequence; padding lies on the right of a line.
 
         labels[b, t] is the token to predict at position t, IGNORE for none. Packed lines bring `sequences` (B, T), which sequence
         a position belongs to (-1 for padding), and position_ids that begin anew with each; attention stays inside. With a cache,
         `mask` says where to look, and the logits (B, 1, V) are those of the last position alone: a long prompt would fill the
-        memory with the others.
+        memory with the others. `summed` asks for the sum of the losses alone, which costs less.
         """
         T = input_ids.shape[1]
         x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
@@ -252,7 +280,16 @@ class Decoder(nn.Module):
         aux = self.cfg.router_aux_loss_coef * torch.stack(balance).sum(0) if self.cfg.num_experts else None
         if labels is None:
             return Output(self.lm_head(x), None, aux)
-        return Output(None, self._nll(x, labels), aux)
+        return Output(None, self.lm_head(x, labels, summed), aux)
+
+    def compile_layers(self, *, lone: bool, **options: Any) -> None:
+        """From now on training runs through compiled layers, one program for all of them and for every shape: were there one for the
+        shapes that come first and another for the others, a resumed run would round otherwise. `lone`: batches have one line;
+        `options` are torch.compile's."""
+        for layer in self.model.layers:
+            assert isinstance(layer, Layer)
+            layer.lone = lone
+            layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
 
     def _slots(self, T: int, lengths: Tensor | None, sequences: Tensor | None) -> Slots | None:
         if lengths is None or not self.cfg.num_experts:
@@ -262,13 +299,8 @@ class Decoder(nn.Module):
             return Slots(torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths)
         return Slots(torch.where(sequences < 0, S, sequences), lengths)
 
-    def _nll(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.lm_head(x).float()  # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels)
-
     def _angles(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """cos and sin (B or 1, 1, T, H) in fp32: bf16 cannot tell position 257 from 258."""
+        """cos and sin (B or 1, 1, T, H / 2) in fp32: bf16 cannot tell position 257 from 258."""
         positions = torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
-        angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import LoraConfig
+from models.loss import Head, linear_nll
 
 INIT_STD = 0.02
 
@@ -43,14 +44,28 @@ class AdaptedLinear(nn.Linear):
     @classmethod
     def adapt(cls, linear: nn.Linear) -> AdaptedLinear:
         """The same module, weights and name included, under this class."""
-        linear.__class__ = cls
-        assert isinstance(linear, cls)
+        linear.__class__ = AdaptedHead if isinstance(linear, Head) else cls
+        assert isinstance(linear, AdaptedLinear)
         linear.lora, linear.active = nn.ModuleDict(), None
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
         return y if self.active is None else y + self.lora[self.active](x)
+
+
+class AdaptedHead(AdaptedLinear):
+    """The last layer with adapters: one wider product, W x + s B h = [W B] [x, s h]."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, summed: bool = False) -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        if self.active is None:
+            return linear_nll(x, self.weight, labels, summed)
+        adapter = self.lora[self.active]
+        assert isinstance(adapter, Adapter)
+        inner = adapter.scale * F.linear(adapter.dropout(x), adapter.A)
+        return linear_nll(torch.cat([x, inner.to(x.dtype)], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, summed)
 
 
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:

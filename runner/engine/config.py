@@ -8,13 +8,12 @@ from typing import Optional
 from data.config import DataConfig
 from data.shapes import SHAPES, STAGES
 from models.config import ModelConfig
+from runner.engine import compiling
 from runner.engine.distributed import DistributedConfig
 from runner.engine.optim import OptimizerConfig, ScheduleConfig
 from runner.engine.precision import PrecisionConfig
 from runner.engine.stage import StageConfig
 from runner.engine.track import TrackerConfig
-
-COMPILE_MODES = ("off", "default", "reduce-overhead", "max-autotune")
 
 
 @dataclass
@@ -49,8 +48,8 @@ class TrainConfig:
         if self.keep_checkpoints < 2:
             # Should the newest turn out torn or rotten, the one before it is what the run continues from.
             raise ValueError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
-        if self.compile not in COMPILE_MODES:
-            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(COMPILE_MODES)}, e.g. default")
+        if self.compile not in compiling.MODES:
+            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compiling.MODES)}, e.g. auto")
 
 
 @dataclass

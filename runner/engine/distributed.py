@@ -151,7 +151,7 @@ class World:
         if self.sharded:
             wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard gives the module
             return nullcontext()
-        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP, seen through the compiler's wrapper
+        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP
 
     def alive(self) -> None:
         """A step goes on. A rank that has not said so for `timeout` minutes prints the stack of each of its threads."""

@@ -104,7 +104,7 @@ def header(run: Run) -> dict[str, str]:
         "data": f"{', '.join(data.paths)}, {len(feed.train.rows):,} rows" + (f", {feed.held_out:,} held out" if feed.held_out else ""),
         "step": f"{train.batch_size} {lines_of(run)} x {-(-share // train.batch_size)} accumulation" + (f" x {ranks} ranks" if ranks > 1 else ""),
         "steps": f"{run.total_steps:,} ({run.loader.steps_per_epoch:,} an epoch)",
-        "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {train.compile}"
+        "computes": f"{run.cfg.precision.name} on {run.world.device}, {torch.get_num_threads()} threads, compile {run.compiling.said}"
         + (f", {run.cfg.distributed.name}" if ranks > 1 else ""),
     }
     return words | ({"resumed": f"at step {run.progress.step} (attempt {run.attempt})"} if run.progress.step else {})

@@ -46,8 +46,8 @@ class NextToken:
         return batch.supervised
 
     def loss(self, model: nn.Module, batch: Batch) -> Sums:
-        out = model(**batch.inputs)
-        loss = out.nll.sum()
+        out = model(**batch.inputs, summed=True)
+        loss = out.nll
         if out.aux is None:
             return {"loss": loss}
         # Weighted by its labels, a sequence's balance loss is divided by the same count as its cross-entropy.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.engine.compiling import Compiling, decide, keep_programs
 from runner.engine.config import Config
 from runner.engine.distributed import World, join_world
 from runner.engine.feed import Feed, loader_of, open_feed
@@ -65,6 +66,7 @@ class Run:
     tokenizer: Tokenizer
     model: Decoder  # the bare model: what is saved
     wrapped: nn.Module  # the same model as the training step calls it (DDP, compiled)
+    compiling: Compiling
     objective: Objective
     feed: Feed
     loader: StepLoader
@@ -101,6 +103,8 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
 
     `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
     """
+    import torch
+
     from data.tokenizer import Tokenizer
     from runner.engine.identity import facts
     from runner.engine.randomness import seed_all
@@ -130,16 +134,19 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     for part in (model, *objective.beside):
         world.shard(part, part.model.layers, precision.dtype)
     place = (world.rank, world.size, world.device.type == "cuda")
+    loader = loader_of(feed.train, cfg, tokenizer, rows, *place)
+    compiled = decide(cfg.train.compile, planned(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
     return Run(
         cfg=cfg,
         folder=folder,
         world=world,
         tokenizer=tokenizer,
         model=model,
-        wrapped=wrap(world.wrap(model), cfg),
+        compiling=compiled,
+        wrapped=wrap(model, cfg, world, compiled.mode),
         objective=objective,
         feed=feed,
-        loader=loader_of(feed.train, cfg, tokenizer, rows, *place),
+        loader=loader,
         val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
@@ -205,14 +212,23 @@ def check_kernel(cfg: Config, device: torch.device) -> None:
         raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 
-def wrap(model: nn.Module, cfg: Config) -> nn.Module:
-    import torch
+def planned(cfg: Config, model: Decoder, loader: StepLoader) -> float:
+    """Floating-point operations of the whole run on each rank, as the words promise them: its batches may be shorter than they could be."""
+    from data.rows import sides_of
 
-    if cfg.train.compile == "off":
-        return model
-    compiled = torch.compile(model, mode=cfg.train.compile)
-    assert isinstance(compiled, torch.nn.Module)
-    return compiled
+    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    positions = steps * loader.order.global_batch / loader.world * cfg.data.max_length * sides_of(cfg.stage.rows)
+    return 6.0 * positions * sum(p.numel() for p in model.parameters())
+
+
+def wrap(model: Decoder, cfg: Config, world: World, mode: str) -> nn.Module:
+    if mode != "off":
+        from data.rows import sides_of
+
+        keep_programs(Path(cfg.data.cache))
+        lines = cfg.train.batch_size * (sides_of(cfg.stage.rows) if cfg.data.packing == "none" else 1)
+        model.compile_layers(lone=lines == 1, mode=mode)
+    return world.wrap(model)
 
 
 def chat_template(run: Run) -> ChatTemplate | None:

@@ -130,8 +130,14 @@ class Children:
 
 
 def slots(workers: int | None, devices: list[str] | None) -> list[Slot]:
-    """A place for each job that runs at the same time, and what of the machine it gets."""
+    """A place for each job that runs at the same time, and what of the machine it gets. Raises ValueError(what, where, fix)."""
     count = workers or len(devices or "1")
+    if devices and len(devices) > count and len(devices) % count:  # one worker with more GPUs would train unlike the others
+        raise ValueError(
+            f"{len(devices)} devices cannot be dealt out evenly among {count} workers",
+            f"hydra.launcher.devices=[{','.join(devices)}] hydra.launcher.workers={count}",
+            f"hydra.launcher.workers={len(devices)}, or give {len(devices) // count * count} devices",
+        )
     each = max(1, len(devices or []) // count)
     dealt = [[devices[(place * each + i) % len(devices)] for i in range(each)] for place in range(count)] if devices else [None] * count
     # torch takes every core for itself: two jobs that do so wait for each other

@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.engine.console import clean, clock
 from runner.engine.disk import replace
 from runner.launch import page
-from runner.launch.points import Row, Spread, Sweep, number_in, read
+from runner.launch.points import Job, Row, Spread, Sweep, number_in, read
 from runner.launch.refusal import nearest_path
 from runner.launch.words import ROOT
 
@@ -63,12 +63,16 @@ def terminal(folder: Path) -> str:
             words = [row.words.get(word, "") if number == 0 else "" for word in sweep.words]
             rank = "" if number else f"{place}." if row.ranked else "-"
             lines.append([rank, *words, *[which] * len(seeds), *_numbers(line), page.status(line)])
-        reasons += [f"{page.named(job.words) or job.name}: {job.status}: {job.reason}" for job in row.jobs if job.reason]
+        reasons += [f"{page.named(job.words) or job.name}: {job.status}{page.marked(job)}{_told(job)}" for job in row.jobs if job.reason or job.mark]
     text = [f"sweep {sweep.folder}", f"{sweep.status}: {page.counts(sweep)}", "", *_aligned(lines)]
     text += ["", *reasons] if reasons else []
-    text += ["", f"the best again: {sweep.again(sweep.best)}"] if sweep.best else []
+    text += ["", f"the best again{page.marked(sweep.best)}: {sweep.again(sweep.best)}"] if sweep.best else []
     text += ["", f"continue with: {sweep.continued}"] if sweep.unfinished else []
     return clean("\n".join(text))
+
+
+def _told(job: Job) -> str:
+    return f": {job.reason}" if job.reason else ""
 
 
 def _numbers(row: Row) -> list[str]:
@@ -100,7 +104,20 @@ def as_csv(sweep: Sweep) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     losses = [f"{which}_{kind}_loss{part}" for which in ("final", "best") for part in ("", "_deviation")]
-    rest = ["best_step", "final_training_loss", "tokens", "seconds", "tokens_per_second", "status", "jobs", "completed", "diverged", "folder", "reason"]
+    rest = [
+        "best_step",
+        "final_training_loss",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "status",
+        "jobs",
+        "completed",
+        "diverged",
+        "folder",
+        "continued_with",
+        "reason",
+    ]
     writer.writerow(map(_safe, ["row", "rank", *sweep.words, "seed", *losses, *rest]))
     for place, row in enumerate(sweep.rows, start=1):
         lines = [("point", row, row.jobs[0].words.get("seed", "") if len(row.jobs) == 1 else "")]
@@ -120,7 +137,15 @@ def _rest(row: Row) -> list[object]:
     completed = sum(job.status == "completed" for job in row.jobs)
     folder = row.jobs[0].name if len(row.jobs) == 1 else ""
     numbers = [row.best_step, row.train.mean if row.train else None, row.tokens, row.seconds, row.tokens_per_second]
-    return [*numbers, row.status, len(row.jobs), completed, row.diverged, folder, page.reason(row)]
+    return [*numbers, row.status, len(row.jobs), completed, row.diverged, folder, *(page.of_jobs(row, text) for text in (_by_hand, _reason))]
+
+
+def _by_hand(job: Job) -> str:
+    return " ".join(job.by_hand)
+
+
+def _reason(job: Job) -> str:
+    return job.reason
 
 
 def _safe(cell: object) -> str:

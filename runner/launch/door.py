@@ -11,11 +11,10 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from runner.engine.console import outlive_readers
-from runner.launch import folders, help, places, ready, refusal, relaunch, snapshot, sweep, torchrun, words
+from runner.launch import folders, help, look, places, ready, refusal, relaunch, snapshot, sweep, torchrun, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
 from runner.launch.record import Record
@@ -104,7 +103,7 @@ def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[]
     if places.is_sweep(folder) and not looking:
         return sweep.resume(folder, extra, flags, app)
     if places.is_sweep(folder):
-        raise ValueError("a sweep is many runs", f"resume={folder}", f"look at one of them: resume={folder}/<its folder>")
+        return look.at_sweep(folder, extra, flags, app)
     if looking:
         plan = relaunch.planned(folder, extra)
         relaunch.say(plan)
@@ -125,13 +124,13 @@ def _continue(folder: Path, extra: list[str], flags: list[str], app: Callable[[]
 
 
 def record_of(tree: DictConfig) -> Record:
-    """The record of the run that Hydra has just placed: opened at the door, or, for a job of a sweep, now.
+    """The record of the run that Hydra has just placed. A job of a sweep comes through the door by itself, whatever has launched it.
 
     What Hydra has written of its words is made to last: what was looked up stays what it was, and the YAML files are copied.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
-    record = opened.pop() if opened else Record.open(folder)
+    record = opened.pop()
     try:
         relaunch.settle(folder, tree)
         snapshot.take(folder, list(hydra.overrides.task))
@@ -143,14 +142,11 @@ def record_of(tree: DictConfig) -> Record:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Around a run: an end that has an exit code leaves with it. Within a sweep only the wish to stop does: the other jobs go on."""
-    from runner.engine.run import Interrupted
-
+    """Around a run: an end that has an exit code leaves with it."""
     try:
         yield
     except Exception as error:
-        if HydraConfig.get().mode == RunMode.RUN or isinstance(error, Interrupted):
-            leave(error)
+        leave(error)
         raise
 
 

@@ -169,8 +169,10 @@ def started_by(hydra_context: Any, task_function: Any, config: Any) -> Launcher:
 def check(typed: Sequence[str]) -> None:
     """Refuse a launcher or sweeper that is not installed, one that nothing here leads, and words they could do nothing with."""
     launcher.check(typed)
+    chosen = {"hydra/launcher": "local", "hydra/sweeper": "grid"}
     for word in typed:
         group, _, name = word.lstrip("+").partition("=")
+        chosen[group] = name
         if (group, name) == ("hydra/sweeper/sampler", "cmaes"):
             raise ValueError(
                 "this sampler keeps pickles in the study: whoever sends you a sweep could have code run", word, "choose tpe, nsgaii, random or grid"
@@ -183,6 +185,12 @@ def check(typed: Sequence[str]) -> None:
         module, how = known[name]
         if find_spec("hydra_plugins") is None or find_spec(module) is None:
             raise ValueError("this is not installed", word, how)
+    if chosen["hydra/sweeper"] == "basic" and chosen["hydra/launcher"] != "local":
+        raise ValueError(
+            "Hydra's own sweeper would go past the books of the sweep here",
+            f"hydra/sweeper=basic hydra/launcher={chosen['hydra/launcher']}",
+            "leave out hydra/sweeper=basic",
+        )
 
 
 def alias() -> None:

@@ -43,9 +43,7 @@ class LocalLauncher(Launcher):
     """Each job as a process on this machine; one that dies takes no other with it."""
 
     def __init__(self, workers: int | None, devices: list[Any] | None, fail_fast: bool, retries: int) -> None:
-        from runner.launch.children import slots
-
-        self.slots = slots(workers, [str(device) for device in devices or []] or None)
+        self.slots = _slots({"workers": workers, "devices": devices})
         self.fail_fast, self.retries = fail_fast, retries
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
@@ -92,6 +90,7 @@ def check(words: Sequence[str]) -> None:
 
     chosen = [word for word in words if word.lstrip("+").startswith("hydra/launcher=")]
     ours = not chosen or chosen[-1].endswith("=local")
+    options: dict[str, Any] = {}
     for word in words:
         name = word.lstrip("+").partition("=")[0]
         if not name.startswith(("hydra.", "hydra/")) or "=" not in word:
@@ -108,12 +107,21 @@ def check(words: Sequence[str]) -> None:
             )
         if option != name and ours and "${" not in word:
             _check_option(option, override.value())
+            options[option] = override.value()
+    _slots(options)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """The same of what stands in conf/."""
     for name in FIELDS:
         _check_option(name, options[name])
+    _slots(options)
+
+
+def _slots(options: Mapping[str, Any]) -> list[Any]:
+    from runner.launch.children import slots
+
+    return slots(options.get("workers"), [str(device) for device in options.get("devices") or []] or None)
 
 
 def _check_option(name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ from runner.launch.record import RECORD, STATUSES
 
 SWEEP = "sweep.json"
 ENDED = ("interrupted", "failed", "completed")
-DIVERGED = ("not finite", "fp16 overflows")  # how the engine says it
+DIVERGED = ("not finite", "fp16 overflows", "diverged: ")  # how the engine says it
 Job = dict[str, Any]
 
 
@@ -29,6 +29,7 @@ class Ledger:
 
     def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
         self.folder, self.fields, self._lock = folder, fields, lock
+        self.behind = False  # whether a job has got on without this sweep
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> Ledger:
@@ -50,6 +51,13 @@ class Ledger:
         except BaseException:
             os.close(lock)
             raise
+        return ledger
+
+    @classmethod
+    def peek(cls, folder: Path) -> Ledger:
+        """The same to look at: no lock is taken, so it is not to be written."""
+        ledger = cls(folder, -1, _read(folder / SWEEP))
+        ledger.catch_up()
         return ledger
 
     @property
@@ -74,7 +82,9 @@ class Ledger:
 
     def catch_up(self) -> None:
         for job in self.jobs:
-            job.update(standing(job, read_run(self.folder / job["name"])))
+            now_is = standing(job, read_run(self.folder / job["name"]))
+            self.behind |= any(now_is.get(word, job[word]) != job[word] for word in ("status", "loss"))
+            job.update(now_is)
 
     def finish(self, status: str) -> None:
         self.fields["status"] = status

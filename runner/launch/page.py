@@ -49,7 +49,8 @@ def _head(sweep: Sweep) -> str:
     elif sweep.unfinished:
         lines.append(_command("Continue it with", sweep.continued))
     if sweep.best:
-        lines.append(_command(f"The best job again ({named(sweep.best.words) or sweep.best.name})", sweep.again(sweep.best)))
+        about = f"{named(sweep.best.words) or sweep.best.name}{marked(sweep.best)}"
+        lines.append(_command(f"The best job again ({about})", sweep.again(sweep.best)))
     return f"<header>{''.join(lines)}</header>"
 
 
@@ -69,6 +70,8 @@ def _table(sweep: Sweep, styles: dict[int, str]) -> str:
         note += " No job has evaluated, so the training loss of single steps is compared."
     if any(row.members for row in sweep.rows):
         note += " Jobs that differ only in their seed are one point: the mean over its completed jobs ± the standard deviation (number of jobs)."
+    if any(job.mark for job in sweep.jobs):
+        note += " What was continued by hand with other words is not like the others: its losses stand here as they are."
     note += " Time is that of training, over all attempts, without steps that were lost; tokens are those that carry loss, tokens/s counts all that are read."
     return f'<section><h2>Points</h2><div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div><p class="dim">{safe(note)}</p></section>'
 
@@ -85,7 +88,7 @@ def _lines(sweep: Sweep, row: Row, place: int, style: str, seeds: bool) -> str:
 
 
 def _numbers(sweep: Sweep, row: Row) -> str:
-    cells = [spread(row.final) or ("not finite" if row.diverged else ""), spread(row.best), count(row.best_step)]
+    cells = [spread(row.final) or ("diverged" if row.diverged else ""), spread(row.best), count(row.best_step)]
     cells += [spread(row.train)] if sweep.judged == "validation" else []
     cells += [count(row.tokens), "" if row.seconds is None else clock(row.seconds), count(row.tokens_per_second)]
     return "".join(f'<td class="n">{safe(cell)}</td>' for cell in cells)
@@ -97,7 +100,7 @@ def _status(row: Row) -> str:
     job = row.jobs[0]
     begun = job.folder and job.status != "new"
     parts = [_colour(row), f' · <a href="./{quote(job.folder or "", errors="backslashreplace")}/">folder</a>' if begun else ""]
-    parts += [_folded(job.reason)] if job.reason else []
+    parts += [_folded(why) for why in (job.mark, job.reason) if why]
     if job.last_lines:
         parts.append(f"<details><summary>its last lines</summary><pre>{safe(chr(10).join(job.last_lines))}</pre></details>")
     return f'<td class="status">{"".join(parts)}</td>'
@@ -165,11 +168,11 @@ def _against(sweep: Sweep) -> str:
         points = [(number_in(row.words[word]) or 0.0, min(row.final.mean, y.high) if row.final and not row.diverged else None) for row in same]
         deviations = [row.final.deviation if row.final else None for row in same]
         names[style] = name or "final loss"
-        told = "; ".join(f"{row.words[word]}: {spread(row.final) or 'not finite'}" for row in same)
+        told = "; ".join(f"{row.words[word]}: {spread(row.final) or 'diverged'}" for row in same)
         lines.append(plot.Line(points, f"{style} eval", f"{name} {told}".strip(), dots=4.0, spread=deviations))
     x = plot.spaced([here for line in lines for here, _ in line.points])
     picture = plot.draw(lines, x, y, word, f"final {sweep.judged} loss", "clip9")
-    note = "Jobs that came to their end. A cross: the loss was not finite. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
+    note = "Jobs that came to their end. A cross: it diverged. A dot at the upper edge: it lies above. A bar: the standard deviation over seeds."
     title = f"Final {sweep.judged} loss against {_wrapped(word)}"
     return f'<section><h2>{title}</h2>{_legend(names.items())}<div class="panels one"><figure>{picture}</figure></div><p class="dim">{note}</p></section>'
 
@@ -210,13 +213,19 @@ def status(row: Row) -> str:
         found[job.status] = found.get(job.status, 0) + 1
     text = row.status if len(found) == 1 else ", ".join(f"{n} {status}" for status, n in found.items())
     lost = f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"
-    return f"{text}, {lost}" if row.diverged else text
+    text = f"{text}, {lost}" if row.diverged else text
+    return f"{text}, continued by hand" if any(job.mark for job in row.jobs) else text
 
 
-def reason(row: Row) -> str:
+def marked(job: Job) -> str:
+    return f", {job.mark}" if job.mark else ""
+
+
+def of_jobs(row: Row, text: Callable[[Job], str]) -> str:
+    """What `text` says of the one job, or of each of several that it says anything of."""
     if len(row.jobs) == 1:
-        return row.jobs[0].reason
-    return "; ".join(f"{SEED}={job.words.get(SEED, '?')}: {job.reason}" for job in row.jobs if job.reason)
+        return text(row.jobs[0])
+    return "; ".join(f"{SEED}={job.words.get(SEED, '?')}: {said}" for job in row.jobs if (said := text(job)))
 
 
 def spread(found: Spread | None) -> str:

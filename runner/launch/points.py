@@ -16,7 +16,7 @@ from runner.launch.origin import lives
 
 SEED = "seed"
 STATUSES = ("completed", "running", "interrupted", "failed", "new")  # as rows are ordered
-NOT_ALONE = ("hydra.", "hydra/")  # words that place and launch a sweep and say nothing of a run by itself
+NOT_ALONE = ("hydra.", "hydra/", "sweep.")  # words that place and launch a sweep and say nothing of a run by itself
 
 
 @dataclass
@@ -32,6 +32,12 @@ class Job:
     best: dict[str, tuple[float, float]] = field(default_factory=dict)  # by kind of loss: the lowest, and its step
     diverged: bool = False
     folder: str | None = None  # beside sweep.json; None for a name that leads elsewhere
+    by_hand: list[str] = field(default_factory=list)  # words it was continued with that the sweep has not given it
+
+    @property
+    def mark(self) -> str:
+        """What sets it apart from the jobs it is compared with."""
+        return f"continued with {' '.join(self.by_hand)}" if self.by_hand else ""
 
     @property
     def reason(self) -> str:
@@ -192,6 +198,7 @@ def _job(folder: Path, stated: dict[str, Any]) -> Job:
         job.status, job.error, job.last_lines, stated = status, "", [], {}
     if job.status == "failed":
         job.error = job.error or str(record.get("error") or "")
+    job.by_hand = _by_hand(folder / name, [str(word) for word in _list(stated.get("given"))])
     job.logged = read_metrics(folder / name / "metrics.jsonl")
     _judge(job, record, stated.get("loss"))
     return job
@@ -206,6 +213,16 @@ def _status(status: str, stated: dict[str, Any], record: dict[str, Any]) -> str:
     since = _when(stated.get("started") if status == "running" else stated.get("ended") or stated.get("started"))
     ended = _when(record.get("ended"))
     return record["status"] if since and ended and ended >= since else status
+
+
+def _by_hand(run: Path, given: list[str]) -> list[str]:
+    """Words the run got after its first launch and not from the sweep. Each launch with new words leaves the former ones in its history."""
+    launches = [read_words(path) for path in [*sorted(run.glob(".hydra/history/*/overrides.yaml")), run / ".hydra" / "overrides.yaml"]]
+    known = {*launches[0], *given}
+    if not launches[0]:
+        return []  # it cannot be read
+    strange = {word.partition("=")[0]: word for words in launches[1:] for word in words if word not in known}
+    return [*strange.values()]
 
 
 def _judge(job: Job, record: dict[str, Any], loss: Any) -> None:

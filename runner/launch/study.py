@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+PAIRED, DIRECTIONS = ("objectives", "direction"), ("minimize", "maximize")
 
 
 class StudySweeper(Sweeper):
@@ -19,6 +23,8 @@ class StudySweeper(Sweeper):
         from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 
         self.objectives = list(objectives)
+        if OmegaConf.is_config(fields["sampler"]):  # Hydra 1.4 makes the sweeper only, 1.3 what it is made of, too
+            fields["sampler"] = instantiate(fields["sampler"])
         self.theirs = OptunaSweeper(**fields)
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
@@ -32,14 +38,7 @@ class StudySweeper(Sweeper):
         import optuna
 
         sweeper = self.theirs.sweeper
-        directions = sweeper._get_directions()
-        if len(directions) != len(self.objectives):
-            raise ValueError(
-                "each objective has a direction",
-                f"hydra.sweeper.objectives={self.objectives} hydra.sweeper.direction={directions}",
-                "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'",
-            )
-        study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=directions, load_if_exists=True)
+        study = optuna.create_study(study_name=sweeper.study_name, storage=sweeper.storage, directions=sweeper._get_directions(), load_if_exists=True)
         if study.trials:
             _take_up(study)
             if hasattr(sweeper.sampler, "reseed_rng"):
@@ -52,6 +51,21 @@ class StudySweeper(Sweeper):
             if study.get_trials(states=completed):
                 raise
             return None  # no trial has a value, so none is the best; why, each job has said
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what Optuna would stumble over when the sweep stands there already."""
+    objectives, directions = (list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value] for value in map(options.get, PAIRED))
+    where = " ".join(f"hydra.sweeper.{name}=[{','.join(map(str, values))}]" for name, values in zip(PAIRED, (objectives, directions), strict=True))
+    if len(directions) != len(objectives) or not objectives:
+        raise ValueError(
+            "each objective has a direction", where, "e.g. 'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'"
+        )
+    if strange := next((way for way in directions if way not in DIRECTIONS), None):
+        raise ValueError(f"there is no direction {strange}", where, f"choose {' or '.join(DIRECTIONS)}")
+    for name in ("n_trials", "n_jobs"):
+        if type(options[name]) is not int or options[name] < 1:
+            raise ValueError("this word takes a whole number, 1 or more", f"hydra.sweeper.{name}={options[name]}", f"write e.g. hydra.sweeper.{name}=4")
 
 
 class Measuring(Launcher):

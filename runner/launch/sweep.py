@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from runner.engine.config import Config
-from runner.launch import compare, fair, folders, foreign, grid, lineage, ready, relaunch, snapshot, torchrun
+from runner.launch import accept, compare, fair, folders, foreign, grid, lineage, ready, snapshot, torchrun
 from runner.launch import words as words_of
+from runner.launch.accept import COUNTED, HYDRA, OURS, PLACE
 from runner.launch.compose import register
 from runner.launch.grid import Composer, Point
-from runner.launch.launcher import FIELDS, JobFailed, Stopped, check_options
-from runner.launch.ledger import ENDED, Ledger, begun, read_run
+from runner.launch.launcher import JobFailed, Stopped
+from runner.launch.ledger import ENDED, Job, Ledger, begun, read_run
 from runner.launch.refusal import FAILED, INTERRUPTED, again
 from runner.launch.underway import Sweep, current, is_due, is_lost
 from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
-PLACE = "hydra.sweep.dir="
-HYDRA = ("hydra.", "hydra/")
-OURS, COUNTED = "grid", ("grid", "basic")  # the sweeper whose points we know beforehand
 LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
-STORED = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in FIELDS))
 
 
 def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
@@ -37,20 +30,18 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
     shared, swept, counted = grid.split(typed)
     composer, shared = Composer(shared), [word for word in shared if not word.startswith(PLACE)]
     tree = composer.tree({word: values[0] for word, values in swept.items()} if counted else {})
-    sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
-    _check_hydra(tree, sweeper, launcher, counted, shared)
+    sweeper, launcher = accept.check_hydra(tree, counted, shared)
     swept |= {str(key): [str(values)] for key, values in (tree.hydra.sweeper.get("params") or {}).items()}
     points = grid.points(swept, tree.sweep.zip if sweeper == OURS else ()) if counted and sweeper in COUNTED else []
     configs = [*_checked(composer, points)] or [composer.config({})]
     base = min(map(fair.rows_of, configs))
     for config in configs:
         fair.words(config, base, fair.kept(config.sweep.fix, swept))
-    if odd := fair.unequal(configs, base, swept):
-        print(f"warning: {odd}", file=sys.stderr)
+    _warn(configs, base, swept)
     if not any(word.startswith(PLACE) for word in typed):
         folders.claim(sweep=True)
     folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
-    with Ledger.create(folder, words=_lasting(shared), swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
+    with Ledger.create(folder, words=accept.lasting(shared), swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
         for point in points:
             ledger.add(point)
         for first, groups in zip([True, *[False] * len(composer.choices)], composer.choices, strict=False):
@@ -63,13 +54,7 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
 def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Run what is not finished of the sweep in `folder`, and what the extra words add to it."""
     with Ledger.open(folder) as ledger:
-        more, added, _ = grid.split(extra)
-        stored = ledger.fields["swept"]
-        _check_stored(ledger)
-        foreign.check([*ledger.fields["words"], *extra])
-        added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
-        more = [word for word in more if word.partition("=")[0] not in stored]
-        _check_more(ledger, more, added)
+        more, added = asked(ledger, extra)
         if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):
             return _end(Sweep(ledger), stopped=False)
         changed = snapshot.differences(folder)
@@ -84,6 +69,26 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
                 *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
             ]
             _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
+
+
+def asked(ledger: Ledger, extra: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(words for all jobs, values of swept words) of what is typed behind resume=. Refuses what this sweep cannot take."""
+    more, added, _ = grid.split(extra)
+    stored = ledger.fields["swept"]
+    accept.check_stored(ledger)
+    chosen = [f"hydra/{part}={ledger.fields[part]}" for part in ("sweeper", "launcher") if part in ledger.fields]
+    foreign.check(grid.with_words(grid.with_words(chosen, ledger.fields["words"]), extra))
+    added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
+    more = [word for word in more if word.partition("=")[0] not in stored]
+    accept.check_more(ledger, more, added)
+    return more, added
+
+
+def pending(sweep: Sweep, job: Job, plain: list[str]) -> list[str]:
+    """What a job that has begun is continued with: these words for all jobs, by its share, and those it still waits for."""
+    keys = {word.partition("=")[0] for word in plain}
+    share = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
+    return grid.with_words(job.get("pending", []), share)
 
 
 def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
@@ -113,7 +118,7 @@ def _end(sweep: Sweep, stopped: bool) -> None:
     found = {status: sum(job["status"] == status for job in ledger.jobs) for status in ("new", *ENDED)}
     left = found["new"] + found["interrupted"] > 0
     status = "interrupted" if stopped else "failed" if found["failed"] else "interrupted" if left else "completed"
-    if status != ledger.fields["status"]:
+    if status != ledger.fields["status"] or ledger.behind:
         ledger.finish(status)
         sweep.report()
         if sys.stdout.isatty():
@@ -138,50 +143,9 @@ def _checked(composer: Composer, points: list[Point]) -> list[Config]:
     return configs
 
 
-def _check_hydra(tree: DictConfig, sweeper: str, launcher: str, counted: bool, shared: list[str]) -> None:
-    torchrun.check_launcher(launcher, tree.hydra.launcher)
-    if sweeper in COUNTED and not counted:
-        raise ValueError(
-            "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"
-        )
-    if sweeper != OURS and tree.sweep.zip:
-        raise ValueError("words go in pairs with our own sweeper only", f"sweep.zip hydra/sweeper={sweeper}", f"leave out hydra/sweeper={sweeper}")
-    if word := next((word for word in shared if word.startswith("hydra.sweep.subdir=")), None):
-        raise ValueError("jobs are named by their swept words", word, "leave it out; hydra.sweep.dir=DIR places the sweep")
-    if launcher == "local":
-        check_options(tree.hydra.launcher)
-
-
-def _is_plain(word: str) -> bool:
-    """Whether it sets no more than what a job's words may set, or chooses among plugins and their options."""
-    key = word.partition("=")[0].lstrip("+~")
-    ours = not key.startswith(HYDRA) or key in STORED or key.startswith(foreign.KEPT)
-    return ours and "${" not in word and "_target_" not in word
-
-
-def _lasting(words: list[str]) -> list[str]:
-    """What is written down. A word to Hydra that could start or open anything is not."""
-    for word in words:
-        if not _is_plain(word) and not word.lstrip("+~").startswith(HYDRA):
-            raise ValueError("the jobs of a sweep start at different times: nothing is looked up then", word, "write the value itself")
-        if not _is_plain(word):
-            print(f"{word} is not kept with the sweep: type it again behind resume=", file=sys.stderr)
-    return [word for word in words if _is_plain(word)]
-
-
-def _check_stored(ledger: Ledger) -> None:
-    """sweep.json is data."""
-    for word in [*ledger.fields["words"], *(f"{key}={value}" for key, values in ledger.fields["swept"].items() for value in values)]:
-        if not _is_plain(word):
-            raise ValueError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
-
-
-def _check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
-    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)])
-    if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
-        raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
-    if word := next((word for word in more if word.startswith(("sweep.", PLACE))), None):
-        raise ValueError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")
+def _warn(configs: list[Config], base: int, swept: Iterable[str]) -> None:
+    if odd := fair.unequal(configs, base, swept):
+        print(f"warning: {odd}", file=sys.stderr)
 
 
 def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path | None) -> None:
@@ -189,14 +153,18 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     swept = ledger.fields["swept"]
     shared = grid.with_words(ledger.fields["words"], more)
     composer = Composer(shared, conf or words_of.CONF)
-    zipped = composer.tree(ledger.jobs[0]["words"]).sweep.zip if ledger.jobs else []
-    points = grid.points({key: added.get(key, values) for key, values in swept.items()}, zipped) if added and ledger.fields["sweeper"] in COUNTED else []
+    first = composer.tree(ledger.jobs[0]["words"] if ledger.jobs else {})
+    accept.check_hydra(first, True, more)
+    points = (
+        grid.points({key: added.get(key, values) for key, values in swept.items()}, first.sweep.zip) if added and ledger.fields["sweeper"] in COUNTED else []
+    )
     _checked(composer, points)
+    _warn([composer.config(point) for point in [*(job["words"] for job in ledger.jobs if not is_lost(job)), *points]], ledger.fields["base_rows"], swept)
     plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA)]
     longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
     jobs = [job for job in ledger.jobs if not is_lost(job) and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
-    ledger.fields["words"] = _lasting(shared)
+    ledger.fields["words"] = accept.lasting(shared)
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
         ledger.add(point)
@@ -204,31 +172,10 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     for point in points:
         sweep.changed(ledger.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
-        keys = {word.partition("=")[0] for word in plain}
-        pending = grid.with_words(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
-        pending = grid.with_words(job.get("pending", []), pending)
+        words = pending(sweep, job, plain)
         moves = longer or job["status"] != "completed"
-        _check_begun(ledger.folder / job["name"], pending, moves)
+        accept.check_begun(ledger.folder / job["name"], words, moves)
         if moves:
-            job["pending"] = pending
+            job["pending"] = words
+            job["given"] = [*dict.fromkeys([*job.get("given", []), *words])]  # what else the job was continued with came from elsewhere
     ledger.write()
-
-
-def _check_begun(run: Path, words: list[str], moves: bool) -> None:
-    """Refuse what a run that has begun could not take, or, completed and not moved by it, would lack beside the jobs that get it."""
-    from runner.engine.identity import changes
-
-    before, after = (_facts(relaunch.planned(run, more).config) for more in ([], words))
-    found = changes(before, after)
-    if found["refused"]:
-        raise ValueError("jobs of this sweep have begun without it", f"{run.name}: {found['refused'][0]}", "leave the word out, or start another sweep with it")
-    if found["course"] and not moves:
-        raise ValueError(
-            "jobs of this sweep are completed without it", f"{run.name}: {found['course'][0]}", "start another sweep with it, or add train.max_steps=N to go on"
-        )
-
-
-def _facts(config: Config) -> dict[str, Any]:
-    tree = OmegaConf.structured(config)
-    values = {word: OmegaConf.select(tree, word) for word, kind in words_of.schema().items() if not is_dataclass(kind)}
-    return values | {"rows of a step": fair.rows_of(config)}

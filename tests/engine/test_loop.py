@@ -216,7 +216,7 @@ def test_a_wish_to_stop_is_heard_between_two_tries_of_a_step(make_run):
 @pytest.mark.parametrize("name, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_precision_is_what_the_matrices_are_multiplied_in(make_run, name, dtype):
     run, seen = make_run("pretrain", f"precision={name}"), set()
-    run.model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    run.model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     train_step(run, next(run.loader.steps(0)), lr=1e-3)
     assert seen == {dtype} and all(p.dtype == torch.float32 for p in run.model.parameters())
 

@@ -234,7 +234,7 @@ def test_numbers_stay_numbers_in_the_table(tmp_path: Path) -> None:
 
 
 def test_the_best_again_is_what_its_folder_was_started_with(tmp_path: Path) -> None:
-    words = ("data.path=/my data/it's.jsonl", "hydra.sweep.dir=/x", "hydra/launcher=local", "train.max_steps=5")
+    words = ("data.path=/my data/it's.jsonl", "sweep.zip=[optimizer.lr,seed]", "hydra.sweep.dir=/x", "hydra/launcher=local", "train.max_steps=5")
     folder = made_sweep(tmp_path, [job({LR: "1"}, falling(1.0)), job({LR: "2"}, falling(2.0))], words=words)
     again = "python runner/train.py 'data.path=/my data/it'\"'\"'s.jsonl' train.max_steps=5 optimizer.lr=1"
     assert f"the best again: {again}\n" in f"{compare.terminal(folder)}\n"
@@ -308,3 +308,37 @@ def test_report_prints_the_table_and_says_where_the_page_is(program, tmp_path: P
 def test_a_spread_of_one_has_no_deviation() -> None:
     only = points.Job("a", {}, "completed", final={"training": 2.0}, best={"training": (2.0, 1.0)})
     assert points.row({}, [only], "training").final == points.Spread(2.0, None, 1)
+
+
+def launched(run: Path, *launches: str) -> None:
+    """The words of each launch of a run, as its .hydra/ keeps them."""
+    for number, words in enumerate(launches, start=1):
+        place = run / ".hydra" / ("" if number == len(launches) else f"history/{number - 1:03d}")
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "overrides.yaml").write_text("".join(f"- {word}\n" for word in words.split()))
+
+
+def test_a_job_continued_by_hand_with_other_words_is_marked_wherever_it_stands(tmp_path: Path) -> None:
+    folder = made_sweep(tmp_path, [job({LR: "1"}, falling(1.0)), job({LR: "2"}, falling(2.0))])
+    launched(folder / f"{LR}=1", f"train.max_steps=20 {LR}=1", f"{LR}=1 train.max_steps=60", f"{LR}=1 train.max_steps=60 optimizer.weight_decay=0.2")
+    launched(folder / f"{LR}=2", f"train.max_steps=20 {LR}=2")
+    words = "train.max_steps=60 optimizer.weight_decay=0.2"
+    first, second = leaderboard(folder)
+    assert (first["continued_with"], second["continued_with"], first["rank"]) == (words, "", "1")
+    text = compare.terminal(folder)
+    assert text.count("completed, continued by hand") == 1 and f"{LR}=1: completed, continued with {words}" in text
+    assert f"the best again, continued with {words}: python" in text
+    page = (folder / "report.html").read_text()
+    assert f"The best job again ({LR}=1, continued with {words})" in page and page.count(f"continued with {words}") == 2
+
+
+def test_words_of_the_sweep_are_no_mark(tmp_path: Path) -> None:
+    """`resume=SWEEP train.max_steps=80` gives a job its share of them, and sweep.json says which; a number tried by hand in between counts."""
+    given = ["train.max_steps=20", "train.max_steps=30"]
+    jobs = [job({LR: str(number), "seed": "1"}, falling(1.0 + number), given=given) for number in (1, 2)] + [job({LR: "1", "seed": "2"}, falling(1.0))]
+    folder = made_sweep(tmp_path, jobs)
+    launched(folder / f"{LR}=1,seed=1", "train.max_steps=10", "train.max_steps=20", "train.max_steps=25", "train.max_steps=30")
+    launched(folder / f"{LR}=2,seed=1", "train.max_steps=10", "train.max_steps=20", "train.max_steps=30")
+    (folder / f"{LR}=1,seed=2" / ".hydra" / "history" / "000").mkdir(parents=True)
+    (folder / f"{LR}=1,seed=2" / ".hydra" / "overrides.yaml").write_text("- train.max_steps=10\n")  # its first words are lost
+    assert [row["continued_with"] for row in leaderboard(folder)] == ["seed=1: train.max_steps=25", "train.max_steps=25", "", ""]

@@ -20,7 +20,7 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 
-from runner.launch import children, elsewhere, foreign, sweep, underway
+from runner.launch import accept, children, elsewhere, foreign, sweep, underway
 from runner.launch.elsewhere import Ended, Saved
 from runner.launch.foreign import ForeignLauncher
 from runner.launch.launcher import JobFailed, Stopped
@@ -177,16 +177,30 @@ def test_what_is_not_installed_is_refused_with_the_line_to_type() -> None:
             assert line in refused.value.args[2]
 
 
+def test_no_job_of_a_sweep_is_trained_inside_a_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hydra's own sweeper asks a foreign launcher itself: neither sweep.json nor a lock would know of the jobs."""
+    monkeypatch.setattr(foreign, "find_spec", lambda name: object())
+    foreign.check(["hydra/sweeper=basic"])
+    for words in (["hydra/sweeper=basic", "hydra/launcher=joblib"], ["hydra/launcher=ray", "hydra/sweeper=basic"]):
+        with pytest.raises(ValueError, match="past the books") as refused:
+            foreign.check(words)
+        assert refused.value.args[2] == "leave out hydra/sweeper=basic"
+    told = {"words": [], "swept": {"seed": ["1"]}, "sweeper": "basic", "launcher": "local", "status": "interrupted", "base_rows": 1, "jobs": []}
+    (tmp_path / "sweep.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match="past the books"):
+        sweep.resume(tmp_path, ["hydra/launcher=joblib"], [], lambda: pytest.fail("it went on"))
+
+
 def test_a_sweep_keeps_counts_and_choices_and_nothing_that_could_run_code() -> None:
     for word in ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=9", "hydra.sweeper.sampler.seed=1", "hydra.launcher.gpus_per_node=2", "seed=1"):
-        assert sweep._is_plain(word), word
+        assert accept.is_plain(word), word
     for word in (
         "hydra.sweeper.custom_search_space=os.system",
         "hydra.sweeper.storage=sqlite:////etc/x",
         "hydra.launcher.setup=[reboot]",
         "hydra.job.env_set.A=b",
     ):
-        assert not any(sweep._is_plain(sign + word) for sign in ("", "+", "++")), word
+        assert not any(accept.is_plain(sign + word) for sign in ("", "+", "++")), word
     with pytest.raises(ValueError, match="pickles"):
         foreign.check(["hydra/sweeper/sampler=cmaes"])
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from runner.engine.run import Interrupted
-from runner.launch import children, door
+from runner.launch import children, door, launcher
 from runner.launch.children import Children, Slot, slots
 from runner.launch.ledger import Job, Ledger
 from runner.launch.sweep import _end
@@ -142,6 +142,15 @@ def test_the_machine_is_divided_among_the_workers(monkeypatch: pytest.MonkeyPatc
     assert [slot.devices for slot in slots(4, ["0", "1"])] == [["0"], ["1"], ["0"], ["1"]]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert slots(2, None)[0].threads is None
+
+
+def test_no_gpu_stays_idle_without_a_word() -> None:
+    assert [slot.devices for slot in slots(3, ["0", "1"])] == [["0"], ["1"], ["0"]]
+    with pytest.raises(ValueError, match="3 devices cannot be dealt out evenly among 2 workers") as refused:
+        launcher.check(["hydra.launcher.devices=[0,1,2]", "hydra.launcher.workers=2"])
+    assert refused.value.args[1:] == ("hydra.launcher.devices=[0,1,2] hydra.launcher.workers=2", "hydra.launcher.workers=3, or give 2 devices")
+    with pytest.raises(ValueError, match="dealt out evenly"):
+        launcher.check_options({"workers": 2, "devices": [0, 1, 2], "fail_fast": False, "retries": 0})
 
 
 def test_a_slot_reaches_its_job_and_our_own_wish_for_tracebacks_does_not(sweep: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from runner.launch import grid
 from runner.launch.compose import compose
-from runner.launch.ledger import Ledger, is_held
+from runner.launch.ledger import Ledger, diverged, is_held
 from runner.launch.record import Record
 from runner.launch.underway import is_due
+from runner.launch.words import ROOT
 
 POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed in ("1", "2")]
 
@@ -77,6 +79,12 @@ def test_a_job_that_diverged_is_left_alone_whatever_words_it_waits_for(sweep: Pa
     with Ledger.open(sweep) as ledger:
         ledger.mark(ledger.jobs[0], status="failed", loss="inf", pending=["train.max_steps=8"])
         assert not is_due(ledger.jobs[0])
+
+
+def test_every_end_that_asks_for_a_smaller_lr_counts_as_diverged() -> None:
+    """lr=5 ends at a loss that is finite, and worse than knowing nothing: to train it again would change nothing."""
+    said = re.findall(r'RunFailed\(f"(.*smaller optimizer.lr.*)"\)', (ROOT / "runner" / "engine" / "loop.py").read_text())
+    assert len(said) == 3 and all(diverged({"status": "failed", "error": error}) for error in said)
 
 
 def test_one_process_at_a_time_drives_a_sweep(sweep: Path) -> None:

@@ -49,6 +49,26 @@ def test_more_than_a_loss_is_read_from_the_last_line_of_metrics(tmp_path: Path, 
     assert good._return_value == [2.5, 7.0] and isinstance(bad._return_value, JobFailed)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"objectives": ["loss", "tokens_per_second"]},
+        {"direction": ["minimize", "maximize"]},
+        {"objectives": [], "direction": []},
+        {"direction": "minimise"},
+        {"n_trials": 0},
+        {"n_jobs": "many"},
+    ],
+)
+def test_what_optuna_would_stumble_over_is_refused(wrong: dict[str, Any]) -> None:
+    right = {"objectives": ["loss"], "direction": "minimize", "n_trials": 2, "n_jobs": 1}
+    study.check_options(right)
+    study.check_options({**right, "objectives": ["loss", "tokens"], "direction": ["minimize", "maximize"]})
+    with pytest.raises(ValueError) as refused:
+        study.check_options({**right, **wrong})
+    assert len(refused.value.args) == 3
+
+
 @pytest.mark.slow
 @needs_optuna
 def test_a_study_that_was_killed_continues_with_its_points_and_its_count(checkout: Path, program: Any, tmp_path: Path) -> None:
@@ -88,4 +108,4 @@ def test_loss_and_speed_together_have_a_front_and_need_a_direction_each(program:
     assert all(len(trial.values) == 2 for trial in trials(tmp_path / "sweep"))
     assert "solutions" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
     refused = program(*words, "hydra.sweep.dir=other")
-    assert refused.returncode == 2 and "each objective has a direction" in refused.stderr
+    assert refused.returncode == 2 and "each objective has a direction" in refused.stderr and not (tmp_path / "other").exists()

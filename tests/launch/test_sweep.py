@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -135,6 +136,52 @@ def test_a_finished_sweep_is_not_touched(whole: Path, launch: Launch, tmp_path: 
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_job_continued_by_hand_is_marked_once_the_sweep_looks_again_and_the_sweep_s_own_words_are_not(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.launch import compare, points, relaunch, sweep, underway
+
+    folder = tmp_path / "more"
+    shutil.copytree(whole, folder)
+    first = folder / "optimizer.lr=0.001,train.accumulation_steps=1"
+    with relaunch.kept(relaunch.planned(first, ["train.max_steps=70"])):
+        told = record(first)
+        (first / "run.json").write_text(json.dumps({**told, "step": 70, "metrics": {**told["metrics"], "val_loss": 1.0}}))
+    sweep.resume(folder, [], [], lambda: pytest.fail("there is nothing to run"))
+    assert sum("train.max_steps=70" in line for line in (folder / "leaderboard.csv").read_text().splitlines()) == 1
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    sweep.resume(folder, ["train.max_steps=80"], [], lambda: None)
+    for job in sweep_of(folder)["jobs"]:
+        with relaunch.kept(relaunch.planned(folder / job["name"], job["pending"])):
+            pass
+    assert {job.name: job.by_hand for job in points.read(folder).jobs} == {name: ["train.max_steps=70"] * (name == first.name) for name in NAMES}
+    assert "continued with train.max_steps=70" in compare.terminal(folder)
+
+
+def test_looking_at_a_sweep_shows_the_job_that_would_run_next_and_writes_nothing(whole: Path, program: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "a sweep"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "optimizer.lr=0.002,train.accumulation_steps=4")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def seen(*words: str) -> tuple[float, int, int]:
+        done = program(f"resume={folder}", *words, "--cfg", "job")
+        assert done.returncode == 0 and "one job of this sweep: " in done.stderr, done.stderr
+        other = shlex.split(done.stderr.partition("another: ")[2].splitlines()[0])[0].removeprefix("resume=")
+        assert Path(other, "run.json").is_file()
+        tree = yaml.safe_load(done.stdout)
+        return tree["optimizer"]["lr"], tree["train"]["accumulation_steps"], tree["train"]["max_steps"]
+
+    assert seen() == (0.002, 4, 15)
+    assert seen("train.max_steps=80", "train.accumulation_steps=1") == (0.002, 1, 80)
+    assert seen("optimizer.lr=3e-3") == (0.003, 4, 15)
+    told = program(f"resume={folder}", "--info", "defaults-tree", "optimizer.lr=1e-3")
+    assert told.returncode == 0 and "precision: fp32" in told.stdout, told.stderr
+    assert program(f"resume={folder}", "--cfg", "job", "model.hidden_sizes=2").returncode == 2
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.slow
 def test_new_points_are_trained_and_the_others_left_alone(whole: Path, launch: Launch, tmp_path: Path) -> None:
     folder = tmp_path / "more"
@@ -144,6 +191,21 @@ def test_new_points_are_trained_and_the_others_left_alone(whole: Path, launch: L
     assert set(statuses(folder)) == NAMES | {"optimizer.lr=0.003,train.accumulation_steps=4"}
     assert record(folder / "optimizer.lr=0.003,train.accumulation_steps=4")["step"] == 15
     assert {record(folder / name)["attempt"] for name in NAMES} == {1}
+
+
+def test_points_that_are_added_are_told_where_they_cannot_see_the_same_rows(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from runner.launch import sweep, underway
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    for extra, warned in ((["optimizer.lr=3e-3"], ""), (["train.accumulation_steps=16"], "60 x 2 = 120, 15 x 8 = 120, 4 x 32 = 128")):
+        shutil.copytree(whole, folder := tmp_path / extra[0])
+        with pytest.raises(SystemExit):
+            sweep.resume(folder, extra, [], lambda: None)
+        said = capsys.readouterr().err
+        assert warned in said and ("do not see the same rows" in said) == bool(warned)
 
 
 REFUSED = (["seed=1,2"], ["optimizer.lrr=1"], ["optimizer.lr=1e-3,x"], ["sweep.fix=steps"], ["hydra.sweep.dir=elsewhere"], ["train.max_steps=x"])
@@ -224,7 +286,7 @@ def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_p
 
 
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
-    from runner.launch.sweep import _lasting
+    from runner.launch.accept import lasting
 
     words = [
         "seed=1",
@@ -234,9 +296,9 @@ def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixt
         "hydra.sweeper.storage=postgresql://there",
         "hydra.callbacks.x=1",
     ]
-    assert _lasting(words) == words[:3] and capsys.readouterr().err.count("type it again") == 3
+    assert lasting(words) == words[:3] and capsys.readouterr().err.count("type it again") == 3
     with pytest.raises(ValueError, match="looked up"):
-        _lasting(["data.path=${oc.env:HOME}"])
+        lasting(["data.path=${oc.env:HOME}"])
 
 
 def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

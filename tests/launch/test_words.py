@@ -64,7 +64,6 @@ WRONG = [  # words, where it is said to be wrong
     (["data.path=???"], "data.path"),
     (["tracker.mode=never"], "tracker.mode=never"),
     (["stage.rows=preference"], "stage.rows=preference stage.objective=next_token"),
-    (["stage.lora={rank: 2}"], "stage.lora={rank: 2}"),
     (["stage=lora", "stage.lora={rankk: 2}"], "stage.lora.rankk"),
     (["stage=lora", "stage.lora.rank=0"], "stage.lora.rank=0"),
     (["train.max_steps=5", "schedule.warmup_steps=6"], "schedule.warmup_steps=6"),
@@ -92,6 +91,10 @@ def test_an_unknown_word_is_refused_with_the_nearest_known_one(word: str, meant:
 @pytest.mark.parametrize(("said", "where"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
 def test_a_wrong_word_is_refused_by_its_dotted_name(said: list[str], where: str) -> None:
     assert refused(*said)[1] == where
+
+
+def test_a_section_that_is_null_is_not_made_of_one_word() -> None:
+    assert refused("stage.lora={rank: 2}")[1] in ("stage.lora={rank: 2}", "stage.lora.alpha")  # omegaconf 2.3; 2.4 asks for the rest
 
 
 def test_every_section_has_an_unknown_word_above() -> None:

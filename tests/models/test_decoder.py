@@ -56,7 +56,8 @@ def test_each_model_has_the_parameters_its_name_promises(name: str) -> None:
 @pytest.mark.parametrize("changes", [{}, LLAMA, EXPERTS, BEST_TWO, YARN, YARN | LLAMA], ids=["qwen3", "llama", "moe", "moe_best_two", "yarn", "yarn_llama"])
 def test_the_logits_are_those_of_transformers(changes: dict[str, Any]) -> None:
     model, ids = random_model(**changes), tokens(2, 200)
-    assert apart(model(ids).logits, reference(model.cfg, model.state_dict())(ids).logits) < 1e-5
+    # Either adds in an order of its own, and lies up to 2.5e-5 from what fp64 says.
+    assert apart(model(ids).logits, reference(model.cfg, model.state_dict())(ids).logits) < 3e-5
 
 
 def test_yarn_changes_what_the_model_says() -> None:
@@ -206,3 +207,14 @@ def test_experts_are_the_weighted_sum_of_the_chosen() -> None:
         weights, chosen = shares[t].topk(2)
         expected = sum(w * layer.experts[int(e)](x[0, t]) for w, e in zip(weights / weights.sum(), chosen, strict=True))
         torch.testing.assert_close(y[0, t], expected)
+
+
+def test_an_expert_that_nobody_chose_has_a_gradient_all_the_same() -> None:
+    model = random_model(**EXPERTS)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # all shares equal: topk takes the first expert for every token
+    model(tokens(2, 8), labels=tokens(2, 8)).nll.sum().backward()
+    experts = [expert for layer in model.model.layers for expert in layer.mlp.experts]
+    assert all(p.grad is not None for expert in experts for p in expert.parameters())
+    assert sum(not expert.up_proj.weight.grad.any() for expert in experts) == 6  # three of four in each of two layers

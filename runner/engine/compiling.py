@@ -1,0 +1,36 @@
+"""Whether the layers are compiled: `train.compile=auto` decides from the words alone, so that a resumed run decides the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
+# Floating-point operations a run must plan before its compiled layers have won back what compiling them costs (docs/speed.md)
+PAYS = {"cpu": 1e14, "cuda": 3e16}  # of a processor: for each thread
+
+
+@dataclass(frozen=True)
+class Compiling:
+    mode: str  # off, or what torch.compile calls it
+    said: str  # for the header
+
+
+def decide(word: str, operations: float, device: torch.device, threads: int, experts: bool) -> Compiling:
+    if word != "auto":
+        return Compiling(word, word)
+    if experts:
+        return Compiling("off", "off (auto: what an expert gets has another size each time)")
+    pays = PAYS["cuda"] if device.type == "cuda" else PAYS["cpu"] * threads
+    planned = f"{operations:.1e} operations planned, {pays:.0e} pay for it"
+    return Compiling("default", f"default (auto: {planned})") if operations >= pays else Compiling("off", f"off (auto: {planned})")
+
+
+def keep_programs(cache: Path) -> None:
+    """Between runs, unless the user has a place for them: a layer that was compiled once is read in a second."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled"))

@@ -1,0 +1,51 @@
+"""Attention by matrix products against the kernel that looks at everything; and what compiling the layers costs: one program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import random_model, tokens
+from torch import Tensor
+
+from models.attention import confined
+from models.attention_cpu import attention
+
+
+def packed_lines(T: int) -> Tensor:
+    """Two lines of several sequences each, the second with padding."""
+    return torch.stack([torch.arange(T) // 50, torch.where(torch.arange(T) < T - T // 5, torch.arange(T) // 90, -1)])
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "made_again"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("T", [1, 8, 64, 72, 200])
+def test_blocks_give_what_the_whole_gives_forwards_and_backwards(T: int, packed: bool, keep: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, T, 16, requires_grad=True) for heads in (4, 2, 2))
+    mask = confined(packed_lines(T), dropout=0.0) if packed else None
+    found = attention(q, k, v, mask, keep)[0]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    weigh = torch.randn_like(expected)
+    for mine, theirs in zip(torch.autograd.grad(found, (q, k, v), weigh), torch.autograd.grad(expected, (q, k, v), weigh), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("lone", [False, True], ids=["lines", "one_line"])
+def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool) -> None:
+    programs = []
+    model = random_model().train()
+    model.compile_layers(lone=lone, backend=lambda graph, inputs: programs.append(graph) or graph)
+    for B, T in ((1, 64), (1, 56)) if lone else ((4, 64), (4, 56), (1, 64), (3, 128), (2, 200)):
+        ids, lines = tokens(B, T + 1), torch.arange(T).expand(B, T)
+        layout = {"sequences": lines // 20, "position_ids": lines % 20} if packed else {}
+        model(ids[:, :-1], labels=ids[:, 1:], summed=True, **layout).nll.backward()
+    assert len(programs) == 1
+
+
+def test_compiled_layers_are_for_training_alone() -> None:
+    model, ids = random_model(), tokens(2, 16)
+    model.compile_layers(lone=False, backend=lambda graph, inputs: pytest.fail("compiled"))
+    model(ids)
