@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from trainee import STEPS, code_of, config, launch, litter, record_of, room, steps_of, train, trained
+from trainee import code_of, config, launch, litter, record_of, room, steps_of, train, trained
 
 from runner.engine.verify import differences
 from runner.launch import processes, rank
@@ -115,11 +115,11 @@ def killed_somewhere(cfg, folder: Path, chance: random.Random, startup: float, s
     return not through
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_random_kills_of_ranks_and_their_parent_cost_no_bit(kills, tmp_path):
     chance, seen, runs = random.Random(kills), Counter(), 0
     with room(tmp_path) as place:
-        cfg = config(place, "distributed=ddp", "distributed.nproc=2", "train.max_steps=0")
+        cfg = config(place, "distributed=ddp", "distributed.nproc=2", "train.epochs=4")
         whole = place / "whole"
         began = time.monotonic()
         assert train(cfg, whole, forking) == 0, (place / "said").read_text()[-3000:]
@@ -135,5 +135,5 @@ def test_random_kills_of_ranks_and_their_parent_cost_no_bit(kills, tmp_path):
             Record.open(folder, resume=True).close()  # what a parent that was killed has left is swept up by whoever comes next
             assert differences(whole, folder) == []
             assert (steps_of(folder)[-1], trained(folder), litter(folder)) == (total, total, [])
-    print(f"{runs} runs, {dict(seen)}, {STEPS} steps on one rank")
+    print(f"{runs} runs, {dict(seen)}, {total} steps")
     assert seen["without progress"] < seen["kills"]

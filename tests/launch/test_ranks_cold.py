@@ -277,25 +277,26 @@ def test_two_torchruns_as_of_two_nodes_make_one_run(runs: Runs) -> None:
     assert runs.record("run")["step"] == 12 and "rank 1 of 2" in (runs / "run" / "logs" / "rank1.log").read_text()
 
 
-def words_to_continue(runs: Runs, name: str) -> list[str]:
-    """Where the kill came before there was anything to continue, the same words again."""
-    begun = (runs / name / "run.json").exists() and runs.record(name)["attempt"]
-    return [f"resume={runs / name}"] if begun else runs.words(name)
+def attempt_of(folder: Path) -> int:
+    """The newest that has made a step."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.loads(lines[-1])["attempt"] if lines and lines[-1].endswith("}") else 0
 
 
 @slow
 def test_cold_kills_of_ranks_and_their_parent_cost_no_bit(runs: Runs) -> None:
     """tests/engine/test_kill_ranks.py has fifty, of ranks that start faster."""
-    chance, folder = random.Random(8), runs / "run"
-    assert runs.to_end(*runs.words("whole")) == 0
-    for who, number, step in [("parent", 9, 0), ("parent", 15, 2), ("rank", 9, 4), ("parent", 9, 5), ("rank", 15, 7), ("rank", 9, 8), ("parent", 9, 10)]:
-        child = runs.launch(*words_to_continue(runs, "run"))
-        until(lambda step=step: has_stepped(folder, step) if step else (folder / "run.json").exists())
-        time.sleep(chance.uniform(0, 0.03))
-        ranks = ranks_of(folder)
-        os.kill(chance.choice(ranks) if who == "rank" else child.pid, number)
-        assert child.wait(PATIENCE) in {("parent", 9): {-9}, ("parent", 15): {75}, ("rank", 9): {1}, ("rank", 15): {75}}[who, number], runs.said.read_text()
+    chance, folder, longer = random.Random(8), runs / "run", ["train.max_steps=60", "train.save_every=1"]
+    assert runs.to_end(*runs.words("whole"), *longer) == 0
+    kills = [("parent", 9), ("rank", 9), ("parent", 15), ("rank", 15), ("parent", 9), ("rank", 9)]
+    for attempt, (who, number) in enumerate(kills, start=1):
+        child = runs.launch(*([f"resume={folder}"] if attempt > 1 else [*runs.words("run"), *longer]))
+        until(lambda attempt=attempt: attempt_of(folder) == attempt)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(chance.choice(ranks_of(folder)) if who == "rank" else child.pid, number)
+        assert child.wait(PATIENCE) == {("parent", 9): -9, ("parent", 15): 75, ("rank", 9): 1, ("rank", 15): 75}[who, number], runs.said.read_text()
         until(lambda: not is_held(folder))
         until(lambda: not processes_of(runs.place))
-    assert runs.to_end(*words_to_continue(runs, "run")) == 0, runs.said.read_text()
+    assert runs.to_end(f"resume={folder}") == 0, runs.said.read_text()
     assert differences(runs / "whole", folder) == []
