@@ -7,7 +7,6 @@ is the one of `--folder`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import shutil
 import statistics
@@ -16,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -119,10 +120,4 @@ if __name__ == "__main__":
     words.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=words.folder, prefix=".benchmark-") as place:
         found = table(Path(place))
-    print(found)
-    if words.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-checkpoint.md"
-        where.parent.mkdir(exist_ok=True)
-        where.write_text(
-            f"# What saving minimind_64m costs\n\n`python benchmarks/checkpoint.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
-        )
+    tell("checkpoint", "What saving minimind_64m costs", "python benchmarks/checkpoint.py --write", found, words.write)

@@ -6,7 +6,6 @@ A resumed run asks its loader for step 1,000,000 of an epoch of 10^8 rows; the s
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -14,6 +13,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -86,11 +87,4 @@ if __name__ == "__main__":
     if words.step:
         print(json.dumps(first_batch(words.step)))
     else:
-        found = table()
-        print(found)
-        if words.write:
-            where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-position.md"
-            where.parent.mkdir(exist_ok=True)
-            where.write_text(
-                f"# Resuming far into a run\n\n`python benchmarks/position.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
-            )
+        tell("position", "Resuming far into a run", "python benchmarks/position.py --write", table(), words.write)

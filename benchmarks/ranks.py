@@ -7,7 +7,6 @@ each, two ranks four. What is compared is tokens_per_second of metrics.jsonl wit
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -15,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, STEPS, WARM = 3, 12, 4
@@ -42,7 +43,9 @@ def table() -> str:
         for number in range(ROUNDS):  # taking turns: a busy machine disturbs all alike
             for place, (name, words) in enumerate(CASES.items()):
                 found[name].append(tokens_per_second(Path(temp, f"{number}.{place}"), words))
-    lines = ["| what | tokens/s, median (best) | beside one rank |", "|---|---|---|"]
+    about = "The default model on the shipped sample, one thread a rank, batches of 4 windows; medians of"
+    about += f" {ROUNDS} rounds of {STEPS - WARM} steps. Goal: two ranks at least 1.7 times one at accumulation 8."
+    lines = [about, "", "| what | tokens/s, median (best) | beside one rank |", "|---|---|---|"]
     for name, rates in found.items():
         ratio = statistics.median(rate / one for rate, one in zip(rates, found["one rank"], strict=True))
         lines.append(f"| {name} | {statistics.median(rates):,.0f} ({max(rates):,.0f}) | {ratio:.2f} |")
@@ -53,11 +56,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     words = parser.parse_args()
-    found = table()
-    print(found)
-    if words.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-ranks.md"
-        where.write_text(
-            f"# Ranks\n\n`python benchmarks/ranks.py --write`, {os.cpu_count()} cores. The default model on the shipped sample, one thread a rank,\n"
-            f"batches of 4 windows; medians of {ROUNDS} rounds of {STEPS - WARM} steps; goal: two ranks at least 1.7 times one at accumulation 8.\n\n{found}\n"
-        )
+    tell("ranks", "Ranks", "python benchmarks/ranks.py --write", table(), words.write)

@@ -8,7 +8,6 @@ written as a build writes it, with made-up tokens: what is measured does not loo
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib
 import json
 import os
@@ -18,6 +17,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -135,10 +136,4 @@ if __name__ == "__main__":
     words.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=words.folder, prefix=".benchmark-") as place:
         found = table(Path(place))
-    print(found)
-    if words.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-store.md"
-        where.parent.mkdir(exist_ok=True)
-        where.write_text(
-            f"# Starting on a prepared store\n\n`python benchmarks/store.py --write`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
-        )
+    tell("store", "Starting on a prepared store", "python benchmarks/store.py --write", found, words.write)

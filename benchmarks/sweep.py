@@ -7,7 +7,6 @@ Three questions, each asked of the command itself: how much faster two workers a
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -16,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -89,10 +90,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     words = parser.parse_args()
-    found = table()
-    print(found)
-    if words.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-sweep.md"
-        where.parent.mkdir(exist_ok=True)
-        load = os.getloadavg()[0]
-        where.write_text(f"# Sweeps\n\n`python benchmarks/sweep.py --write`, {os.cpu_count()} cores, load {load:.1f}.\n\n{found}\n")
+    tell("sweep", "Sweeps", "python benchmarks/sweep.py --write", table(), words.write)

@@ -8,7 +8,6 @@ a rendered template, a call of the tokenizer, a search for the ids that begin an
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -16,6 +15,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from kept import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -177,12 +178,5 @@ if __name__ == "__main__":
     words = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tokenise-") as place:
         found = "\n\n".join(table(path, words.rows, Path(place)) for path in words.path)
-    print(found)
-    if words.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-tokenise.md"
-        where.parent.mkdir(exist_ok=True)
-        where.write_text(
-            "# Tokenising once against tokenising in __getitem__\n\n"
-            f"`python benchmarks/tokenise.py --rows {words.rows} --path {' '.join(path.name for path in words.path)} --write`, "
-            f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n"
-        )
+    command = f"python benchmarks/tokenise.py --rows {words.rows} --path {' '.join(path.name for path in words.path)} --write"
+    tell("tokenise", "Tokenising once against tokenising in __getitem__", command, found, words.write)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 PAIRED, DIRECTIONS = ("objectives", "direction"), ("minimize", "maximize")
@@ -24,7 +24,7 @@ class StudySweeper(Sweeper):
 
         self.objectives = list(objectives)
         if OmegaConf.is_config(fields["sampler"]):  # Hydra 1.4 makes the sweeper only, 1.3 what it is made of, too
-            fields["sampler"] = instantiate(fields["sampler"])
+            fields["sampler"] = _sampler(OmegaConf.to_container(fields["sampler"], resolve=True))
         self.theirs = OptunaSweeper(**fields)
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
@@ -85,6 +85,15 @@ class Measuring(Launcher):
                 logged = {**_last_logged(sweep.ledger.folder / sweep.job_of(words)["name"]), "loss": found._return_value}
                 found._return_value = [logged.get(name) for name in self.objectives]
         return returns
+
+
+def _sampler(words: Any) -> Any:
+    """The sampler that a file of the plugin describes. Its class is one of these, whatever stands there."""
+    import optuna.samplers as known
+
+    classes = {f"optuna.samplers.{each.__name__}": each for each in (known.TPESampler, known.RandomSampler, known.GridSampler, known.NSGAIISampler)}
+    made = partial(classes[words["_target_"]], **{word: value for word, value in words.items() if word not in ("_target_", "_partial_")})
+    return made if words.get("_partial_") else made()  # a grid is told later what to go through
 
 
 def _last_logged(folder: Path) -> dict[str, Any]:

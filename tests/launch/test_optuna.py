@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 from test_foreign_launchers import TINY, begun, books, installed, until
 
 from runner.launch import foreign, study, underway
@@ -67,6 +68,18 @@ def test_what_optuna_would_stumble_over_is_refused(wrong: dict[str, Any]) -> Non
     with pytest.raises(ValueError) as refused:
         study.check_options({**right, **wrong})
     assert len(refused.value.args) == 3
+
+
+@needs_optuna
+def test_a_sampler_is_made_of_its_words_and_nothing_else_is() -> None:
+    """As Hydra 1.4 hands it over."""
+    from hydra_plugins.hydra_optuna_sweeper import config
+
+    for words in (config.TPESamplerConfig, config.RandomSamplerConfig, config.NSGAIISamplerConfig, config.GridSamplerConfig):
+        made = study._sampler(OmegaConf.to_container(OmegaConf.structured(words)))
+        assert f"{getattr(made, 'func', type(made)).__name__}Config" == words.__name__
+    with pytest.raises(KeyError):
+        study._sampler({"_target_": "os.system", "command": "true"})
 
 
 @pytest.mark.slow
