@@ -1,0 +1,260 @@
+"""Our step beside the machine's peak and beside other trainers: python benchmarks/speed.py [--path FILE] [--stage pretrain|sft] [--write].
+
+All cases in one run, each in a process of its own, a step of each in turn, so that whatever disturbs the machine disturbs all of them; medians
+over the rounds. The same model, data, tokenizer, lines and precision for all. Useful tokens are those that are no padding. Trainers that are not
+installed (`pip install lm-runner[bench]`: Hugging Face's Trainer and TRL) or not given (--minimind CHECKOUT, --litgpt CHECKOUT) are left out, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+LINES, LENGTH = 4, 512
+NEEDS = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
+HEAD = "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against the first |\n|---|---|---|---|---|---|---|---|"
+
+
+class Case:
+    """A process that makes one step whenever it is asked to."""
+
+    def __init__(self, name: str, precision: str, spec: dict) -> None:
+        self.name, self.precision, self.steps, self.filled = name, precision, list[dict](), 1.0
+        began = time.perf_counter()
+        words = json.dumps(spec | {"case": name, "precision": precision})
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "benchmarks" / "speed_cases.py"), words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
+        self.failed = "error" in self.step()
+        self.first = time.perf_counter() - began
+        if not self.failed:
+            self.step()  # the second one still grows memory and caches
+            self.steps.clear()
+
+    def ask(self, word: str) -> dict:
+        assert self.process.stdin and self.process.stdout
+        try:
+            print(word, file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        return json.loads(line) if line else {"error": self.last_words()}
+
+    def step(self) -> dict:
+        self.steps.append(self.ask("step"))
+        return self.steps[-1]
+
+    def last_words(self) -> str:
+        self.errors.seek(0)
+        return next((line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a word")
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+    def median(self, of: Any) -> float:
+        return statistics.median(of(step) for step in self.steps)
+
+
+def neutral_files(asked: argparse.Namespace, folder: str) -> dict[str, str]:
+    """The rows as the other trainers read them: MiniMind's conversations, TRL's messages, or texts."""
+    from data.formats import Source
+    from data.shapes import Chat, recognise
+
+    source, rows = Source.open(asked.path), "text" if asked.stage == "pretrain" else "chat"
+    files = {name: str(Path(folder) / f"{name}.jsonl") for name in ("rows", "messages")}
+    with open(files["rows"], "w", encoding="utf-8") as theirs, open(files["messages"], "w", encoding="utf-8") as messages:
+        for place, row in source.rows():
+            item = recognise(row, rows, source.where(place)).read(row, source.where(place))
+            if isinstance(item, Chat):
+                turns = [{"role": turn["role"], "content": turn["content"]} for turn in item.messages]
+                print(json.dumps({"messages": turns}, ensure_ascii=False), file=messages)
+                theirs_row: dict = {"conversations": [turn | dict.fromkeys(("reasoning_content", "tools", "tool_calls"), "") for turn in turns]}
+            else:
+                theirs_row = {"text": item.text}
+                print(json.dumps(theirs_row, ensure_ascii=False), file=messages)
+            print(json.dumps(theirs_row, ensure_ascii=False), file=theirs)
+    return files
+
+
+def why_not(name: str, asked: argparse.Namespace) -> str | None:
+    """Why a case cannot be run here."""
+    trainer = name.split()[0]
+    if trainer == "MiniMind's" and not asked.minimind:
+        return "no checkout given: --minimind PATH"
+    if trainer == "litgpt," and not asked.litgpt:
+        return "no checkout given: --litgpt PATH"
+    missing = [package for package in NEEDS.get(trainer, ()) if importlib.util.find_spec(package) is None]
+    return f"{', '.join(missing)} not installed: pip install lm-runner[bench]" if missing else None
+
+
+def measure(cases: list[Case], rounds: int) -> None:
+    for number in range(rounds):
+        for case in cases:
+            case.step()
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    for case in cases:
+        if case.name != "machine":
+            counted = case.ask("fill")
+            case.filled = counted["useful"] / counted["computed"]
+
+
+def speed(step: dict) -> float:
+    return step["computed"] / step["seconds"]
+
+
+def found(cases: list[Case], precision: str) -> Iterator[dict[str, Any]]:
+    """One line for each case."""
+    mine = [case for case in cases if case.precision == precision]
+    machine = next(case for case in mine if case.name == "machine")
+    trainers = [case for case in mine if case.name != "machine"]
+    for case in trainers:
+        # Each round's ratio, and their median: what disturbs a round disturbs both.
+        share = statistics.median(
+            one["flops"] / one["seconds"] / (peak["flops"] / peak["seconds"]) for one, peak in zip(case.steps, machine.steps, strict=True)
+        )
+        ratio = statistics.median(speed(one) / speed(other) for one, other in zip(case.steps, trainers[0].steps, strict=True))
+        yield {
+            "precision": precision,
+            "case": case.name,
+            "useful_tokens_per_second": case.median(speed) * case.filled,
+            "raw_tokens_per_second": case.median(speed),
+            "filled": case.filled,
+            "share_of_peak": share,
+            "peak_memory_mb": max(step["memory"] for step in case.steps),
+            "first_step_seconds": case.first,
+            "useful_against_first": ratio * case.filled / trainers[0].filled,
+        }
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    rows = [
+        f"| {line['case']} | {line['useful_tokens_per_second']:,.0f} | {line['raw_tokens_per_second']:,.0f} | {line['filled']:.1%} | "
+        f"{line['share_of_peak']:.1%} | {line['peak_memory_mb']:,.0f} | {line['first_step_seconds']:.1f} | "
+        f"{line['useful_against_first']:.2f} |"
+        for line in lines
+    ]
+    return "\n".join([HEAD, *rows])
+
+
+def spec_of(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """What every case is told."""
+    from models.decoder import Decoder
+    from runner.launch.compose import compose
+
+    words = [
+        f"stage={asked.stage}", "init_from=scratch", "data=own", f"data.path={Path(asked.path).resolve()}", f"data.tokenizer={Path(asked.tokenizer).resolve()}", "data.val_path=null",
+        "data.val_fraction=0", f"data.max_length={LENGTH}", "data.num_workers=0", f"data.cache={folder}/cache", f"model={asked.model}", f"train.batch_size={LINES}",
+        "optimizer=adamw", "tracker.console=quiet", *asked.words,
+    ]  # fmt: skip
+    import torch
+
+    model = compose(words).model
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(model).parameters())
+    from data.tokenizer import Tokenizer
+
+    tokenizer = str(Path(asked.tokenizer).resolve())
+    told = {
+        "words": words,
+        "model": dataclasses.asdict(model),
+        "parameters": parameters,
+        "tokenizer": tokenizer,
+        "pad_id": Tokenizer.load(Path(tokenizer)).pad_id,
+    }
+    places = {name: str(Path(path).resolve()) for name in ("minimind", "litgpt") if (path := getattr(asked, name))}
+    return told | places | {"stage": asked.stage, "lines": LINES, "length": LENGTH, "neutral": neutral_files(asked, folder)}
+
+
+def started(asked: argparse.Namespace, folder: str) -> tuple[list[Case], list[str]]:
+    """The cases that can run here, each past its first steps, and what is said of the others."""
+    from speed_cases import CASES
+
+    spec, cases, said = spec_of(asked, folder), list[Case](), list[str]()
+    for precision in asked.precision.split(","):
+        for name in CASES:
+            if name != "machine" and asked.cases and not any(word in name for word in asked.cases.split("+")):
+                continue
+            if reason := why_not(name, asked):
+                said.append(f"left out: {name}, {precision}: {reason}")
+                continue
+            case = Case(name, precision, spec)
+            print(f"{name}, {precision}: first step after {case.first:.1f} s", file=sys.stderr)
+            if case.failed:
+                said.append(f"failed: {name}, {precision}: {case.steps[-1]['error']}")
+                case.close()
+            else:
+                cases.append(case)
+    return cases, sorted(set(said))
+
+
+def main(asked: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        cases, said = started(asked, folder)
+        try:
+            measure(cases, asked.rounds)
+        finally:
+            for case in cases:
+                case.close()
+    lines = [line for precision in asked.precision.split(",") for line in found(cases, precision)]
+    machine = {
+        case.precision: {
+            "gflops": case.median(lambda step: step["flops"] / step["seconds"]) / 1e9,
+            "copy_gb_per_second": case.median(lambda step: step["copied"]) / 1e9,
+        }
+        for case in cases
+        if case.name == "machine"
+    }
+    about = {
+        "command": f"python benchmarks/speed.py --path {Path(asked.path).name} --stage {asked.stage} --rounds {asked.rounds} {' '.join(asked.words)}".strip(),
+        "date": str(datetime.date.today()), "model": asked.model, "lines": LINES, "length": LENGTH, "rounds": asked.rounds, "cores": os.cpu_count(),
+        "load": os.getloadavg()[0], "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+    }  # fmt: skip
+    if asked.json:
+        for line in [about, {"machine": machine}, *lines, *({"said": line} for line in said)]:
+            print(json.dumps(line, ensure_ascii=False))
+    parts = [f"{precision} (peak {machine[precision]['gflops']:,.0f} GFLOP/s, copy {machine[precision]['copy_gb_per_second']:.0f} GB/s)\n\n"
+             f"{table([line for line in lines if line['precision'] == precision])}" for precision in machine]  # fmt: skip
+    text = "\n\n".join([f"`{about['command']}`, {json.dumps({name: value for name, value in about.items() if name != 'command'})}", *parts, *said]) + "\n"
+    if not asked.json:
+        print(text)
+    if asked.write:
+        where = ROOT / "benchmarks" / "results"
+        with open(where / f"{about['date']}-speed.md", "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        with open(where / f"{about['date']}-speed.json", "a", encoding="utf-8") as file:
+            file.write(json.dumps(about | {"machine": machine, "cases": lines, "said": said}, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--path", default=str(ROOT / "data" / "samples" / "pretrain.jsonl"))
+    parser.add_argument("--stage", default="pretrain", choices=["pretrain", "sft"])
+    parser.add_argument("--model", default="minimind_26m")
+    parser.add_argument("--tokenizer", default=str(ROOT / "data" / "samples" / "tokenizer"), help="folder of the tokenizer that all use")
+    parser.add_argument("--precision", default="fp32,bf16")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--cases", help="only those whose name holds one of these: ours+MiniMind")
+    parser.add_argument("--minimind", help="a checkout of github.com/jingyaogong/minimind")
+    parser.add_argument("--litgpt", help="a checkout of github.com/Lightning-AI/litgpt")
+    parser.add_argument("--json", action="store_true", help="one line for each case instead of a table")
+    parser.add_argument("--write", action="store_true", help="keep table and numbers in benchmarks/results/")
+    parser.add_argument("words", nargs="*", help="words of train.py on top")
+    main(parser.parse_args())
