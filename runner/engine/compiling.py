@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +27,16 @@ def decide(word: str, operations: float, device: torch.device, threads: int, exp
         return Compiling(word, word)
     if experts:
         return Compiling("off", "off (auto: what an expert gets has another size each time)")
+    if not compiler():
+        return Compiling("off", "off (auto: there is no C++ compiler, g++ or what CXX names)")
     pays = PAYS["cuda"] if device.type == "cuda" else PAYS["cpu"] * threads
     planned = f"{operations:.1e} operations planned, {pays:.0e} pay for it"
     return Compiling("default", f"default (auto: {planned})") if operations >= pays else Compiling("off", f"off (auto: {planned})")
+
+
+def compiler() -> str | None:
+    """What torch translates its programs with."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def keep_programs(cache: Path) -> None:

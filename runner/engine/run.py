@@ -136,6 +136,8 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     place = (world.rank, world.size, world.device.type == "cuda")
     loader = loader_of(feed.train, cfg, tokenizer, rows, *place)
     compiled = decide(cfg.train.compile, planned(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
+    if cfg.train.compile == "auto":
+        known["environment.compiled"] = compiled.mode  # a run that is made longer, or finds no compiler, may decide anew
     return Run(
         cfg=cfg,
         folder=folder,

@@ -11,7 +11,8 @@ from runner.engine.loop import header, train
 
 @pytest.fixture(autouse=True)
 def own_place(monkeypatch):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that whatever a test leaves there is taken back
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
 def test_a_short_run_is_not_compiled_and_a_long_one_is(make_run):
@@ -41,3 +42,9 @@ def test_what_the_user_says_is_done_and_experts_are_left_alone():
     for word in ("off", "default", "max-autotune"):
         assert compiling.decide(word, 0.0, device, threads=2, experts=False).mode == word
     assert compiling.decide("auto", 1e30, device, threads=2, experts=True).mode == "off"
+
+
+def test_without_a_compiler_auto_compiles_nothing(monkeypatch):
+    assert compiling.decide("auto", 1e30, torch.device("cpu"), threads=2, experts=False).mode == "default"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert compiling.decide("auto", 1e30, torch.device("cpu"), threads=2, experts=False).mode == "off"
