@@ -93,7 +93,7 @@ def stopped(folder, words, at) -> list[dict]:
     ("size", "words"),
     [
         (2, ["distributed=ddp"]),
-        (2, ["distributed=fsdp", "precision=bf16"]),
+        pytest.param(2, ["distributed=fsdp", "precision=bf16"], marks=pytest.mark.slow),
         pytest.param(3, ["distributed=ddp", *MOE], marks=pytest.mark.slow),
         pytest.param(3, ["distributed=fsdp", "data.packing=pack"], marks=pytest.mark.slow),
         pytest.param(4, ["distributed=fsdp", "distributed.shard=2", "distributed.replicate=2"], marks=pytest.mark.slow),
@@ -104,14 +104,14 @@ def stopped(folder, words, at) -> list[dict]:
 )
 def test_stopping_ranks_and_resuming_them_changes_no_bit(tmp_path, words_of, on_ranks, size, words):
     said = words_of("pretrain", *RESTLESS, *words, rows=ROWS)
-    on_ranks(size, [{"folder": str(tmp_path / "whole"), "words": said}])
+    halves = [stopped(tmp_path / f"stopped{at}", said, at) for at in (1, 5)]
+    on_ranks(size, [{"folder": str(tmp_path / "whole"), "words": said}, *(first for first, _ in halves)])
+    on_ranks(size, [second for _, second in halves])
     for at in (1, 5):
-        first, second = stopped(tmp_path / f"stopped{at}", said, at)
-        on_ranks(size, [first])
-        on_ranks(size, [second])
         assert differences(tmp_path / "whole", tmp_path / f"stopped{at}") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [["ddp", "fsdp"], ["fsdp", "ddp"]])
 def test_a_run_that_goes_over_one_two_four_and_one_rank_walks_as_if_it_had_not(tmp_path, words_of, make_run, on_ranks, logged, weights, kinds):
     words = ["train.max_steps=20", "train.batch_size=4", "train.accumulation_steps=2"]
@@ -155,6 +155,7 @@ def test_a_checkpoint_is_the_same_files_and_names_however_many_ranks_wrote_it(tm
         assert all(torch.equal(final[name], tensor) for name, tensor in weights(tmp_path / kind).items())
 
 
+@pytest.mark.slow
 def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, logged):
     words = ["train.max_steps=4", "train.eval_every=2", "train.sample_every=2", "train.sample_tokens=4", "data.val_fraction=0.2", "stage.prompts=[hello]"]
     train(make_run("pretrain", *words, folder="one"))
@@ -166,6 +167,7 @@ def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, l
         assert len((tmp_path / kind / "samples.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, words_of, on_ranks, logged):
     said = words_of("pretrain", "train.max_steps=6", "train.batch_size=2", rows=ROWS)
     on_ranks(2, [{"folder": str(tmp_path / kind), "words": [*said, f"distributed={kind}"], "poison": {"rank": 1, "step": 3}} for kind in ("ddp", "fsdp")])
