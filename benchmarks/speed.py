@@ -22,12 +22,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kept import tell
+
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 LINES, LENGTH = 4, 512
+CLOCKS = ("seconds", "cpu")  # processor time tells of a busy machine nothing; with OMP_NUM_THREADS=1 no thread waits for another in it
 NEEDS = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
-HEAD = "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against the first |\n|---|---|---|---|---|---|---|---|"
+HEAD = (
+    "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against the first | share of peak, processor time | useful, processor time |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
+)
 
 
 class Case:
@@ -116,8 +122,12 @@ def measure(cases: list[Case], rounds: int) -> None:
             case.filled = counted["useful"] / counted["computed"]
 
 
-def speed(step: dict) -> float:
-    return step["computed"] / step["seconds"]
+def speed(step: dict, clock: str = "seconds") -> float:
+    return step["computed"] / step[clock]
+
+
+def work(step: dict, clock: str = "seconds") -> float:
+    return step["flops"] / step[clock]
 
 
 def found(cases: list[Case], precision: str) -> Iterator[dict[str, Any]]:
@@ -126,21 +136,23 @@ def found(cases: list[Case], precision: str) -> Iterator[dict[str, Any]]:
     machine = next(case for case in mine if case.name == "machine")
     trainers = [case for case in mine if case.name != "machine"]
     for case in trainers:
-        # Each round's ratio, and their median: what disturbs a round disturbs both.
-        share = statistics.median(
-            one["flops"] / one["seconds"] / (peak["flops"] / peak["seconds"]) for one, peak in zip(case.steps, machine.steps, strict=True)
+        shares, ratios = (
+            # Each round's ratio, and their median: what disturbs a round disturbs both.
+            {clock: statistics.median(pace(one, clock) / pace(other, clock) for one, other in zip(case.steps, beside.steps, strict=True)) for clock in CLOCKS}
+            for pace, beside in ((work, machine), (speed, trainers[0]))
         )
-        ratio = statistics.median(speed(one) / speed(other) for one, other in zip(case.steps, trainers[0].steps, strict=True))
         yield {
             "precision": precision,
             "case": case.name,
             "useful_tokens_per_second": case.median(speed) * case.filled,
             "raw_tokens_per_second": case.median(speed),
             "filled": case.filled,
-            "share_of_peak": share,
+            "share_of_peak": shares["seconds"],
             "peak_memory_mb": max(step["memory"] for step in case.steps),
             "first_step_seconds": case.first,
-            "useful_against_first": ratio * case.filled / trainers[0].filled,
+            "useful_against_first": ratios["seconds"] * case.filled / trainers[0].filled,
+            "share_of_peak_cpu": shares["cpu"],
+            "useful_against_first_cpu": ratios["cpu"] * case.filled / trainers[0].filled,
         }
 
 
@@ -148,7 +160,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     rows = [
         f"| {line['case']} | {line['useful_tokens_per_second']:,.0f} | {line['raw_tokens_per_second']:,.0f} | {line['filled']:.1%} | "
         f"{line['share_of_peak']:.1%} | {line['peak_memory_mb']:,.0f} | {line['first_step_seconds']:.1f} | "
-        f"{line['useful_against_first']:.2f} |"
+        f"{line['useful_against_first']:.2f} | {line['share_of_peak_cpu']:.1%} | {line['useful_against_first_cpu']:.2f} |"
         for line in lines
     ]
     return "\n".join([HEAD, *rows])
@@ -216,31 +228,38 @@ def main(asked: argparse.Namespace) -> None:
     lines = [line for precision in asked.precision.split(",") for line in found(cases, precision)]
     machine = {
         case.precision: {
-            "gflops": case.median(lambda step: step["flops"] / step["seconds"]) / 1e9,
+            "gflops": case.median(work) / 1e9,
             "copy_gb_per_second": case.median(lambda step: step["copied"]) / 1e9,
         }
         for case in cases
         if case.name == "machine"
     }
     about = {
-        "command": f"python benchmarks/speed.py --path {Path(asked.path).name} --stage {asked.stage} --rounds {asked.rounds} {' '.join(asked.words)}".strip(),
-        "date": str(datetime.date.today()), "model": asked.model, "lines": LINES, "length": LENGTH, "rounds": asked.rounds, "cores": os.cpu_count(),
-        "load": os.getloadavg()[0], "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
+        "command": command_of(asked), "date": str(datetime.date.today()), "model": asked.model, "lines": LINES, "length": LENGTH, "rounds": asked.rounds,
+        "cores": os.cpu_count(), "load": os.getloadavg()[0], "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY"),
     }  # fmt: skip
+    name = f"speed-{Path(asked.path).stem}-{asked.precision.replace(',', '-')}"
     if asked.json:
-        for line in [about, {"machine": machine}, *lines, *({"said": line} for line in said)]:
-            print(json.dumps(line, ensure_ascii=False))
-    parts = [f"{precision} (peak {machine[precision]['gflops']:,.0f} GFLOP/s, copy {machine[precision]['copy_gb_per_second']:.0f} GB/s)\n\n"
-             f"{table([line for line in lines if line['precision'] == precision])}" for precision in machine]  # fmt: skip
-    text = "\n\n".join([f"`{about['command']}`, {json.dumps({name: value for name, value in about.items() if name != 'command'})}", *parts, *said]) + "\n"
-    if not asked.json:
-        print(text)
+        found_text = "\n".join(json.dumps(line, ensure_ascii=False) for line in [about, {"machine": machine}, *lines, *({"said": line} for line in said)])
+    else:
+        parts = [
+            f"{precision}, {LINES} x {LENGTH}; matrix product {machine[precision]['gflops']:,.0f} GFLOP/s, copy {machine[precision]['copy_gb_per_second']:.0f} GB/s:\n\n"
+            f"{table([line for line in lines if line['precision'] == precision])}"
+            for precision in machine
+        ]
+        found_text = "\n\n".join([*parts, *said])
+    tell(name, f"A step of {asked.model} beside others, {asked.stage}", about["command"], found_text, asked.write and not asked.json)
     if asked.write:
-        where = ROOT / "benchmarks" / "results"
-        with open(where / f"{about['date']}-speed.md", "a", encoding="utf-8") as file:
-            file.write(text + "\n")
-        with open(where / f"{about['date']}-speed.json", "a", encoding="utf-8") as file:
-            file.write(json.dumps(about | {"machine": machine, "cases": lines, "said": said}, ensure_ascii=False) + "\n")
+        kept = about | {"machine": machine, "cases": lines, "said": said}
+        (ROOT / "benchmarks" / "results" / f"{about['date']}-{name}.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def command_of(asked: argparse.Namespace) -> str:
+    """What anybody types to have this made again; where the checkouts lie is theirs to say."""
+    flags = {"path": Path(asked.path).name, "stage": asked.stage, "model": asked.model, "precision": asked.precision, "rounds": asked.rounds}
+    flags |= {"cases": f'"{asked.cases}"'} if asked.cases else {}
+    flags |= {name: "CHECKOUT" for name in ("minimind", "litgpt") if getattr(asked, name)}
+    return " ".join(["python benchmarks/speed.py", *(f"--{name} {value}" for name, value in flags.items()), *asked.words])
 
 
 if __name__ == "__main__":

@@ -49,14 +49,15 @@ class Gate:
                 counts = [count(batch)[:2] for batch in itertools.islice(batches, COUNTED)]
                 self.tell(useful=sum(useful for useful, _ in counts), computed=sum(computed for _, computed in counts))
                 continue
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.process_time()
             batch = next(batches, None)
             if batch is None:
                 self.tell(error="the data is used up: give more of it")
                 os._exit(1)
             useful, computed, lengths = count(batch)
             yield batch
-            self.tell(seconds=time.perf_counter() - began, useful=useful, computed=computed, flops=self.flops(computed, lengths), memory=memory())
+            spent, work = time.perf_counter() - began, time.process_time() - worked
+            self.tell(seconds=spent, cpu=work, useful=useful, computed=computed, flops=self.flops(computed, lengths), memory=memory())
 
     def flops(self, computed: int, lengths: list[int]) -> float:
         """Of forward and backward; attention looks back only, and only at what it has to."""
@@ -247,7 +248,7 @@ def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = torch.compile(model) if compiled else model
     data = torch.tensor(windows(spec))
-    for lines in gate.through(forever({"input_ids": part} for part in data.split(spec["lines"]) if len(part) == spec["lines"]), all_of):
+    for lines in gate.through(forever([{"input_ids": part} for part in data.split(spec["lines"]) if len(part) == spec["lines"]]), all_of):
         ids = lines["input_ids"]
         with torch.autocast("cpu", torch.bfloat16, enabled=spec["precision"] == "bf16"):
             loss = torch.nn.functional.cross_entropy(forward(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -267,19 +268,19 @@ def machine(spec: dict, gate: Gate) -> None:
     source = torch.ones(1 << 26, device=kind)
     target = torch.empty_like(source)
 
-    def pace(work: Callable[[], object]) -> float:
-        """Seconds each time, over as long a stretch as a step: what disturbs the one disturbs the other."""
-        began, times = time.perf_counter(), 0
+    def pace(work: Callable[[], object]) -> tuple[float, float]:
+        """Seconds and processor seconds each time, over as long a stretch as a step: what disturbs the one disturbs the other."""
+        began, worked, times = time.perf_counter(), time.process_time(), 0
         while (spent := time.perf_counter() - began) < SECONDS:
             work()
             if kind == "cuda":
                 torch.cuda.synchronize()
             times += 1
-        return spent / times
+        return spent / times, (time.process_time() - worked) / times
 
     while gate.wait():
-        product, copy = pace(lambda: a @ b), pace(lambda: target.copy_(source))
-        gate.tell(seconds=product, useful=0, computed=0, flops=2.0 * size**3, copied=2 * source.nbytes / copy, memory=memory())
+        (product, cpu), (copy, _) = pace(lambda: a @ b), pace(lambda: target.copy_(source))
+        gate.tell(seconds=product, cpu=cpu, useful=0, computed=0, flops=2.0 * size**3, copied=2 * source.nbytes / copy, memory=memory())
 
 
 CASES: dict[str, Callable[[dict, Gate], None]] = {
