@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 
 from runner.engine.config import Config
@@ -48,7 +47,8 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
             words = [*(word for word in shared if not word.lstrip("+~").startswith(HYDRA)), *groups]
             snapshot.take(folder, words) if first else snapshot.add(folder, words, words_of.CONF)
         ledger.write()  # from here on the sweep can be continued, with all its jobs
-        _run(Sweep(ledger), typed, flags, app)
+        with snapshot.laid_out(folder) as conf:
+            _run(Sweep(ledger, conf), typed, flags, app)
 
 
 def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
         changed = snapshot.differences(folder)
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
-        with snapshot.laid_out(folder) if changed else nullcontext() as conf:
+        with snapshot.laid_out(folder) as conf:
             if added or more:
                 _extend(ledger, more, added, conf)
             sweep = Sweep(ledger, conf)
@@ -68,7 +68,8 @@ def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], N
                 *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
                 *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
             ]
-            _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
+            from_copy = ["--config-path", str(conf)] if changed else []  # a swept choice may be of a file that is gone from today's
+            _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN), *from_copy], app)
 
 
 def asked(ledger: Ledger, extra: list[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -96,8 +97,6 @@ def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], Non
     torchrun.keep(ledger.folder)
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
-    if sweep.conf:  # a swept choice may be of a file that is gone from today's
-        flags = [*flags, "--config-path", str(sweep.conf)]
     sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(PLACE)), PLACE + quoted(str(ledger.folder))]
     register()
     ledger.finish("running")
@@ -148,11 +147,11 @@ def _warn(configs: list[Config], base: int, swept: Iterable[str]) -> None:
         print(f"warning: {odd}", file=sys.stderr)
 
 
-def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path | None) -> None:
+def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
     """New points, and new words for all jobs. Checked as a whole before anything is written."""
     swept = ledger.fields["swept"]
     shared = grid.with_words(ledger.fields["words"], more)
-    composer = Composer(shared, conf or words_of.CONF)
+    composer = Composer(shared, conf)
     first = composer.tree(ledger.jobs[0]["words"] if ledger.jobs else {})
     accept.check_hydra(first, True, more)
     points = (

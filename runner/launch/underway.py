@@ -11,13 +11,12 @@ from omegaconf import OmegaConf
 
 from runner.engine.config import Config
 from runner.engine.disk import make_folder, replace
-from runner.launch import compare, fair, grid, snapshot, stored
+from runner.launch import compare, fair, grid, refusal, snapshot, stored
 from runner.launch import words as words_of
 from runner.launch.children import Children
 from runner.launch.grid import Composer
 from runner.launch.ledger import Job, Ledger, begun, read_run
 from runner.launch.record import Record
-from runner.launch.words import quoted
 
 current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
 
@@ -25,10 +24,10 @@ current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
 class Sweep:
     """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
 
-    def __init__(self, ledger: Ledger, conf: Path | None = None) -> None:
-        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, where today's is another
+    def __init__(self, ledger: Ledger, conf: Path = words_of.CONF) -> None:
+        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, laid out; today's may be another before the next job begins
         self.shared: list[str] = ledger.fields["words"]
-        self.composer = Composer(self.shared, conf or words_of.CONF)
+        self.composer = Composer(self.shared, conf)
         self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
         self._complained = False
 
@@ -58,18 +57,21 @@ class Sweep:
         folder = self.ledger.folder / job["name"]
         if begun(read_run(folder)):
             return [f"resume={folder}", *job.get("pending", [])]
-        if self.conf:
-            self._lay(folder, self.plain_words(job), self.conf)
-            return [f"resume={folder}"]
-        return [*self.plain_words(job), f"hydra.run.dir={quoted(str(folder))}"]
+        try:
+            self._lay(job, folder)
+        except (ValueError, OSError) as error:  # another trains there, or the disk is full: the job will say so itself, and its sweep goes on
+            print(f"warning: {job['name']} cannot be prepared: {error.args[0] if refusal.is_refusal(error) else error}", file=sys.stderr)
+        return [f"resume={folder}"]
 
-    def _lay(self, folder: Path, words: list[str], conf: Path) -> None:
-        """A run that has not begun, composed as it would have been when the sweep was started."""
+    def _lay(self, job: Job, folder: Path) -> None:
+        """A run that has not begun, composed from the files and words of the sweep, whatever conf/ says by now."""
+        words, tree = self.plain_words(job), self.composer.of_the_job(job["words"] | self.changed(job))
+        config = stored.lasting(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with Record.open(folder):
             make_folder(folder / ".hydra")
             replace(folder / stored.WORDS, yaml.safe_dump(words).encode())
-            replace(folder / stored.CONFIG, OmegaConf.to_yaml(Composer(words, conf).of_the_job({})).encode())
-            snapshot.take(folder, words, conf)
+            snapshot.take(folder, words, self.conf)
+            replace(folder / stored.CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
 
     def children(self) -> Children:
         return Children(self.ledger, self.child_words, self.report)

@@ -285,6 +285,34 @@ def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_p
     assert seen == ["muon"]
 
 
+EDITED = """
+import json, sys, yaml
+from pathlib import Path
+from runner.launch import sweep, underway
+file, folder = Path("conf/optimizer/adamw.yaml"), Path(sys.argv[1])
+before = file.read_text()
+def app():
+    now = underway.current[-1]
+    file.write_text(before.replace("weight_decay: 0.1", "weight_decay: 0.7"))
+    assert file.read_text() != before
+    words = [now.child_words(job) for job in now.ledger.jobs]
+    print(json.dumps([words, [yaml.safe_load((folder / job["name"] / ".hydra" / "config.yaml").read_text())["optimizer"]["weight_decay"] for job in now.ledger.jobs]]))
+try:
+    sweep.enter(["optimizer=adamw", "seed=1,2", f"hydra.sweep.dir={folder}"], ["-m"], app)
+finally:
+    file.write_text(before)
+"""
+
+
+def test_a_file_of_conf_that_changes_while_a_sweep_runs_changes_no_job(checkout: Path, tmp_path: Path) -> None:
+    """Each job is composed when its turn comes, which may be a day after the first."""
+    folder = tmp_path / "sweep"
+    done = subprocess.run([sys.executable, "-c", EDITED, str(folder)], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    words, decays = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert words == [[f"resume={folder}/seed={seed}"] for seed in (1, 2)] and decays == [0.1, 0.1]
+
+
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
     from runner.launch.accept import lasting
 
