@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from runner.engine.config import Config
-from runner.launch import accept, compare, fair, folders, foreign, grid, lineage, ready, snapshot, torchrun
+from runner.launch import accept, compare, fair, folders, foreign, further, grid, lineage, ready, snapshot, torchrun
 from runner.launch import words as words_of
 from runner.launch.accept import COUNTED, HYDRA, OURS, PLACE
 from runner.launch.compose import register
@@ -19,7 +19,6 @@ from runner.launch.underway import Sweep, current, is_due, is_lost
 from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
-LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
 
 
@@ -160,9 +159,10 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     _checked(composer, points)
     _warn([composer.config(point) for point in [*(job["words"] for job in ledger.jobs if not is_lost(job)), *points]], ledger.fields["base_rows"], swept)
     plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA)]
-    longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
     jobs = [job for job in ledger.jobs if not is_lost(job) and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
+    former = Sweep(ledger, conf)
+    given = {job["name"]: int(former.changed(job).get("train.max_steps", former.config(job).train.max_steps)) for job in jobs}
     ledger.fields["words"] = accept.lasting(shared)
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
@@ -171,10 +171,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     for point in points:
         sweep.changed(ledger.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
-        words = pending(sweep, job, plain)
-        moves = longer or job["status"] != "completed"
-        accept.check_begun(ledger.folder / job["name"], words, moves)
-        if moves:
+        if words := further.words_for(ledger.folder / job["name"], job, pending(sweep, job, plain), given[job["name"]]):
             job["pending"] = words
             job["given"] = [*dict.fromkeys([*job.get("given", []), *words])]  # what else the job was continued with came from elsewhere
     ledger.write()

@@ -229,6 +229,9 @@ def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, m
         ["data.max_length=16", "optimizer.lr=7e-4"],
         ["optimizer.weight_decay=0.2"],
         ["stage=sft", "train.epochs=2"],
+        # these name a length and train no step further
+        ["train.max_steps=60", "optimizer.weight_decay=0.2"],
+        ["train.epochs=7", "train.patience=3", "optimizer.weight_decay=0.2"],
     ],
 )
 def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Path, extra: list[str]) -> None:
@@ -239,6 +242,28 @@ def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Pa
         sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
     assert len(refusal.value.args) == 3 and any(word in refusal.value.args[1] for word in ("hidden_size", "max_length", "weight_decay", "stage"))
     assert (whole / "sweep.json").read_bytes() == before
+
+
+def test_a_length_behind_which_jobs_stand_is_refused_but_for_one_that_was_continued_by_hand(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from runner.launch import relaunch, sweep, underway
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    shutil.copytree(whole, folder := tmp_path / "sweep")
+    before = (folder / "sweep.json").read_bytes()
+    with pytest.raises(ValueError, match="stand at step 60 already"):
+        sweep.resume(folder, ["train.max_steps=40"], [], lambda: pytest.fail("it went on"))
+    assert (folder / "sweep.json").read_bytes() == before
+    first = folder / "optimizer.lr=0.001,train.accumulation_steps=1"
+    with relaunch.kept(relaunch.planned(first, ["train.max_steps=90"])):
+        (first / "run.json").write_text(json.dumps({**record(first), "step": 90}))
+    sweep.resume(folder, ["train.max_steps=80"], [], lambda: None)
+    assert {job["name"]: [word for word in job.get("pending", []) if "max_steps" in word] for job in sweep_of(folder)["jobs"]} == {
+        name: [] if name == first.name else [f"train.max_steps={80 if name.endswith('=1') else 20}"] for name in NAMES
+    }
+    assert "was continued by hand to step 90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra/launcher=x._target_", "hydra.launcher.setup=[rm]"])
