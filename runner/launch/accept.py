@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -61,8 +62,8 @@ def check_stored(ledger: Ledger) -> None:
             raise ValueError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
 
 
-def check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
-    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)])
+def check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
+    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)], conf)
     if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
         raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
     if word := next((word for word in more if word.startswith(("sweep.", PLACE))), None):

@@ -47,40 +47,43 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
             snapshot.take(folder, words) if first else snapshot.add(folder, words, words_of.CONF)
         ledger.write()  # from here on the sweep can be continued, with all its jobs
         with snapshot.laid_out(folder) as conf:
-            _run(Sweep(ledger, conf), typed, flags, app)
+            sweep = Sweep(ledger, conf)
+            for job in ledger.jobs:
+                sweep.changed(job)  # where weights come from is decided before the first job
+            _run(sweep, typed, flags, app)
 
 
 def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Run what is not finished of the sweep in `folder`, and what the extra words add to it."""
-    with Ledger.open(folder) as ledger:
-        more, added = asked(ledger, extra)
+    with Ledger.open(folder) as ledger, snapshot.laid_out(folder) as conf:
+        more, added = asked(ledger, extra, conf)
         if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):
             return _end(Sweep(ledger), stopped=False)
         changed = snapshot.differences(folder)
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
-        with snapshot.laid_out(folder) as conf:
-            if added or more:
-                _extend(ledger, more, added, conf)
-            sweep = Sweep(ledger, conf)
-            typed = [
-                *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
-                *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
-            ]
-            from_copy = ["--config-path", str(conf)] if changed else []  # a swept choice may be of a file that is gone from today's
-            _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN), *from_copy], app)
+        if added or more:
+            _extend(ledger, more, added, conf)
+        sweep = Sweep(ledger, conf)
+        typed = [
+            *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
+            *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
+        ]
+        from_copy = ["--config-path", str(conf)] if changed else []  # a swept choice may be of a file that is gone from today's
+        _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN), *from_copy], app)
 
 
-def asked(ledger: Ledger, extra: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+def asked(ledger: Ledger, extra: list[str], conf: Path) -> tuple[list[str], dict[str, list[str]]]:
     """(words for all jobs, values of swept words) of what is typed behind resume=. Refuses what this sweep cannot take."""
-    more, added, _ = grid.split(extra)
+    more, added, _ = grid.split(extra, conf)
     stored = ledger.fields["swept"]
     accept.check_stored(ledger)
     chosen = [f"hydra/{part}={ledger.fields[part]}" for part in ("sweeper", "launcher") if part in ledger.fields]
     foreign.check(grid.with_words(grid.with_words(chosen, ledger.fields["words"]), extra))
     added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
+    added = {key: grid.unique(key, values, known=stored.get(key, ())) for key, values in added.items()}
     more = [word for word in more if word.partition("=")[0] not in stored]
-    accept.check_more(ledger, more, added)
+    accept.check_more(ledger, more, added, conf)
     return more, added
 
 

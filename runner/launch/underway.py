@@ -11,12 +11,13 @@ from omegaconf import OmegaConf
 
 from runner.engine.config import Config
 from runner.engine.disk import make_folder, replace
-from runner.launch import compare, fair, grid, refusal, snapshot, stored
+from runner.launch import compare, fair, grid, lineage, refusal, snapshot, stored
 from runner.launch import words as words_of
 from runner.launch.children import Children
 from runner.launch.grid import Composer
 from runner.launch.ledger import Job, Ledger, begun, read_run
 from runner.launch.record import Record
+from runner.launch.words import quoted
 
 current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
 
@@ -35,12 +36,23 @@ class Sweep:
         return self.composer.config(job["words"])
 
     def changed(self, job: Job) -> dict[str, str]:
-        """What `sweep.fix` and `sweep.lr_scale` make different in this job."""
+        """What `sweep.fix` and `sweep.lr_scale` make different in this job, and what init_from=auto has come to."""
         if job["name"] not in self._changed:
             config = self.config(job)
             fix = fair.kept(config.sweep.fix, self.ledger.fields["swept"])
-            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix)
+            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix) | self._weights(config)
         return self._changed[job["name"]]
+
+    def _weights(self, config: Config) -> dict[str, str]:
+        """init_from=auto is asked once for all jobs that ask the same: a run that ends meanwhile would part the later ones from the earlier."""
+        if config.init_from != "auto" or config.stage.after is None:
+            return {}
+        shared = lineage.fingerprints(config)
+        asked = " ".join([config.stage.after, *shared.values()])
+        found = self.ledger.fields.setdefault("init_from", {})
+        if asked not in found:
+            found[asked] = lineage.resolve(config, self.ledger.folder, shared)
+        return {"init_from": quoted(found[asked])}
 
     def job_of(self, words: Sequence[str]) -> Job:
         """The job that a sweeper means; one that it has only now thought of is new."""

@@ -305,9 +305,10 @@ def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_p
         conf = Path(sys.argv[sys.argv.index("--config-path") + 1])
         seen.append(compose_with_folder(["optimizer=gone"], conf)[0].optimizer.name)
 
-    with pytest.raises(SystemExit):
-        sweep.resume(folder, [], [], app)
-    assert seen == ["muon"]
+    for extra in ([], ["optimizer=gone"]):
+        with pytest.raises(SystemExit):
+            sweep.resume(folder, extra, [], app)
+    assert seen == ["muon"] * 2
 
 
 EDITED = """
@@ -336,6 +337,33 @@ def test_a_file_of_conf_that_changes_while_a_sweep_runs_changes_no_job(checkout:
     assert done.returncode == 75, done.stderr
     words, decays = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert words == [[f"resume={folder}/seed={seed}"] for seed in (1, 2)] and decays == [0.1, 0.1]
+
+
+def test_all_jobs_of_a_sweep_start_from_the_same_weights_whatever_run_ends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import lineage, sweep
+    from runner.launch.compose import compose
+
+    shared, began = lineage.fingerprints(compose(["stage=sft"])), []
+    monkeypatch.setattr(lineage, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sweep, "current", [])
+
+    def finished(name: str) -> str:
+        (run := tmp_path / "outputs" / "day" / name / "model").mkdir(parents=True)
+        (run.parent / "run.json").write_text(json.dumps({"status": "completed", "stage": "pretrain", "fingerprints": shared, "ended": name}))
+        return str(run.parent)
+
+    def app() -> None:
+        finished(f"2026-11-22T0{len(began)}:00:00+00:00")
+        for job in sweep.current[-1].ledger.jobs:
+            sweep.current[-1].child_words(job)
+            began.append(yaml.safe_load((tmp_path / "it's" / job["name"] / ".hydra" / "config.yaml").read_text())["init_from"])
+
+    first, folder = finished("2026-11-21T10:00:00+00:00"), tmp_path / "it's"
+    for go in (lambda: sweep.enter(["stage=sft", "seed=1,2", f'hydra.sweep.dir="{folder}"'], ["-m"], app), lambda: sweep.resume(folder, ["seed=3"], [], app)):
+        with pytest.raises(SystemExit):
+            go()
+    assert began == [first] * 5 and [*sweep_of(folder)["init_from"].values()] == [first]
 
 
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
