@@ -1,16 +1,13 @@
-"""What a sweep takes in: words to Hydra, words that are written down, words behind resume= for jobs that have begun."""
+"""What a sweep takes in: words to Hydra, words that are written down, words behind resume=."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from runner.engine.config import Config
-from runner.launch import fair, foreign, relaunch, study, torchrun
+from runner.launch import foreign, study, torchrun
 from runner.launch import words as words_of
 from runner.launch.launcher import FIELDS, check_options
 from runner.launch.ledger import Ledger
@@ -65,29 +62,9 @@ def check_stored(ledger: Ledger) -> None:
             raise ValueError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
 
 
-def check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]]) -> None:
-    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)])
+def check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
+    words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)], conf)
     if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
         raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
     if word := next((word for word in more if word.startswith(("sweep.", PLACE))), None):
         raise ValueError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")
-
-
-def check_begun(run: Path, words: list[str], moves: bool) -> None:
-    """Refuse what a run that has begun could not take, or, completed and not moved by it, would lack beside the jobs that get it."""
-    from runner.engine.identity import changes
-
-    before, after = (_facts(relaunch.planned(run, more).config) for more in ([], words))
-    found = changes(before, after)
-    if found["refused"]:
-        raise ValueError("jobs of this sweep have begun without it", f"{run.name}: {found['refused'][0]}", "leave the word out, or start another sweep with it")
-    if found["course"] and not moves:
-        raise ValueError(
-            "jobs of this sweep are completed without it", f"{run.name}: {found['course'][0]}", "start another sweep with it, or add train.max_steps=N to go on"
-        )
-
-
-def _facts(config: Config) -> dict[str, Any]:
-    tree = OmegaConf.structured(config)
-    values = {word: OmegaConf.select(tree, word) for word, kind in words_of.schema().items() if not is_dataclass(kind)}
-    return values | {"rows of a step": fair.rows_of(config)}

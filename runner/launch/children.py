@@ -93,6 +93,7 @@ class Children:
 
     def _start(self, job: Job, slot: Slot) -> Child:
         folder = self.ledger.folder / job["name"]
+        begun = books.begun(books.read_run(folder))
         words = self.words_of(job)
         make_folder(folder)
         self.tries[job["name"]] += 1
@@ -101,7 +102,7 @@ class Children:
         log = folder / LOG
         with open(log, "ab") as out:
             child = Child(job, slot, spawn(words, slot, out.fileno()), log, out.tell())
-        print(f"[{self._number(job)}] {job['name']} {'continues' if words[0].startswith('resume=') else 'starts'}", flush=True)
+        print(f"[{self._number(job)}] {job['name']} {'continues' if begun else 'starts'}", flush=True)
         return child
 
     def _ended(self, child: Child, code: int, told: bool) -> bool:

@@ -116,8 +116,11 @@ def as_csv(sweep: Sweep) -> str:
         "diverged",
         "folder",
         "continued_with",
+        "other_data_than",
         "reason",
     ]
+    if kind == "training":  # it stands under `losses`
+        rest.remove("final_training_loss")
     writer.writerow(map(_safe, ["row", "rank", *sweep.words, "seed", *losses, *rest]))
     for place, row in enumerate(sweep.rows, start=1):
         lines = [("point", row, row.jobs[0].words.get("seed", "") if len(row.jobs) == 1 else "")]
@@ -125,7 +128,7 @@ def as_csv(sweep: Sweep) -> str:
         for name, line, seed in lines:
             rank = place if name == "point" and line.ranked else None
             words = [line.words.get(word, "") for word in sweep.words]
-            writer.writerow(map(_safe, [name, rank, *words, seed, *_pair(line.final), *_pair(line.best), *_rest(line)]))
+            writer.writerow(map(_safe, [name, rank, *words, seed, *_pair(line.final), *_pair(line.best), *_rest(line, kind)]))
     return out.getvalue()
 
 
@@ -133,15 +136,20 @@ def _pair(spread: Spread | None) -> list[float | None]:
     return [spread.mean, spread.deviation] if spread else [None, None]
 
 
-def _rest(row: Row) -> list[object]:
+def _rest(row: Row, kind: str) -> list[object]:
     completed = sum(job.status == "completed" for job in row.jobs)
     folder = row.jobs[0].name if len(row.jobs) == 1 else ""
-    numbers = [row.best_step, row.train.mean if row.train else None, row.tokens, row.seconds, row.tokens_per_second]
-    return [*numbers, row.status, len(row.jobs), completed, row.diverged, folder, *(page.of_jobs(row, text) for text in (_by_hand, _reason))]
+    train = [row.train.mean if row.train else None] if kind == "validation" else []
+    numbers = [row.best_step, *train, row.tokens, row.seconds, row.tokens_per_second]
+    return [*numbers, row.status, len(row.jobs), completed, row.diverged, folder, *(page.of_jobs(row, text) for text in (_by_hand, _unlike, _reason))]
 
 
 def _by_hand(job: Job) -> str:
     return " ".join(job.by_hand)
+
+
+def _unlike(job: Job) -> str:
+    return job.unlike
 
 
 def _reason(job: Job) -> str:

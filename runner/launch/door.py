@@ -70,6 +70,7 @@ def _let_in(app: Callable[[], None]) -> None:
         return _continue(places.find(resume[-1]), typed, flags, app)
     if names & LOOKING:
         words.check(typed)
+        sys.argv[1:] = [*flags, *typed]
         register()
         with translated(typed):
             return app()

@@ -18,7 +18,7 @@ from runner.launch.compose import compose_tree, translated, typed
 Point = dict[str, str]  # swept word -> value, as Hydra writes it: 1e-4 and 0.0001 are one point
 
 
-def split(typed: list[str]) -> tuple[list[str], dict[str, list[str]], bool]:
+def split(typed: list[str], conf: Path = words_of.CONF) -> tuple[list[str], dict[str, list[str]], bool]:
     """(words all jobs share, {swept word: values}, whether the values can be counted: an interval is a sampler's business)."""
     with translated(typed):
         parsed = OverridesParser.create().parse_overrides(typed)
@@ -27,11 +27,12 @@ def split(typed: list[str]) -> tuple[list[str], dict[str, list[str]], bool]:
         if not override.is_sweep_override():
             shared.append(word)
         elif isinstance(chosen := override.value(), Glob):
-            swept[override.key_or_group] = chosen.filter(words_of.groups().get(override.key_or_group, []))
+            swept[override.key_or_group] = chosen.filter(words_of.groups(conf).get(override.key_or_group, []))
             if not swept[override.key_or_group]:
                 raise ValueError("no option of a group has such a name", word, f"write out the values: {override.key_or_group}=<value>,<value>")
         elif override.is_discrete_sweep():
-            swept[override.get_key_element()] = [str(value) for value in override.sweep_string_iterator()]
+            key = override.get_key_element()
+            swept[key] = unique(key, [str(value) for value in override.sweep_string_iterator()])
         else:
             swept[override.get_key_element()], counted = [override.get_value_string()], False
     return shared, swept, counted
@@ -43,6 +44,23 @@ def pair(word: str) -> tuple[str, str]:
     with translated([word]):
         override = OverridesParser.create().parse_override(word)
     return key, override.get_value_element_as_str() if equals else ""
+
+
+def meant(word: str, value: str) -> object:
+    """What is the same for two ways of writing one value: 0 and 0.0 where a number is meant, 1 and 01."""
+    kind = words_of.schema().get(word)
+    try:
+        return kind(value) if kind in (int, float) else value
+    except ValueError:  # refused where it is composed
+        return value
+
+
+def unique(word: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
+    """The values, each once, in the way of writing it that is `known` or came first."""
+    written: dict[object, str] = {}
+    for value in known:
+        written.setdefault(meant(word, value), value)
+    return list(dict.fromkeys(written.setdefault(meant(word, value), value) for value in values))
 
 
 def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[Point]:

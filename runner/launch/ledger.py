@@ -9,13 +9,15 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
 from runner.engine.disk import make_folder, read_file, write_json
+from runner.launch import origin
 from runner.launch.folders import job_name
-from runner.launch.lock import LIMIT, LOCK
+from runner.launch.lock import LIMIT, LOCK, OWNER, holder
 from runner.launch.record import RECORD, STATUSES
 
 SWEEP = "sweep.json"
@@ -39,6 +41,8 @@ class Ledger:
             raise ValueError(f"this folder already holds {what}", str(folder), f"continue it with resume={folder}, or choose another hydra.sweep.dir")
         if run := next((place for place in folder.parents if (place / RECORD).is_file()), None):
             raise ValueError("this folder lies inside a run", str(folder), f"continue that with resume={run}, or choose another hydra.sweep.dir")
+        if other := next((place for place in folder.parents if (place / SWEEP).is_file()), None):
+            raise ValueError("this folder lies inside a sweep", str(folder), f"continue that with resume={other}, or choose another hydra.sweep.dir")
         return cls(folder, _locked(folder), {**fields, "status": "running", "created": now(), "jobs": []})
 
     @classmethod
@@ -49,7 +53,7 @@ class Ledger:
             ledger = cls(folder, lock, _read(folder / SWEEP))
             ledger.catch_up()
         except BaseException:
-            os.close(lock)
+            _let_go(folder, lock)
             raise
         return ledger
 
@@ -97,7 +101,7 @@ class Ledger:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
+        _let_go(self.folder, self._lock)
 
 
 def standing(job: Job, run: dict[str, Any]) -> dict[str, Any]:
@@ -169,15 +173,27 @@ def _locked(folder: Path) -> int:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise ValueError("this sweep is being run by another process", str(folder), "wait for it to end, or stop it") from error
+        raise ValueError(f"this sweep is being run by {holder(folder)}", str(folder), "wait for it to end, or stop it") from error
+    with suppress(OSError):  # a courtesy to whoever comes next
+        write_json(folder / OWNER, {**origin.process(), "since": now()})
     return lock
+
+
+def _let_go(folder: Path, lock: int) -> None:
+    with suppress(OSError):
+        (folder / OWNER).unlink(missing_ok=True)
+    os.close(lock)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_file(path, LIMIT))
         words, swept = fields["words"], fields["swept"]
-        if not (_are_words(words) and all(isinstance(key, str) and _are_words(values) for key, values in swept.items())):
+        if not (
+            _are_words(words)
+            and _are_words([*fields.get("init_from", {}).values()])
+            and all(isinstance(key, str) and _are_words(values) for key, values in swept.items())
+        ):
             raise ValueError("its words are no words")
         for job in fields["jobs"]:
             if job["status"] not in STATUSES or not _are_words([*job["words"].values()]):

@@ -70,10 +70,11 @@ def release(folder: Path, lock: int) -> None:
 
 
 def busy(folder: Path) -> ValueError:
-    return ValueError(f"this run is being trained by {_holder(folder)}", str(folder), "wait for it to end, or place this one elsewhere with hydra.run.dir=DIR")
+    return ValueError(f"this run is being trained by {holder(folder)}", str(folder), "wait for it to end, or place this one elsewhere with hydra.run.dir=DIR")
 
 
-def _holder(folder: Path) -> str:
+def holder(folder: Path) -> str:
+    """Who says in the folder that it is theirs."""
     try:
         owner = json.loads(read_file(folder / OWNER, LIMIT))
         since = f"on {owner.get('host')} since {owner.get('since')}"

@@ -18,12 +18,12 @@ from runner.launch.words import quoted
 def at_sweep(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """The words of one job, with what the extra words would change in it; values of swept words choose the job."""
     ledger = Ledger.peek(folder)
-    more, added = sweep.asked(ledger, extra)
-    plain = [word for word in more if not word.startswith(HYDRA)]
-    ledger.fields["words"] = grid.with_words(ledger.fields["words"], more)
-    job = _meant(ledger, {key: values[0] for key, values in added.items()})
-    print(f"resume: one job of this sweep: {job['name']}{_another(ledger, job)}", file=sys.stderr)
     with snapshot.laid_out(folder) as conf:
+        more, added = sweep.asked(ledger, extra, conf)
+        plain = [word for word in more if not word.startswith(HYDRA)]
+        ledger.fields["words"] = grid.with_words(ledger.fields["words"], more)
+        job = _meant(ledger, {key: values[0] for key, values in added.items()})
+        print(f"resume: one job of this sweep: {job['name']}{_another(ledger, job)}", file=sys.stderr)
         found, run = Sweep(ledger, conf), folder / job["name"]
         if begun(read_run(run)):
             plan = relaunch.planned(run, sweep.pending(found, job, plain))

@@ -70,7 +70,9 @@ def _table(sweep: Sweep, styles: dict[int, str]) -> str:
         note += " No job has evaluated, so the training loss of single steps is compared."
     if any(row.members for row in sweep.rows):
         note += " Jobs that differ only in their seed are one point: the mean over its completed jobs ± the standard deviation (number of jobs)."
-    if any(job.mark for job in sweep.jobs):
+    if any(job.unlike for job in sweep.jobs):
+        note += " The file of some jobs had changed when they began: they were trained on other rows, and are marked."
+    if any(job.by_hand for job in sweep.jobs):
         note += " What was continued by hand with other words is not like the others: its losses stand here as they are."
     note += " Time is that of training, over all attempts, without steps that were lost; tokens are those that carry loss, tokens/s counts all that are read."
     return f'<section><h2>Points</h2><div class="wide"><table><thead><tr>{head}</tr></thead>{body}</table></div><p class="dim">{safe(note)}</p></section>'
@@ -214,7 +216,8 @@ def status(row: Row) -> str:
     text = row.status if len(found) == 1 else ", ".join(f"{n} {status}" for status, n in found.items())
     lost = f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"
     text = f"{text}, {lost}" if row.diverged else text
-    return f"{text}, continued by hand" if any(job.mark for job in row.jobs) else text
+    text = f"{text}, continued by hand" if any(job.by_hand for job in row.jobs) else text
+    return f"{text}, other data" if any(job.unlike for job in row.jobs) else text
 
 
 def marked(job: Job) -> str:

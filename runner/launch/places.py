@@ -63,9 +63,10 @@ def _check_checkpoint(run: Path, path: Path) -> None:
 
 
 def check_free(folder: Path) -> None:
-    """Refuse to start a run in the folder of a sweep or within another run. A run in `folder` itself is its Record's to refuse."""
-    if is_sweep(folder):
-        raise ValueError("this folder holds a sweep", str(folder), f"continue it with resume={folder}, or place this run elsewhere with hydra.run.dir=DIR")
+    """Refuse to start a run in a sweep, whose jobs come by resume=, or within another run. A run in `folder` itself is its Record's to refuse."""
+    if sweep := next(filter(is_sweep, (folder, *folder.parents)), None):
+        what = "this folder holds a sweep" if sweep == folder else "this folder lies inside a sweep"
+        raise ValueError(what, str(folder), f"continue it with resume={sweep}, or place this run elsewhere with hydra.run.dir=DIR")
     if run := next((place for place in folder.parents if (place / "run.json").is_file()), None):
         raise ValueError("this folder lies inside a run", str(folder), f"continue that with resume={run}, or place this run elsewhere with hydra.run.dir=DIR")
 

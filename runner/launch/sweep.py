@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from pathlib import Path
 
 from runner.engine.config import Config
-from runner.launch import accept, compare, fair, folders, foreign, grid, lineage, ready, snapshot, torchrun
+from runner.launch import accept, compare, fair, folders, foreign, further, grid, lineage, ready, snapshot, torchrun
 from runner.launch import words as words_of
 from runner.launch.accept import COUNTED, HYDRA, OURS, PLACE
 from runner.launch.compose import register
@@ -20,7 +19,6 @@ from runner.launch.underway import Sweep, current, is_due, is_lost
 from runner.launch.words import quoted
 
 MULTIRUN = ("--multirun", "-m")
-LONGER = ("train.max_steps=", "train.epochs=", "train.patience=")
 MANY = 50  # jobs whose checking takes so long that something should be said
 
 
@@ -48,39 +46,44 @@ def enter(typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
             words = [*(word for word in shared if not word.lstrip("+~").startswith(HYDRA)), *groups]
             snapshot.take(folder, words) if first else snapshot.add(folder, words, words_of.CONF)
         ledger.write()  # from here on the sweep can be continued, with all its jobs
-        _run(Sweep(ledger), typed, flags, app)
+        with snapshot.laid_out(folder) as conf:
+            sweep = Sweep(ledger, conf)
+            for job in ledger.jobs:
+                sweep.changed(job)  # where weights come from is decided before the first job
+            _run(sweep, typed, flags, app)
 
 
 def resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Run what is not finished of the sweep in `folder`, and what the extra words add to it."""
-    with Ledger.open(folder) as ledger:
-        more, added = asked(ledger, extra)
+    with Ledger.open(folder) as ledger, snapshot.laid_out(folder) as conf:
+        more, added = asked(ledger, extra, conf)
         if not (added or more or any(map(is_due, ledger.jobs)) or ledger.fields["sweeper"] not in COUNTED):
             return _end(Sweep(ledger), stopped=False)
         changed = snapshot.differences(folder)
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
-        with snapshot.laid_out(folder) if changed else nullcontext() as conf:
-            if added or more:
-                _extend(ledger, more, added, conf)
-            sweep = Sweep(ledger, conf)
-            typed = [
-                *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
-                *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
-            ]
-            _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN)], app)
+        if added or more:
+            _extend(ledger, more, added, conf)
+        sweep = Sweep(ledger, conf)
+        typed = [
+            *grid.with_words(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA))),
+            *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
+        ]
+        from_copy = ["--config-path", str(conf)] if changed else []  # a swept choice may be of a file that is gone from today's
+        _run(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN), *from_copy], app)
 
 
-def asked(ledger: Ledger, extra: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+def asked(ledger: Ledger, extra: list[str], conf: Path) -> tuple[list[str], dict[str, list[str]]]:
     """(words for all jobs, values of swept words) of what is typed behind resume=. Refuses what this sweep cannot take."""
-    more, added, _ = grid.split(extra)
+    more, added, _ = grid.split(extra, conf)
     stored = ledger.fields["swept"]
     accept.check_stored(ledger)
     chosen = [f"hydra/{part}={ledger.fields[part]}" for part in ("sweeper", "launcher") if part in ledger.fields]
     foreign.check(grid.with_words(grid.with_words(chosen, ledger.fields["words"]), extra))
     added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
+    added = {key: grid.unique(key, values, known=stored.get(key, ())) for key, values in added.items()}
     more = [word for word in more if word.partition("=")[0] not in stored]
-    accept.check_more(ledger, more, added)
+    accept.check_more(ledger, more, added, conf)
     return more, added
 
 
@@ -96,8 +99,6 @@ def _run(sweep: Sweep, typed: list[str], flags: list[str], app: Callable[[], Non
     torchrun.keep(ledger.folder)
     folders.sweeping(ledger.fields["swept"])
     current.append(sweep)
-    if sweep.conf:  # a swept choice may be of a file that is gone from today's
-        flags = [*flags, "--config-path", str(sweep.conf)]
     sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(PLACE)), PLACE + quoted(str(ledger.folder))]
     register()
     ledger.finish("running")
@@ -148,11 +149,11 @@ def _warn(configs: list[Config], base: int, swept: Iterable[str]) -> None:
         print(f"warning: {odd}", file=sys.stderr)
 
 
-def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path | None) -> None:
+def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
     """New points, and new words for all jobs. Checked as a whole before anything is written."""
     swept = ledger.fields["swept"]
     shared = grid.with_words(ledger.fields["words"], more)
-    composer = Composer(shared, conf or words_of.CONF)
+    composer = Composer(shared, conf)
     first = composer.tree(ledger.jobs[0]["words"] if ledger.jobs else {})
     accept.check_hydra(first, True, more)
     points = (
@@ -161,9 +162,10 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     _checked(composer, points)
     _warn([composer.config(point) for point in [*(job["words"] for job in ledger.jobs if not is_lost(job)), *points]], ledger.fields["base_rows"], swept)
     plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA)]
-    longer = any(word.startswith(LONGER) for word in plain)  # nothing else moves a job that is completed
     jobs = [job for job in ledger.jobs if not is_lost(job) and begun(read_run(ledger.folder / job["name"]))]
     _checked(composer, [job["words"] for job in jobs] if plain else [])
+    former = Sweep(ledger, conf)
+    given = {job["name"]: int(former.changed(job).get("train.max_steps", former.config(job).train.max_steps)) for job in jobs}
     ledger.fields["words"] = accept.lasting(shared)
     ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
@@ -172,10 +174,7 @@ def _extend(ledger: Ledger, more: list[str], added: dict[str, list[str]], conf: 
     for point in points:
         sweep.changed(ledger.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
-        words = pending(sweep, job, plain)
-        moves = longer or job["status"] != "completed"
-        accept.check_begun(ledger.folder / job["name"], words, moves)
-        if moves:
+        if words := further.words_for(ledger.folder / job["name"], job, pending(sweep, job, plain), given[job["name"]]):
             job["pending"] = words
             job["given"] = [*dict.fromkeys([*job.get("given", []), *words])]  # what else the job was continued with came from elsewhere
     ledger.write()

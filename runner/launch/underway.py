@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from runner.engine.config import Config
 from runner.engine.disk import make_folder, replace
-from runner.launch import compare, fair, grid, snapshot, stored
+from runner.launch import compare, fair, grid, lineage, refusal, snapshot, stored
 from runner.launch import words as words_of
 from runner.launch.children import Children
 from runner.launch.grid import Composer
@@ -25,10 +25,10 @@ current: list[Sweep] = []  # the sweep of this process, for Hydra's plugins
 class Sweep:
     """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
 
-    def __init__(self, ledger: Ledger, conf: Path | None = None) -> None:
-        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, where today's is another
+    def __init__(self, ledger: Ledger, conf: Path = words_of.CONF) -> None:
+        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, laid out; today's may be another before the next job begins
         self.shared: list[str] = ledger.fields["words"]
-        self.composer = Composer(self.shared, conf or words_of.CONF)
+        self.composer = Composer(self.shared, conf)
         self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
         self._complained = False
 
@@ -36,12 +36,23 @@ class Sweep:
         return self.composer.config(job["words"])
 
     def changed(self, job: Job) -> dict[str, str]:
-        """What `sweep.fix` and `sweep.lr_scale` make different in this job."""
+        """What `sweep.fix` and `sweep.lr_scale` make different in this job, and what init_from=auto has come to."""
         if job["name"] not in self._changed:
             config = self.config(job)
             fix = fair.kept(config.sweep.fix, self.ledger.fields["swept"])
-            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix)
+            self._changed[job["name"]] = fair.words(config, self.ledger.fields["base_rows"], fix) | self._weights(config)
         return self._changed[job["name"]]
+
+    def _weights(self, config: Config) -> dict[str, str]:
+        """init_from=auto is asked once for all jobs that ask the same: a run that ends meanwhile would part the later ones from the earlier."""
+        if config.init_from != "auto" or config.stage.after is None:
+            return {}
+        shared = lineage.fingerprints(config)
+        asked = " ".join([config.stage.after, *shared.values()])
+        found = self.ledger.fields.setdefault("init_from", {})
+        if asked not in found:
+            found[asked] = lineage.resolve(config, self.ledger.folder, shared)
+        return {"init_from": quoted(found[asked])}
 
     def job_of(self, words: Sequence[str]) -> Job:
         """The job that a sweeper means; one that it has only now thought of is new."""
@@ -58,18 +69,21 @@ class Sweep:
         folder = self.ledger.folder / job["name"]
         if begun(read_run(folder)):
             return [f"resume={folder}", *job.get("pending", [])]
-        if self.conf:
-            self._lay(folder, self.plain_words(job), self.conf)
-            return [f"resume={folder}"]
-        return [*self.plain_words(job), f"hydra.run.dir={quoted(str(folder))}"]
+        try:
+            self._lay(job, folder)
+        except (ValueError, OSError) as error:  # another trains there, or the disk is full: the job will say so itself, and its sweep goes on
+            print(f"warning: {job['name']} cannot be prepared: {error.args[0] if refusal.is_refusal(error) else error}", file=sys.stderr)
+        return [f"resume={folder}"]
 
-    def _lay(self, folder: Path, words: list[str], conf: Path) -> None:
-        """A run that has not begun, composed as it would have been when the sweep was started."""
+    def _lay(self, job: Job, folder: Path) -> None:
+        """A run that has not begun, composed from the files and words of the sweep, whatever conf/ says by now."""
+        words, tree = self.plain_words(job), self.composer.of_the_job(job["words"] | self.changed(job))
+        config = stored.lasting(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with Record.open(folder):
             make_folder(folder / ".hydra")
             replace(folder / stored.WORDS, yaml.safe_dump(words).encode())
-            replace(folder / stored.CONFIG, OmegaConf.to_yaml(Composer(words, conf).of_the_job({})).encode())
-            snapshot.take(folder, words, conf)
+            snapshot.take(folder, words, self.conf)
+            replace(folder / stored.CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
 
     def children(self) -> Children:
         return Children(self.ledger, self.child_words, self.report)

@@ -55,6 +55,9 @@ def test_an_early_dip_is_the_best_and_the_newest_evaluation_is_the_final_one(tmp
 def test_where_nothing_is_evaluated_training_losses_are_compared_and_named_so(tmp_path: Path) -> None:
     folder = made_sweep(tmp_path, [job({LR: "1"}, [line(1, 5.0), line(2, 4.0)]), job({LR: "2"}, [line(1, 5.0), line(2, 3.0)])])
     assert [(row["optimizer.lr"], row["final_training_loss"]) for row in leaderboard(folder)] == [("2", "3"), ("1", "4")]
+    with open(folder / "leaderboard.csv", encoding="utf-8") as file:
+        header, *lines = csv.reader(file)
+    assert len(set(header)) == len(header) and {len(line) for line in lines} == {len(header)}
     assert "best training loss" in compare.terminal(folder) and "validation" not in compare.terminal(folder)
 
 
@@ -330,6 +333,32 @@ def test_a_job_continued_by_hand_with_other_words_is_marked_wherever_it_stands(t
     assert f"the best again, continued with {words}: python" in text
     page = (folder / "report.html").read_text()
     assert f"The best job again ({LR}=1, continued with {words})" in page and page.count(f"continued with {words}") == 2
+
+
+def test_a_job_whose_data_had_changed_when_it_began_is_marked_wherever_it_stands(tmp_path: Path) -> None:
+    """As after `resume=SWEEP seed=3` on a file that is shorter by then. Other data by other words, and rows that are drawn by seed, are meant."""
+
+    def told(path: str, seed: str, print_: str, rows: int, drawn: float = 0.0) -> None:
+        run = folder / f"data.path={path},seed={seed}"
+        record = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(record | {"fingerprints": {"data": print_}, "data": [{"read": rows, "kept": rows}]}))
+        (run / ".hydra").mkdir()
+        (run / ".hydra" / "config.yaml").write_text(f"data: {{system_prob: {drawn}, empty_think_prob: 0.0}}\n")
+
+    words = [{"data.path": path, "seed": seed} for path in ("a", "b") for seed in "1234"]
+    folder = made_sweep(tmp_path, [job(each, falling(1.0 + place)) for place, each in enumerate(words)])
+    for seed, print_, rows in (("1", "x", 9), ("2", "x", 9), ("3", "y", 9), ("4", "z", 5)):
+        told("a", seed, print_, rows)
+        told("b", seed, print_ + seed, rows, drawn=0.2)
+    other = {row["folder"]: row["other_data_than"] for row in leaderboard(folder) if row["row"] == "job"}
+    assert {name: than for name, than in other.items() if than} == {
+        "data.path=a,seed=3": "data.path=a,seed=1",
+        "data.path=a,seed=4": "data.path=a,seed=1",
+        "data.path=b,seed=4": "data.path=b,seed=1",
+    }
+    text, page = compare.terminal(folder), (folder / "report.html").read_text()
+    assert text.count("completed, other data") == 5 and "data.path=a seed=4: completed, trained on other data than data.path=a,seed=1" in text
+    assert "completed, other data" in page and "trained on other rows" in page
 
 
 def test_words_of_the_sweep_are_no_mark(tmp_path: Path) -> None:

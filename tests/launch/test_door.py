@@ -71,6 +71,15 @@ def test_the_composed_config_is_printed_and_nothing_else_happens(program: Progra
     assert not outputs.exists()
 
 
+def test_paths_are_looked_at_as_a_run_would_get_them(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "optimizer.lr=0.1,seed=1").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    done = program("init_from=optimizer.lr=0.1,seed=1", "data.path=rows.jsonl", "--cfg", "job")
+    assert done.returncode == 0, done.stderr
+    shown = yaml.safe_load(done.stdout)
+    assert (shown["init_from"], shown["data"]["path"]) == (str(tmp_path / "optimizer.lr=0.1,seed=1"), str(tmp_path / "rows.jsonl"))
+
+
 def test_help_names_every_group_option_and_command(program: Program, checkout: Path) -> None:
     page = program("--help").stdout
     options = [file.stem for group in (checkout / "conf").iterdir() if group.is_dir() for file in group.glob("*.yaml")]

@@ -94,9 +94,22 @@ def test_one_process_at_a_time_drives_a_sweep(sweep: Path) -> None:
             try:
                 Ledger.open(sweep)
             except ValueError as error:
-                code = 0 if "another process" in error.args[0] else 1
+                code = 0 if "is being run by process" in error.args[0] else 1
             os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_who_comes_second_to_a_sweep_is_told_who_drives_it(sweep: Path) -> None:
+    with Ledger.open(sweep):
+        if (child := os.fork()) == 0:
+            said = ""
+            try:
+                Ledger.open(sweep)
+            except ValueError as error:
+                said = error.args[0]
+            os._exit(0 if re.search(rf"run by process {os.getppid()} on \S+ since 20", said) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sorted(path.name for path in sweep.iterdir()) == [".lock", "sweep.json"]
 
 
 def test_a_job_that_still_trains_is_seen(tmp_path: Path) -> None:
@@ -115,6 +128,8 @@ def test_a_folder_with_a_sweep_or_a_run_takes_no_other(sweep: Path, tmp_path: Pa
             Ledger.create(folder)
     with pytest.raises(ValueError, match="inside a run"):
         Ledger.create(tmp_path / "run" / "deep" / "inner")
+    with pytest.raises(ValueError, match="inside a sweep"):
+        Ledger.create(sweep / "seed=3")
     assert not (tmp_path / "run" / "deep").exists()
 
 
@@ -145,6 +160,12 @@ def test_points_are_every_combination_each_once() -> None:
 @pytest.mark.parametrize("values", [("1e-3", "2e-3"), ("a.jsonl", "'b, c.jsonl'"), ("null", "true"), ("[1,2]", "[0.9,0.95]"), ("hub:some/name@main", "x")])
 def test_one_value_is_the_same_point_as_among_several(values: tuple[str, str]) -> None:
     assert [grid.pair(f"optimizer.lr={value}")[1] for value in values] == grid.split([f"optimizer.lr={','.join(values)}"])[1]["optimizer.lr"]
+
+
+def test_a_value_is_one_point_however_it_is_written_where_its_word_takes_a_number() -> None:
+    swept = grid.split(["optimizer.weight_decay=0,0.0,0.1", "optimizer.lr=5,5.0,05", "seed=1,01,2", "tracker.project=1,01"])[1]
+    assert list(swept.values()) == [["0", "0.1"], ["5"], ["1", "2"], ["1", "01"]]
+    assert grid.unique("optimizer.lr", ["5.0", "1e-3"], known=["0.001", "5"]) == ["5", "0.001"]
 
 
 def test_an_interval_cannot_be_counted() -> None:

@@ -223,4 +223,5 @@ def test_a_run_is_not_started_inside_another_nor_over_a_sweep(run, tmp_path):
     (tmp_path / "sweep.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a sweep"):
         places.check_free(tmp_path)
-    places.check_free(tmp_path / "another job")
+    with pytest.raises(ValueError, match="inside a sweep"):
+        places.check_free(tmp_path / "seed=3")  # where a job of it may still have to go

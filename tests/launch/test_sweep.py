@@ -229,6 +229,9 @@ def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, m
         ["data.max_length=16", "optimizer.lr=7e-4"],
         ["optimizer.weight_decay=0.2"],
         ["stage=sft", "train.epochs=2"],
+        # these name a length and train no step further
+        ["train.max_steps=60", "optimizer.weight_decay=0.2"],
+        ["train.epochs=7", "train.patience=3", "optimizer.weight_decay=0.2"],
     ],
 )
 def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Path, extra: list[str]) -> None:
@@ -239,6 +242,28 @@ def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Pa
         sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
     assert len(refusal.value.args) == 3 and any(word in refusal.value.args[1] for word in ("hidden_size", "max_length", "weight_decay", "stage"))
     assert (whole / "sweep.json").read_bytes() == before
+
+
+def test_a_length_behind_which_jobs_stand_is_refused_but_for_one_that_was_continued_by_hand(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    from runner.launch import relaunch, sweep, underway
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(underway, "current", [])
+    shutil.copytree(whole, folder := tmp_path / "sweep")
+    before = (folder / "sweep.json").read_bytes()
+    with pytest.raises(ValueError, match="stand at step 60 already"):
+        sweep.resume(folder, ["train.max_steps=40"], [], lambda: pytest.fail("it went on"))
+    assert (folder / "sweep.json").read_bytes() == before
+    first = folder / "optimizer.lr=0.001,train.accumulation_steps=1"
+    with relaunch.kept(relaunch.planned(first, ["train.max_steps=90"])):
+        (first / "run.json").write_text(json.dumps({**record(first), "step": 90}))
+    sweep.resume(folder, ["train.max_steps=80"], [], lambda: None)
+    assert {job["name"]: [word for word in job.get("pending", []) if "max_steps" in word] for job in sweep_of(folder)["jobs"]} == {
+        name: [] if name == first.name else [f"train.max_steps={80 if name.endswith('=1') else 20}"] for name in NAMES
+    }
+    assert "was continued by hand to step 90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra/launcher=x._target_", "hydra.launcher.setup=[rm]"])
@@ -280,9 +305,65 @@ def test_a_choice_whose_file_is_gone_is_composed_from_the_sweep_s_own_copy(tmp_p
         conf = Path(sys.argv[sys.argv.index("--config-path") + 1])
         seen.append(compose_with_folder(["optimizer=gone"], conf)[0].optimizer.name)
 
-    with pytest.raises(SystemExit):
-        sweep.resume(folder, [], [], app)
-    assert seen == ["muon"]
+    for extra in ([], ["optimizer=gone"]):
+        with pytest.raises(SystemExit):
+            sweep.resume(folder, extra, [], app)
+    assert seen == ["muon"] * 2
+
+
+EDITED = """
+import json, sys, yaml
+from pathlib import Path
+from runner.launch import sweep, underway
+file, folder = Path("conf/optimizer/adamw.yaml"), Path(sys.argv[1])
+before = file.read_text()
+def app():
+    now = underway.current[-1]
+    file.write_text(before.replace("weight_decay: 0.1", "weight_decay: 0.7"))
+    assert file.read_text() != before
+    words = [now.child_words(job) for job in now.ledger.jobs]
+    print(json.dumps([words, [yaml.safe_load((folder / job["name"] / ".hydra" / "config.yaml").read_text())["optimizer"]["weight_decay"] for job in now.ledger.jobs]]))
+try:
+    sweep.enter(["optimizer=adamw", "seed=1,2", f"hydra.sweep.dir={folder}"], ["-m"], app)
+finally:
+    file.write_text(before)
+"""
+
+
+def test_a_file_of_conf_that_changes_while_a_sweep_runs_changes_no_job(checkout: Path, tmp_path: Path) -> None:
+    """Each job is composed when its turn comes, which may be a day after the first."""
+    folder = tmp_path / "sweep"
+    done = subprocess.run([sys.executable, "-c", EDITED, str(folder)], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    words, decays = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert words == [[f"resume={folder}/seed={seed}"] for seed in (1, 2)] and decays == [0.1, 0.1]
+
+
+def test_all_jobs_of_a_sweep_start_from_the_same_weights_whatever_run_ends_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.launch import lineage, sweep
+    from runner.launch.compose import compose
+
+    shared, began = lineage.fingerprints(compose(["stage=sft"])), []
+    monkeypatch.setattr(lineage, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sweep, "current", [])
+
+    def finished(name: str) -> str:
+        (run := tmp_path / "outputs" / "day" / name / "model").mkdir(parents=True)
+        (run.parent / "run.json").write_text(json.dumps({"status": "completed", "stage": "pretrain", "fingerprints": shared, "ended": name}))
+        return str(run.parent)
+
+    def app() -> None:
+        finished(f"2026-11-22T0{len(began)}:00:00+00:00")
+        for job in sweep.current[-1].ledger.jobs:
+            sweep.current[-1].child_words(job)
+            began.append(yaml.safe_load((tmp_path / "it's" / job["name"] / ".hydra" / "config.yaml").read_text())["init_from"])
+
+    first, folder = finished("2026-11-21T10:00:00+00:00"), tmp_path / "it's"
+    for go in (lambda: sweep.enter(["stage=sft", "seed=1,2", f'hydra.sweep.dir="{folder}"'], ["-m"], app), lambda: sweep.resume(folder, ["seed=3"], [], app)):
+        with pytest.raises(SystemExit):
+            go()
+    assert began == [first] * 5 and [*sweep_of(folder)["init_from"].values()] == [first]
 
 
 def test_what_could_reach_outside_is_not_written_down(capsys: pytest.CaptureFixture) -> None:
