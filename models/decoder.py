@@ -107,7 +107,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # With a bf16 input and fp32 weights PyTorch falls back to a norm that is not fused, and warns.
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
 
 
 class Attention(nn.Module):

@@ -50,6 +50,7 @@ def save(run: Run) -> None:
         return None
     started = time.perf_counter()
     random = run.world.gather(randomness.capture())
+    run.world.reshard(run.model)
     model, optimizer = (_copied(tensors, run.world.leads) for tensors in (learning(run.model), run.optimizers.state()))
     if not run.world.leads:
         return None
@@ -276,6 +277,7 @@ def _copied(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in tensors.items():
         gathered = whole(tensor.detach())
+        assert gathered.dtype == torch.float32, f"{name} would be saved as {gathered.dtype}"
         if keep:
             copies[name] = gathered.to("cpu", copy=True).contiguous()
     return copies

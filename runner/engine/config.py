@@ -95,6 +95,8 @@ class Config:
             raise ValueError(f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.shape={self.data.shape}", f"such rows are for {STAGES[rows]}")
         if self.data.too_long == "split" and self.stage.rows != "text":
             raise ValueError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
+        if self.device == "cpu":
+            self.distributed.check_device("cpu")
         if not 0 <= self.seed < 2**32:
             raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):

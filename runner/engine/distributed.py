@@ -44,6 +44,8 @@ class DistributedConfig:
             raise ValueError("unknown way to distribute", f"distributed.name={self.name}", f"choose one of {', '.join(NAMES)}")
         if self.nproc != "auto" and not (self.nproc.isdigit() and int(self.nproc)):
             raise ValueError("a number of processes is meant", f"distributed.nproc={self.nproc}", "give auto, or a number from 1 on")
+        if self.nproc != "auto":
+            self.check_shares(int(self.nproc) * self.nnodes)
         if self.name == "single" and (self.nproc != "1" or self.nnodes != 1):
             raise ValueError(
                 "a single run is one process", f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}", "add distributed=ddp or distributed=fsdp"
@@ -55,6 +57,22 @@ class DistributedConfig:
         for word, least in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
             if getattr(self, word) < least:
                 raise ValueError(f"this count is at least {least}", f"distributed.{word}={getattr(self, word)}", f"choose {least} or more")
+
+    def check_device(self, kind: str) -> None:
+        """`kind` is what a rank computes on: cpu or cuda. Raises ValueError(what, where, fix)."""
+        if self.backend == "nccl" and kind == "cpu":
+            raise ValueError("NCCL connects GPUs", "distributed.backend=nccl", "use distributed.backend=gloo or auto on the CPU")
+        if self.cpu_offload and kind == "cpu":
+            raise ValueError("everything is in host memory already", "distributed.cpu_offload=true", "leave the word out")
+
+    def check_shares(self, ranks: int) -> None:
+        """Raises ValueError(what, where, fix) where so many ranks cannot share the weights as these words want it."""
+        if self.name == "fsdp" and (self.shard or ranks // self.replicate) * self.replicate != ranks:
+            raise ValueError(
+                f"{self.replicate} copies over {self.shard or 'all'} ranks each are not {ranks} ranks",
+                f"distributed.shard={self.shard} distributed.replicate={self.replicate}",
+                f"their product is the number of ranks, e.g. distributed.shard={ranks} distributed.replicate=1",
+            )
 
 
 @dataclass(frozen=True)
@@ -120,7 +138,8 @@ class World:
         # What the decoder returns is a view, and nothing writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         copies = self.cfg.replicate
-        mesh = init_device_mesh(self.device.type, (copies, self.size // copies) if copies > 1 else (self.size,))
+        form = {"replicate": copies, "shard": self.size // copies} if copies > 1 else {"shard": self.size}
+        mesh = init_device_mesh(self.device.type, tuple(form.values()), mesh_dim_names=tuple(form))
         policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*layers, model):
             fully_shard(
@@ -130,6 +149,12 @@ class World:
                 reshard_after_forward=self.cfg.reshard_after_forward,
                 offload_policy=CPUOffloadPolicy() if self.cfg.cpu_offload else OffloadPolicy(),
             )
+
+    def reshard(self, model: nn.Module) -> None:
+        """fsdp: let go of what a forward pass without a backward pass has left gathered: it is rounded to what is computed in."""
+        for part in model.modules() if self.sharded else ():
+            if hasattr(part, "reshard"):
+                part.reshard()  # type: ignore[operator]  # a method that fully_shard gives the module
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as the training step calls it: after its last backward pass of a step each gradient is the mean over ranks."""
@@ -210,7 +235,8 @@ def join_world(cfg: DistributedConfig, device: str) -> World:
     world = World(rank, size, find_device(device, local_rank if size > 1 else None), cfg)
     if size == 1 or not meeting:
         return world
-    _check(cfg, world)
+    cfg.check_device(world.device.type)
+    cfg.check_shares(world.size)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     if not dist.is_initialized():
@@ -218,19 +244,6 @@ def join_world(cfg: DistributedConfig, device: str) -> World:
         wait = timedelta(minutes=cfg.timeout, seconds=LAST_WORDS)
         dist.init_process_group(backend, store=open_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
     return world
-
-
-def _check(cfg: DistributedConfig, world: World) -> None:
-    if cfg.backend == "nccl" and world.device.type == "cpu":
-        raise ValueError("NCCL connects GPUs", "distributed.backend=nccl", "use distributed.backend=gloo or auto on the CPU")
-    if cfg.name == "fsdp" and cfg.cpu_offload and world.device.type == "cpu":
-        raise ValueError("everything is in host memory already", "distributed.cpu_offload=true", "leave the word out")
-    if cfg.name == "fsdp" and (cfg.shard or world.size // cfg.replicate) * cfg.replicate != world.size:
-        raise ValueError(
-            f"{cfg.replicate} copies over {cfg.shard or 'all'} ranks each are not {world.size} ranks",
-            f"distributed.shard={cfg.shard} distributed.replicate={cfg.replicate}",
-            f"their product is the number of ranks, e.g. distributed.shard={world.size} distributed.replicate=1",
-        )
 
 
 def open_store(meeting: str, size: int, wait: timedelta) -> Store:
@@ -265,6 +278,7 @@ def find_device(device: str, local_rank: int | None = None) -> torch.device:
         raise ValueError("each rank has a GPU of its own", f"device={device}", "use device=cuda; CUDA_VISIBLE_DEVICES says which ones")
     place = int(index or 0) if local_rank is None else local_rank
     if kind == "cuda" and place >= torch.cuda.device_count():
-        fix = "use device=cpu, or device=auto to take what there is" if local_rank is None else "start as many processes as there are GPUs"
+        none = local_rank is None or not torch.cuda.device_count()
+        fix = "use device=cpu, or device=auto to take what there is" if none else "start as many processes as there are GPUs"
         raise ValueError(f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}, number {place}", fix)
     return torch.device(device) if local_rank is None or kind == "cpu" else torch.device("cuda", local_rank)

@@ -44,8 +44,6 @@ def facts(cfg: Config, world: World, rows_of_step: int, frozen: dict[str, Tensor
     `frozen` are weights the training reads and never changes, a base under adapters or a reference: they are in no checkpoint.
     """
     found = dict(_flat(dataclasses.asdict(cfg), ""))
-    if world.size == 1:  # how ranks share their work means nothing
-        found = {word: value for word, value in found.items() if not word.startswith("distributed.") or word == "distributed.name"}
     found |= {ROWS_OF_STEP: rows_of_step, "content of the data": rows, "content of the tokenizer": tokenizer}
     if frozen:
         found["weights it starts from"] = fingerprint(frozen)

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -80,6 +80,7 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
 def begin(run: Run) -> None:
     """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
     checkpoint.load_newest(run)
+    meet(run)
     if not run.finished and run.world.leads:
         shutil.rmtree(run.folder / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
     run.track.start(
@@ -91,6 +92,19 @@ def begin(run: Run) -> None:
         tracker_id=run.tracker_id,
     )
     run.track.say(table(run.feed.files))
+
+
+def meet(run: Run) -> None:
+    """Refuse ranks that do not stand at the same place: on another machine there may be another folder, or other data."""
+    found = run.world.gather(
+        [f"step {run.progress.step}", *(f"{word} {str(run.facts[word])[:12]}" for word in ("content of the data", "content of the tokenizer"))]
+    )
+    for rank, its in enumerate(found):
+        if its != found[0]:
+            odd = ", ".join(f"{mine} (rank 0: {theirs})" for mine, theirs in zip(its, found[0], strict=True) if mine != theirs)
+            raise ValueError(
+                "the ranks do not see the same run", f"rank {rank}: {odd}", "every machine must see the run's folder and the data under the same paths"
+            )
 
 
 def header(run: Run) -> dict[str, str]:
@@ -280,17 +294,19 @@ def samples(run: Run) -> list[dict[str, str]]:
         template.prompt([{"role": "user", "content": prompt}]) if template else [tokenizer.bos_id, *tokenizer.encode(prompt)]
         for prompt in run.cfg.stage.prompts
     ]
-    answers = generate(
-        run.model,
-        prompts,
-        max_new_tokens=run.cfg.train.sample_tokens,
-        temperature=0.7,
-        top_k=0,
-        top_p=0.9,
-        repetition_penalty=1.0,
-        stop_ids=[tokenizer.eos_id],
-        generator=torch.Generator(run.world.device).manual_seed(PROMPT_SEED + run.progress.step),
-    )
+    # Weights that ranks hold between them are gathered in the dtype they are trained in.
+    with run.precision.autocast() if run.world.sharded else nullcontext():
+        answers = generate(
+            run.model,
+            prompts,
+            max_new_tokens=run.cfg.train.sample_tokens,
+            temperature=0.7,
+            top_k=0,
+            top_p=0.9,
+            repetition_penalty=1.0,
+            stop_ids=[tokenizer.eos_id],
+            generator=torch.Generator(run.world.device).manual_seed(PROMPT_SEED + run.progress.step),
+        )
     return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(run.cfg.stage.prompts, answers, strict=True)]
 
 

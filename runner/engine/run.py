@@ -145,7 +145,7 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
         tokenizer=tokenizer,
         model=model,
         compiling=compiled,
-        wrapped=wrap(model, cfg, world, compiled.mode),
+        wrapped=wrap(model, cfg, world, precision, compiled.mode),
         objective=objective,
         feed=feed,
         loader=loader,
@@ -223,14 +223,15 @@ def planned(cfg: Config, model: Decoder, loader: StepLoader) -> float:
     return 6.0 * positions * sum(p.numel() for p in model.parameters())
 
 
-def wrap(model: Decoder, cfg: Config, world: World, mode: str) -> nn.Module:
+def wrap(model: Decoder, cfg: Config, world: World, precision: Precision, mode: str) -> nn.Module:
     if mode != "off":
         from data.rows import sides_of
 
         keep_programs(Path(cfg.data.cache))
         lines = cfg.train.batch_size * (sides_of(cfg.stage.rows) if cfg.data.packing == "none" else 1)
         model.compile_layers(lone=lines == 1, mode=mode)
-    return world.wrap(model)
+    with precision.autocast():
+        return world.wrap(model)
 
 
 def chat_template(run: Run) -> ChatTemplate | None:

@@ -12,6 +12,7 @@ from runner.engine.checkpoint import newest_of
 from runner.engine.loop import train
 from runner.engine.run import Interrupted, rows_of_step
 from runner.engine.verify import differences
+from runner.launch.compose import compose
 
 ROWS = 38  # three steps of twelve and one of two: at the end of an epoch some ranks stand by
 STEPS = 20
@@ -140,6 +141,31 @@ def test_a_number_of_rows_that_ranks_cannot_keep_is_refused_with_those_they_coul
         rows_of_step(run.cfg, dataclasses.replace(world, size=9), run.folder)
 
 
+def test_ranks_that_do_not_stand_at_the_same_place_are_refused(make_run, monkeypatch):
+    run = make_run("pretrain")
+    monkeypatch.setattr(type(run.world), "gather", lambda world, value: [value, ["step 7", *value[1:]]])
+    with pytest.raises(ValueError, match="the ranks do not see the same run") as refusal:
+        train(run)
+    assert refusal.value.args[1] == "rank 1: step 7 (rank 0: step 0)"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["distributed=ddp", "distributed.backend=nccl", "device=cpu"],
+        ["distributed=fsdp", "distributed.cpu_offload=true", "device=cpu"],
+        ["distributed=fsdp", "distributed.nproc=4", "distributed.shard=3"],
+        ["distributed=fsdp", "distributed.nproc=3", "distributed.replicate=2"],
+        ["distributed.nproc=2"],
+        ["distributed=ddp", "distributed.nproc=0"],
+    ],
+)
+def test_words_that_cannot_go_together_are_refused_before_a_rank_starts(words_of, words):
+    with pytest.raises(ValueError) as refusal:
+        compose(words_of("pretrain", *words))
+    assert len(refusal.value.args) == 3
+
+
 def test_a_checkpoint_is_the_same_files_and_names_however_many_ranks_wrote_it(tmp_path, words_of, make_run, on_ranks, weights):
     train(make_run("sft", "train.max_steps=2", folder="one"))
     said = words_of("sft", "train.max_steps=2", "train.batch_size=2")
@@ -156,15 +182,20 @@ def test_a_checkpoint_is_the_same_files_and_names_however_many_ranks_wrote_it(tm
 
 
 @pytest.mark.slow
-def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, logged):
+def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, logged, weights):
     words = ["train.max_steps=4", "train.eval_every=2", "train.sample_every=2", "train.sample_tokens=4", "data.val_fraction=0.2", "stage.prompts=[hello]"]
     train(make_run("pretrain", *words, folder="one"))
     said = words_of("pretrain", *words, "train.batch_size=2")
-    on_ranks(2, [{"folder": str(tmp_path / kind), "words": [*said, f"distributed={kind}"]} for kind in ("ddp", "fsdp")])
-    for kind in ("ddp", "fsdp"):
-        for line, its in zip(logged(tmp_path / "one", "eval"), logged(tmp_path / kind, "eval"), strict=True):
-            assert line["loss"] == pytest.approx(its["loss"], abs=2e-5)
-        assert len((tmp_path / kind / "samples.jsonl").read_text().splitlines()) == 2
+    cases = {kind: [f"distributed={kind}"] for kind in ("ddp", "fsdp")}
+    cases |= {f"fsdp {name}": ["distributed=fsdp", f"precision={name}", "distributed.reshard_after_forward=false"] for name in ("bf16", "fp16")}
+    on_ranks(2, [{"folder": str(tmp_path / case), "words": [*said, *more]} for case, more in cases.items()])
+    for case in cases:
+        for line, its in zip(logged(tmp_path / "one", "eval"), logged(tmp_path / case, "eval"), strict=True):
+            assert line["loss"] == pytest.approx(its["loss"], abs=2e-5 if case in ("ddp", "fsdp") else 1e-2)
+        assert len((tmp_path / case / "samples.jsonl").read_text().splitlines()) == 2
+        # Saved right after an evaluation, whose forward pass leaves the weights gathered, and rounded.
+        assert {tensor.dtype for tensor in weights(tmp_path / case).values()} == {torch.float32}
+        assert any((tensor != tensor.bfloat16()).any() for tensor in weights(tmp_path / case).values())
 
 
 @pytest.mark.slow
