@@ -52,7 +52,7 @@ def look_at(folder: Path, every: int, seen: Counter, before: int) -> int:
     return newest
 
 
-@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [16, pytest.param(200, marks=pytest.mark.slow)])
 def test_random_kills_cost_one_save_at_most_and_no_bit(kills, tmp_path):
     chance, seen, runs = random.Random(kills), Counter(), 0
     with room(tmp_path) as place:
