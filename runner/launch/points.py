@@ -163,9 +163,12 @@ def rows_of(jobs: Iterable[Job], judged: str) -> list[Row]:
 
 
 def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
-    """Means are over the completed jobs; where there is none, over what the others have come to."""
-    counted = [job for job in jobs if job.status == "completed"] or jobs
-    finite = [job for job in counted if not job.diverged and job.final.get(judged, math.inf) < math.inf]
+    """Means are over the completed jobs; where there is none, over what the others have come to, if that is the same step."""
+    counted = [job for job in jobs if job.status == "completed"]
+    apart = not counted and len({job.logged.last.step for job in jobs if job.logged.last}) > 1
+    counted = counted or jobs
+    judged_by = [] if apart else counted
+    finite = [job for job in judged_by if not job.diverged and job.final.get(judged, math.inf) < math.inf]
     steps = [job.best[judged][1] for job in finite if judged in job.best]
     lasts = [job.logged.last for job in counted if job.logged.last]
     return Row(
@@ -173,9 +176,9 @@ def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
         jobs=jobs,
         status=max((job.status for job in jobs), key=STATUSES.index),
         final=_spread(job.final.get(judged) for job in finite),
-        best=_spread(job.best[judged][0] for job in counted if judged in job.best),
+        best=_spread(job.best[judged][0] for job in judged_by if judged in job.best),
         best_step=statistics.median_low(steps) if steps else None,
-        train=_spread(job.final.get("training") for job in counted if job.final.get("training", math.inf) < math.inf),
+        train=_spread(job.final.get("training") for job in judged_by if job.final.get("training", math.inf) < math.inf),
         tokens=_mean(mark.tokens for mark in lasts),
         seconds=_mean(mark.time for mark in lasts),
         tokens_per_second=_mean(job.logged.tokens_per_second for job in counted),
