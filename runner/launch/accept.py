@@ -7,10 +7,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from runner.launch import foreign, study, torchrun
+from runner.launch import foreign, relaunch, study, torchrun
 from runner.launch import words as words_of
 from runner.launch.launcher import FIELDS, check_options
-from runner.launch.ledger import Ledger
+from runner.launch.ledger import Ledger, read_run
 
 PLACE = "hydra.sweep.dir="
 HYDRA = ("hydra.", "hydra/")
@@ -66,5 +66,9 @@ def check_more(ledger: Ledger, more: list[str], added: dict[str, list[str]], con
     words_of.check([*more, *(f"{key}={value}" for key, values in added.items() for value in values)], conf)
     if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
         raise ValueError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
+    begun = any(read_run(ledger.folder / job["name"]).get("attempt") for job in ledger.jobs)
+    if begun and (word := next((word for word in more if word.partition("=")[0] in relaunch.FIXED), None)):
+        fix = f"start another sweep with init_from={ledger.folder}/<job>"
+        raise ValueError(f"the jobs of a sweep keep their {word.partition('=')[0]}", word, fix)
     if word := next((word for word in more if word.startswith(("sweep.", PLACE))), None):
         raise ValueError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")

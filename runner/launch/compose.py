@@ -126,12 +126,15 @@ class translated:
         if isinstance(cause, ConfigKeyError) and key not in words_of.schema():
             return ValueError("no such word", key, words_of.nearest_word(key))
         if what.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
-            return ValueError("several values for one run", word, "add --multirun to train once with each, or write a list as [1,2]")
+            several = re.search(r"'(.*)'", what)
+            return ValueError("several values for one run", several[1] if several else word, "add --multirun to train once with each, or write a list as [1,2]")
         if dataclasses.is_dataclass(kind):
             return ValueError("this is a section, its words are set one by one", word, f"write e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
-        if isinstance(error, OverrideParseException):
+        if isinstance(error, OverrideParseException) or what.startswith(SYNTAX):
             return ValueError(
-                f"this cannot be read: {what}", error.override, "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'"
+                f"this cannot be read: {what}",
+                getattr(error, "override", word),
+                "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'",
             )
         takes = TAKES.get(getattr(kind, "__name__", ""))
         return ValueError(f"this word takes {takes.partition(',')[0]}", word, f"give {takes}") if takes else ValueError(what, word, SEE)
@@ -139,4 +142,5 @@ class translated:
 
 OPTIONAL = ("model.rope_scaling", "stage.lora")
 TAKES = {"int": "a whole number, e.g. 100", "float": "a number, e.g. 5e-4", "bool": "true or false", "list": "a list in brackets, e.g. [0.9,0.95]"}
+SYNTAX = ("mismatched input", "extraneous input", "no viable alternative", "token recognition error")  # of one word by itself Hydra says no more
 SEE = "python runner/train.py --help shows the words, --hydra-help those of Hydra"

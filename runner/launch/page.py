@@ -131,7 +131,7 @@ def _curves(sweep: Sweep, styles: dict[int, str]) -> str:
         y = plot.height(lines)
         x = plot.Axis(0.0, max(across(job.logged.last) for job, _ in shown if job.logged.last) or 1.0)
         panels.append(f"<figure><figcaption>loss over {safe(title)}</figcaption>{plot.draw(lines, x, y, title, 'loss', f'clip{place}')}</figure>")
-    note = "Thick with dots: validation loss. Thin: training loss, smoothed. A cross: the loss was not finite. Lines may leave through the upper edge."
+    note = "Thick with dots: validation loss. Thin: training loss, smoothed. A cross: the loss was not finite, or never low enough for the picture. Lines may leave through the upper edge."
     legend = _legend((styles[id(row)], named(row.words) or "all seeds") for row in sweep.rows)
     return f'<section><h2>Curves</h2>{legend}<div class="panels">{"".join(panels)}</div><p class="dim">{note}</p></section>'
 

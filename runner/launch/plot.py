@@ -69,6 +69,9 @@ def _line(line: Line, x: Axis, y: Axis) -> Iterable[str]:
     placed = [(_across(x, here), None if value is None else _down(y, value)) for here, value in line.points]
     if path := _path(placed):
         yield f'<path class="{line.style}" d="{path}">{title}</path>'
+    shown = [down for _, down in placed if down is not None]
+    if shown and max(shown) < TOP:  # never in the picture: where it would have begun
+        yield f'<path class="{line.style} lost" d="{_cross(placed[0][0])}">{title}</path>'
     for place, (across, down) in enumerate(placed):
         if down is not None and line.dots:
             yield f'<circle class="{line.style}" cx="{across:.1f}" cy="{down:.1f}" r="{line.dots}">{title}</circle>'
@@ -76,7 +79,11 @@ def _line(line: Line, x: Axis, y: Axis) -> Iterable[str]:
         if down is not None and spread and value is not None:
             yield f'<path class="{line.style} bar" d="M{across:.1f} {_down(y, value - spread):.1f}V{_down(y, value + spread):.1f}"/>'
         if down is None and (place == 0 or placed[place - 1][1] is not None):  # where the gap begins
-            yield f'<path class="{line.style} lost" d="M{across - 4:.1f} {TOP + 2}l8 8m0 -8l-8 8">{title}</path>'
+            yield f'<path class="{line.style} lost" d="{_cross(across)}">{title}</path>'
+
+
+def _cross(across: float) -> str:
+    return f"M{across - 4:.1f} {TOP + 2}l8 8m0 -8l-8 8"
 
 
 def _path(points: Iterable[tuple[float, float | None]]) -> str:

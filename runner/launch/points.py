@@ -11,13 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from runner.launch import stored
+from runner.launch import same_data
 from runner.launch.logged import Logged, Mark, number, read_json, read_metrics, read_words
 from runner.launch.origin import lives
+from runner.launch.same_data import SEED
 
-SEED = "seed"
 STATUSES = ("completed", "running", "interrupted", "failed", "new")  # as rows are ordered
-OF_DATA = ("data", "stage", "experiment", "model")  # swept words that say what is trained on, or how it lies in rows
 NOT_ALONE = ("hydra.", "hydra/", "sweep.")  # words that place and launch a sweep and say nothing of a run by itself
 
 
@@ -140,7 +139,7 @@ def read(folder: Path) -> Sweep:
     jobs = [_job(folder, job) for job in _list(stated.get("jobs")) if isinstance(job, dict)]
     swept = stated.get("swept") if isinstance(stated.get("swept"), dict) else {}
     words = list(dict.fromkeys([*map(str, swept or {}), *(word for job in jobs for word in job.words)]))
-    _compare_data(folder, jobs)
+    same_data.compare(folder, jobs)
     judged = "validation" if any("validation" in job.final for job in jobs) else "training"
     return Sweep(
         folder=folder,
@@ -163,9 +162,12 @@ def rows_of(jobs: Iterable[Job], judged: str) -> list[Row]:
 
 
 def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
-    """Means are over the completed jobs; where there is none, over what the others have come to."""
-    counted = [job for job in jobs if job.status == "completed"] or jobs
-    finite = [job for job in counted if not job.diverged and job.final.get(judged, math.inf) < math.inf]
+    """Means are over the completed jobs; where there is none, over what the others have come to, if that is the same step."""
+    counted = [job for job in jobs if job.status == "completed"]
+    apart = not counted and len({job.logged.last.step for job in jobs if job.logged.last}) > 1
+    counted = counted or jobs
+    judged_by = [] if apart else counted
+    finite = [job for job in judged_by if not job.diverged and job.final.get(judged, math.inf) < math.inf]
     steps = [job.best[judged][1] for job in finite if judged in job.best]
     lasts = [job.logged.last for job in counted if job.logged.last]
     return Row(
@@ -173,9 +175,9 @@ def row(words: dict[str, str], jobs: list[Job], judged: str) -> Row:
         jobs=jobs,
         status=max((job.status for job in jobs), key=STATUSES.index),
         final=_spread(job.final.get(judged) for job in finite),
-        best=_spread(job.best[judged][0] for job in counted if judged in job.best),
+        best=_spread(job.best[judged][0] for job in judged_by if judged in job.best),
         best_step=statistics.median_low(steps) if steps else None,
-        train=_spread(job.final.get("training") for job in counted if job.final.get("training", math.inf) < math.inf),
+        train=_spread(job.final.get("training") for job in judged_by if job.final.get("training", math.inf) < math.inf),
         tokens=_mean(mark.tokens for mark in lasts),
         seconds=_mean(mark.time for mark in lasts),
         tokens_per_second=_mean(job.logged.tokens_per_second for job in counted),
@@ -205,7 +207,7 @@ def _job(folder: Path, stated: dict[str, Any]) -> Job:
     if job.status == "failed":
         job.error = job.error or str(record.get("error") or "")
     job.by_hand = _by_hand(folder / name, [str(word) for word in _list(stated.get("given"))])
-    job.data = _data(record)
+    job.data = same_data.of(record)
     job.logged = read_metrics(folder / name / "metrics.jsonl")
     _judge(job, record, stated.get("loss"))
     return job
@@ -230,37 +232,6 @@ def _by_hand(run: Path, given: list[str]) -> list[str]:
         return []  # it cannot be read
     strange = {word.partition("=")[0]: word for words in launches[1:] for word in words if word not in known}
     return [*strange.values()]
-
-
-def _data(record: dict[str, Any]) -> tuple[Any, Any]:
-    prints, files = record.get("fingerprints"), record.get("data")
-    rows = [(file.get("read"), file.get("kept")) for file in files if isinstance(file, dict)] if isinstance(files, list) else None
-    return prints.get("data") if isinstance(prints, dict) else None, rows
-
-
-def _compare_data(folder: Path, jobs: Iterable[Job]) -> None:
-    """Of jobs whose words ask for the same data the first says which that is: a file may have changed before the next began."""
-    first: dict[tuple, Job] = {}
-    drawn: dict[tuple, bool] = {}
-    for job in jobs:
-        asked = tuple(sorted((word, value) for word, value in job.words.items() if word.startswith(OF_DATA)))
-        if job.data[0] is None or job.folder is None:
-            continue
-        if asked not in drawn:
-            drawn[asked] = _is_drawn(folder / job.folder)
-        for key, found in (((asked, None), 1), ((asked, job.words.get(SEED) if drawn[asked] else ""), 0)):
-            other = first.setdefault(key, job)
-            if None not in (other.data[found], job.data[found]) and other.data[found] != job.data[found]:
-                job.unlike = job.unlike or other.name
-
-
-def _is_drawn(run: Path) -> bool:
-    """Whether the seed is part of its rows, as where system prompts are drawn for them."""
-    try:
-        data = stored.config(run)["data"]
-        return bool(data["system_prob"] or data["empty_think_prob"])
-    except (ValueError, KeyError, TypeError):  # nothing is known: no job is blamed for its seed
-        return True
 
 
 def _judge(job: Job, record: dict[str, Any], loss: Any) -> None:

@@ -95,6 +95,14 @@ def test_a_point_with_a_seed_that_failed_averages_the_others_and_has_no_rank(tmp
     assert first.words == {LR: "2"} and second.best and (second.best.mean, second.best.n, second.ranked) == (1.0, 1, False)
 
 
+def test_a_point_none_of_whose_seeds_is_completed_has_a_mean_only_where_all_stand_at_one_step(tmp_path: Path) -> None:
+    seeds = [job({LR: "1", "seed": seed}, falling(2.0, steps=steps), status="interrupted") for seed, steps in (("1", 20), ("2", 40))]
+    (apart,) = compare.table(made_sweep(tmp_path / "apart", seeds, status="interrupted"))
+    assert (apart.final, apart.best, apart.train) == (None, None, None) and apart.tokens
+    (level,) = compare.table(made_sweep(tmp_path / "level", [{**each, "lines": falling(2.0)} for each in seeds], status="interrupted"))
+    assert level.best and level.best.n == 2
+
+
 def test_a_word_is_one_point_however_its_words_are_ordered(tmp_path: Path) -> None:
     jobs = [job({"a": "1", "b": "2", "seed": "1"}, falling(1.0)), job({"b": "2", "seed": "2", "a": "1"}, falling(2.0))]
     assert len(compare.table(made_sweep(tmp_path, jobs))) == 1

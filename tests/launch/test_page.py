@@ -154,6 +154,8 @@ def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross_and_never_a_number(tmp_p
 
 def test_a_job_that_explodes_does_not_flatten_the_others() -> None:
     calm = [plot.Line([(x, 8 - x / 20) for x in range(100)], "s0", "calm") for _ in range(3)]
+    above = plot.draw([*calm, plot.Line([(1.0, 50.0), (2.0, 90.0)], "s1", "never inside")], plot.Axis(0.0, 100.0), plot.height(calm), "step", "loss", "c")
+    assert above.count("lost") == 1 and "lost" not in plot.draw(calm, plot.Axis(0.0, 100.0), plot.height(calm), "step", "loss", "c")
     axis = plot.height([*calm, plot.Line([(x, 8.0 + 10 * x) for x in range(100)], "s1", "wild")])
     assert axis.high < 9 and axis.at(8) - axis.at(4) > 0.4
     assert plot.near([2.0, 2.1, 2.2, 900.0]).high < 3

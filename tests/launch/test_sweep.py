@@ -240,6 +240,8 @@ def test_a_word_that_a_job_which_has_begun_cannot_take_changes_nothing(whole: Pa
     before = (whole / "sweep.json").read_bytes()
     with pytest.raises(ValueError) as refusal:
         sweep.resume(whole, extra, [], lambda: pytest.fail("it went on"))
+    if extra[0] == "stage=sft":
+        assert refusal.value.args == ("the jobs of a sweep keep their stage", "stage=sft", f"start another sweep with init_from={whole}/<job>")
     assert len(refusal.value.args) == 3 and any(word in refusal.value.args[1] for word in ("hidden_size", "max_length", "weight_decay", "stage"))
     assert (whole / "sweep.json").read_bytes() == before
 
@@ -283,7 +285,7 @@ def test_a_sweep_never_stands_there_with_fewer_jobs_than_it_has(rows: Path, tmp_
     seen: list[int] = []
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setattr(underway, "current", [])
-    monkeypatch.setattr(ledger, "write_json", lambda path, fields: seen.append(len(fields["jobs"])))
+    monkeypatch.setattr(ledger, "write_json", lambda path, fields: seen.append(len(fields["jobs"])) if path.name == "sweep.json" else None)
     with pytest.raises(SystemExit) as end:
         sweep.enter([f"data.path={rows}", *SWEPT, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: None)
     assert end.value.code == 75 and set(seen) == {4}
@@ -398,6 +400,8 @@ def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Pat
         with pytest.raises(ValueError) as refusal:
             sweep.enter([*swept, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["-m"], lambda: pytest.fail("it went on"))
         assert len(refusal.value.args) == 3
+    with pytest.raises(ValueError, match="put quotes around"):
+        sweep.enter(["seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep/seed=1"], ["-m"], lambda: pytest.fail("it went on"))
     assert not (tmp_path / "sweep").exists()
 
 

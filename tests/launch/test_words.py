@@ -213,7 +213,7 @@ def test_of_a_word_that_is_said_twice_the_wrong_one_is_shown() -> None:
 
 @pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
 def test_several_values_for_one_run_are_refused_however_they_are_written(values: str) -> None:
-    assert refused(f"train.epochs={values}")[0] == "several values for one run"
+    assert refused("seed=3", f"train.epochs={values}", "stage=sft")[:2] == ("several values for one run", f"train.epochs={values}")
 
 
 def test_the_help_page_gives_no_value_as_if_it_were_the_default() -> None:
