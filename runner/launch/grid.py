@@ -46,21 +46,12 @@ def pair(word: str) -> tuple[str, str]:
     return key, override.get_value_element_as_str() if equals else ""
 
 
-def meant(word: str, value: str) -> object:
-    """What is the same for two ways of writing one value: 0 and 0.0 where a number is meant, 1 and 01."""
-    kind = words_of.schema().get(word)
-    try:
-        return kind(value) if kind in (int, float) else value
-    except ValueError:  # refused where it is composed
-        return value
-
-
 def unique(word: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
     """The values, each once, in the way of writing it that is `known` or came first."""
     written: dict[object, str] = {}
     for value in known:
-        written.setdefault(meant(word, value), value)
-    return list(dict.fromkeys(written.setdefault(meant(word, value), value) for value in values))
+        written.setdefault(words_of.meant(word, value), value)
+    return list(dict.fromkeys(written.setdefault(words_of.meant(word, value), value) for value in values))
 
 
 def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[Point]:

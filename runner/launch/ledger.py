@@ -19,6 +19,7 @@ from runner.launch import origin
 from runner.launch.folders import job_name
 from runner.launch.lock import LIMIT, LOCK, OWNER, holder
 from runner.launch.record import RECORD, STATUSES
+from runner.launch.words import meant
 
 SWEEP = "sweep.json"
 ENDED = ("interrupted", "failed", "completed")
@@ -69,8 +70,9 @@ class Ledger:
         return self.fields["jobs"]
 
     def find(self, words: Mapping[str, str]) -> Job | None:
-        """The job of these swept words, in whatever order."""
-        return next((job for job in self.jobs if job["words"] == dict(words)), None)
+        """The job of these swept words, in whatever order, however a number in them is written."""
+        asked = _meant(words)
+        return next((job for job in self.jobs if _meant(job["words"]) == asked), None)
 
     def add(self, words: Mapping[str, str]) -> Job:
         """The job of these swept words; a new one where there is none. Nothing is written yet."""
@@ -102,6 +104,10 @@ class Ledger:
 
     def __exit__(self, *_: object) -> None:
         _let_go(self.folder, self._lock)
+
+
+def _meant(words: Mapping[str, str]) -> dict[str, object]:
+    return {word: meant(word, value) for word, value in words.items()}
 
 
 def standing(job: Job, run: dict[str, Any]) -> dict[str, Any]:

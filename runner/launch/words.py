@@ -96,6 +96,15 @@ def _without_none(kind: Any) -> Any:
     return kind
 
 
+def meant(word: str, value: str) -> object:
+    """What is the same for two ways of writing one value: 0 and 0.0 where a number is meant, 1 and 01."""
+    kind = schema().get(word)
+    try:
+        return kind(value) if kind in (int, float) else value
+    except ValueError:  # refused where it is composed
+        return value
+
+
 @cache
 def groups(conf: Path = CONF) -> dict[str, list[str]]:
     """{"precision": ["bf16", "fp16", "fp32"], ...}: the folders of conf/ and their files."""

@@ -39,6 +39,7 @@ def test_a_job_is_known_by_its_words_in_whatever_order(sweep: Path) -> None:
         before = [job["name"] for job in ledger.jobs]
         for point in reversed(POINTS):
             ledger.add(dict(reversed(point.items())))
+            ledger.add({"optimizer.lr": point["optimizer.lr"] + "0", "seed": f"0{point['seed']}"})  # as Hydra's own sweeper may hand it on
         assert [job["name"] for job in ledger.jobs] == before and before[1] == "optimizer.lr=0.1,seed=2"
 
 
