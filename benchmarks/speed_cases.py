@@ -151,7 +151,7 @@ def hf(spec: dict, gate: Gate, compiled: bool) -> None:
             return Loader(super().get_train_dataloader(), gate, all_of)
 
     rows = [{"input_ids": window, "labels": window} for window in windows(spec)]
-    Gated(model=transformers_model(spec), args=TrainingArguments(**arguments(spec, compiled)), train_dataset=rows).train()  # type: ignore[arg-type]
+    Gated(model=transformers_model(spec), args=TrainingArguments(**arguments(spec, compiled)), train_dataset=rows).train()  # type: ignore[arg-type]  # a list serves as a dataset
 
 
 class Loader:
@@ -232,7 +232,7 @@ def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
 
     # Its package imports Lightning, which its model does not need: two modules stand for what would.
     package, unused = types.ModuleType("litgpt"), types.ModuleType("litgpt.scripts.convert_hf_checkpoint")
-    package.__path__, unused.qkv_reassemble = [f"{spec['litgpt']}/litgpt"], None  # type: ignore[attr-defined]
+    package.__path__, unused.qkv_reassemble = [f"{spec['litgpt']}/litgpt"], None  # type: ignore[attr-defined]  # modules made here
     sys.modules |= {"litgpt": package, "litgpt.scripts.convert_hf_checkpoint": unused}
     from litgpt.config import Config
     from litgpt.model import GPT

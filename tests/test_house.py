@@ -25,7 +25,7 @@ LAYERS = [
     {"config"},
     {"identity", "feed"},
     {"run"},
-    {"checkpoint"},
+    {"checkpoint", "judging"},
     {"loop"},
     {"verify"},
 ]

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -15,17 +15,16 @@ import torch
 from data.loader import Batch
 from data.packing import Packed
 from data.store import DamagedStore
-from models.generate import generate
 from runner.engine import checkpoint
 from runner.engine.disk import write_json
 from runner.engine.feed import table
-from runner.engine.objective import Sums
+from runner.engine.judging import look
+from runner.engine.objective import Sums, weighed
 from runner.engine.optim import lr_at
-from runner.engine.run import Interrupted, Run, RunFailed, chat_template
+from runner.engine.run import Interrupted, Run, RunFailed, finite
 
 DIVERGED = 2  # times the loss of a model that knows nothing
 LOSSES_KEPT = 50  # how far back a diagnosis looks
-PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
 
 
 class StepResult(NamedTuple):
@@ -65,12 +64,12 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
                 lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
                 result = take_step(run, batches, lr, stop)
                 pace.add(result.positions)
-                if due(run, every.log_every):
+                if run.due(every.log_every):
                     log(run, result, lr, epoch, pace)
                 checkpoint.poll(run)
                 if stop():
                     leave(run)
-                if due(run, every.save_every):
+                if run.due(every.save_every):
                     checkpoint.save(run)
                 pace.pause(look, run)
                 if run.finished:
@@ -132,10 +131,6 @@ def lines_of(run: Run) -> str:
     return f"rows of at most {length} tokens"
 
 
-def due(run: Run, every: int) -> bool:
-    return every > 0 and (run.progress.step % every == 0 or run.progress.step == run.total_steps)
-
-
 def leave(run: Run) -> NoReturn:
     """Save the step the run stands at, and stop."""
     checkpoint.commit(run)
@@ -190,11 +185,6 @@ def diagnose(run: Run, names: list[str], result: StepResult) -> None:
         run.track.warn(f"diagnosis.json could not be written: {error}")
 
 
-def finite(number: float) -> float | None:
-    """As JSON can say it."""
-    return number if math.isfinite(number) else None
-
-
 def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
     """One update from its micro-batches: count first, then divide every part by the same number."""
     run.wrapped.train()
@@ -218,11 +208,6 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
     return StepResult(means, update.norm, update.taken, culprit, labels, positions, rows)
 
 
-def weighed(batch: Batch, parts: Sums) -> Sums:
-    """A stand-in is computed, because all ranks meet in it, and counts as nothing."""
-    return parts if batch.names else {name: part * 0 for name, part in parts.items()}
-
-
 def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
     progress = run.progress
     numbers = {
@@ -240,74 +225,6 @@ def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None
     if progress.nonfinite:
         numbers["skipped_steps"] = progress.nonfinite
     run.track.log("train", progress.step, **numbers)
-
-
-def look(run: Run) -> None:
-    """What is due at this step and changes no weight: evaluation and samples."""
-    progress, every = run.progress, run.cfg.train
-    if progress.looked_at == progress.step:
-        return
-    if run.val_loader and due(run, every.eval_every):
-        judge(run, evaluate(run))
-    if run.cfg.stage.prompts and due(run, every.sample_every):
-        run.track.samples(progress.step, samples(run))
-    progress.looked_at = progress.step
-
-
-def judge(run: Run, means: dict[str, float]) -> None:
-    progress, loss = run.progress, means["loss"]
-    progress.eval_loss = finite(loss)
-    run.track.log("eval", progress.step, tokens=progress.tokens, **means)
-    if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
-        progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
-    else:
-        progress.evals_since_best += 1
-
-
-@torch.no_grad()
-def evaluate(run: Run) -> dict[str, float]:
-    """The objective over the held-out rows, each sum divided by its count; perplexity where it means something."""
-    assert run.val_loader
-    run.model.eval()
-    count, sums = 0, dict[str, float]()
-    with closing(run.val_loader.steps(epoch=0)) as steps:
-        for batches in steps:
-            for batch in batches:
-                run.world.alive()
-                with run.precision.autocast():
-                    parts = weighed(batch, run.objective.loss(run.model, batch.to(run.world.device)))
-                count += run.objective.count(batch)
-                for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part.item()
-    total, *summed = run.world.sums([count, *sums.values()])
-    means = {name: value / total for name, value in zip(sums, summed, strict=True)}
-    means["loss"] -= means.pop("aux_loss", 0.0)  # balancing experts is how we train, not what is judged
-    if run.cfg.stage.objective == "next_token":
-        means["perplexity"] = math.exp(min(means["loss"], 700.0))
-    return means
-
-
-def samples(run: Run) -> list[dict[str, str]]:
-    """What the model answers to the stage's prompts now; a pure function of weights and step."""
-    template, tokenizer = chat_template(run), run.tokenizer
-    prompts = [
-        template.prompt([{"role": "user", "content": prompt}]) if template else [tokenizer.bos_id, *tokenizer.encode(prompt)]
-        for prompt in run.cfg.stage.prompts
-    ]
-    # Weights that ranks hold between them are gathered in the dtype they are trained in.
-    with run.precision.autocast() if run.world.sharded else nullcontext():
-        answers = generate(
-            run.model,
-            prompts,
-            max_new_tokens=run.cfg.train.sample_tokens,
-            temperature=0.7,
-            top_k=0,
-            top_p=0.9,
-            repetition_penalty=1.0,
-            stop_ids=[tokenizer.eos_id],
-            generator=torch.Generator(run.world.device).manual_seed(PROMPT_SEED + run.progress.step),
-        )
-    return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(run.cfg.stage.prompts, answers, strict=True)]
 
 
 def finish(run: Run) -> float:

@@ -36,6 +36,11 @@ class Objective(Protocol):
         """Models it calls beside the one that learns."""
 
 
+def weighed(batch: Batch, parts: Sums) -> Sums:
+    """A stand-in is computed, because all ranks meet in it, and counts as nothing."""
+    return parts if batch.names else {name: part * 0 for name, part in parts.items()}
+
+
 class NextToken:
     """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
 

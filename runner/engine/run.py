@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,10 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.progress.step >= self.total_steps or self.stopped_early
+
+    def due(self, every: int) -> bool:
+        """Whether what happens every so many steps, and after the last, happens now."""
+        return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
 
 
 def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> Run:
@@ -239,3 +244,8 @@ def chat_template(run: Run) -> ChatTemplate | None:
     from data.chat import ChatTemplate
 
     return None if run.cfg.stage.rows == "text" else ChatTemplate(run.tokenizer)
+
+
+def finite(number: float) -> float | None:
+    """As JSON can say it."""
+    return number if math.isfinite(number) else None

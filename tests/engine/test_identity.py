@@ -109,7 +109,7 @@ def test_a_run_does_not_go_back(make_run):
 
 
 def test_the_newest_the_best_and_every_so_many_steps_stay(make_run, monkeypatch):
-    monkeypatch.setattr("runner.engine.loop.evaluate", lambda run: {"loss": abs(run.progress.step - 3.0)})
+    monkeypatch.setattr("runner.engine.judging.evaluate", lambda run: {"loss": abs(run.progress.step - 3.0)})
     run = make_run(
         "pretrain", "train.max_steps=12", "train.save_every=1", "train.eval_every=1", "train.keep_checkpoints=2", "train.keep_every=5", "data.val_fraction=0.1"
     )

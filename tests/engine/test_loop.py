@@ -5,7 +5,8 @@ import multiprocessing
 import pytest
 import torch
 
-from runner.engine.loop import Interrupted, evaluate, take_step, train, train_step
+from runner.engine.judging import evaluate
+from runner.engine.loop import Interrupted, take_step, train, train_step
 from runner.engine.optim import lr_at
 from runner.engine.run import RunFailed
 

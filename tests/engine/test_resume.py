@@ -154,7 +154,7 @@ def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch,
     """`None` leaves nothing out: the other rows fail for what they miss, not for how they are made."""
     words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
     monkeypatch.setattr(
-        "runner.engine.loop.evaluate", lambda run: {"loss": float(run.progress.step)}
+        "runner.engine.judging.evaluate", lambda run: {"loss": float(run.progress.step)}
     )  # the first is the best: what is forgotten of it stays forgotten
     whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
     half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
