@@ -32,7 +32,7 @@ def split(typed: list[str], conf: Path = words_of.CONF) -> tuple[list[str], dict
                 raise ValueError("no option of a group has such a name", word, f"write out the values: {override.key_or_group}=<value>,<value>")
         elif override.is_discrete_sweep():
             key = override.get_key_element()
-            swept[key] = unique(key, [str(value) for value in override.sweep_string_iterator()])
+            swept[key] = alike(key, [str(value) for value in override.sweep_string_iterator()])
         else:
             swept[override.get_key_element()], counted = [override.get_value_string()], False
     return shared, swept, counted
@@ -46,12 +46,12 @@ def pair(word: str) -> tuple[str, str]:
     return key, override.get_value_element_as_str() if equals else ""
 
 
-def unique(word: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
-    """The values, each once, in the way of writing it that is `known` or came first."""
+def alike(word: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
+    """The values, each in the way of writing it that is `known` or came first; one may stand there twice, in pairs with two others."""
     written: dict[object, str] = {}
     for value in known:
         written.setdefault(words_of.meant(word, value), value)
-    return list(dict.fromkeys(written.setdefault(words_of.meant(word, value), value) for value in values))
+    return [written.setdefault(words_of.meant(word, value), value) for value in values]
 
 
 def points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[Point]:

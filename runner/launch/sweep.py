@@ -81,7 +81,7 @@ def asked(ledger: Ledger, extra: list[str], conf: Path) -> tuple[list[str], dict
     chosen = [f"hydra/{part}={ledger.fields[part]}" for part in ("sweeper", "launcher") if part in ledger.fields]
     foreign.check(grid.with_words(grid.with_words(chosen, ledger.fields["words"]), extra))
     added |= {key: [value] for key, value in map(grid.pair, more) if key in stored}
-    added = {key: grid.unique(key, values, known=stored.get(key, ())) for key, values in added.items()}
+    added = {key: grid.alike(key, values, known=stored.get(key, ())) for key, values in added.items()}
     more = [word for word in more if word.partition("=")[0] not in stored]
     accept.check_more(ledger, more, added, conf)
     return more, added

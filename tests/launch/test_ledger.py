@@ -165,8 +165,9 @@ def test_one_value_is_the_same_point_as_among_several(values: tuple[str, str]) -
 
 def test_a_value_is_one_point_however_it_is_written_where_its_word_takes_a_number() -> None:
     swept = grid.split(["optimizer.weight_decay=0,0.0,0.1", "optimizer.lr=5,5.0,05", "seed=1,01,2", "tracker.project=1,01"])[1]
-    assert list(swept.values()) == [["0", "0.1"], ["5"], ["1", "2"], ["1", "01"]]
-    assert grid.unique("optimizer.lr", ["5.0", "1e-3"], known=["0.001", "5"]) == ["5", "0.001"]
+    assert list(swept.values()) == [["0", "0", "0.1"], ["5", "5", "5"], ["1", "1", "2"], ["1", "01"]]
+    assert len(grid.points(swept)) == 2 * 1 * 2 * 2
+    assert grid.alike("optimizer.lr", ["5.0", "1e-3"], known=["0.001", "5"]) == ["5", "0.001"]
 
 
 def test_an_interval_cannot_be_counted() -> None:
@@ -175,6 +176,11 @@ def test_an_interval_cannot_be_counted() -> None:
 
 def test_a_pattern_means_the_files_of_a_group() -> None:
     assert grid.split(["precision=glob(*16)"])[1] == {"precision": ["bf16", "fp16"]}
+
+
+def test_a_value_may_stand_in_several_pairs() -> None:
+    swept = grid.split(["seed=1,2,3", "optimizer.lr=0.1,0.2,0.2"])[1]
+    assert grid.points(swept, ["seed", "optimizer.lr"]) == [{"seed": s, "optimizer.lr": lr} for s, lr in (("1", "0.1"), ("2", "0.2"), ("3", "0.2"))]
 
 
 def test_zipped_words_go_in_pairs_and_the_others_with_each_pair() -> None:

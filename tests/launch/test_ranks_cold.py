@@ -168,8 +168,8 @@ def test_a_sweep_gives_every_job_all_ranks_and_can_be_extended(runs: Runs, by: s
 def test_a_job_that_fails_or_is_refused_ends_on_all_ranks_and_the_sweep_goes_on(runs: Runs, by: str) -> None:
     words = [*runs.words("-")[:-1], "train.max_steps=4", "distributed=fsdp", f"hydra.sweep.dir={runs / 'sweep'}"]
     fault = {"rank": 0, "step": 2, "code": "if run.cfg.seed == 2: os.kill(os.getpid(), 9)\nos.unlink(fault['once'])"}
-    points = ["seed=1,2,3", "distributed.shard=3,2,2", "sweep.zip=[seed,distributed.shard]"]  # the first is refused, the second is killed
-    assert runs.to_end("--multirun", *words, *points, by=by, fault=fault) == 1
+    points = ["seed=1,2,3", "model.vocab_size=100,6400,6400", "sweep.zip=[seed,model.vocab_size]"]  # the first is refused, the second is killed
+    assert runs.to_end("--multirun", *words, *points, by=by, fault=fault) == 1, runs.said.read_text()
     jobs = json.loads((runs / "sweep" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["failed", "failed", "completed"], jobs
     assert processes_of(runs.place) == []
