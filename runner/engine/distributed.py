@@ -239,7 +239,7 @@ def join_world(cfg: DistributedConfig, device: str) -> World:
     cfg.check_shares(world.size)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # it is never destroyed: over gloo that can wait for ever for ranks that have left
         backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
         wait = timedelta(minutes=cfg.timeout, seconds=LAST_WORDS)
         dist.init_process_group(backend, store=open_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
@@ -255,14 +255,6 @@ def open_store(meeting: str, size: int, wait: timedelta) -> Store:
     # torchrun keeps its store over all that happens under it: each training meets under a name of its own
     theirs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
     return PrefixStore(meeting.removeprefix("torchrun:"), theirs)
-
-
-def leave_world() -> None:
-    """Say goodbye to the other ranks, once all is done; a rank that fails leaves without a word."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def find_device(device: str, local_rank: int | None = None) -> torch.device:

@@ -24,13 +24,9 @@ def carry(config: Config, record: Record, stop: StopFlag) -> float:
 
 def as_rank(config: Config, record: Record, stop: StopFlag) -> int:
     """`carry` for one rank of many: whatever ends it is told, and becomes its exit code."""
-    from runner.engine.distributed import leave_world
-
     try:
         carry(config, record, stop)
-        leave_world()
     except Interrupted:
-        leave_world()
         return refusal.INTERRUPTED
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
