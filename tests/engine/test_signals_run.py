@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data._utils import signal_handling
 from trainee import STEPS, SlowDisk, code_of, config, launch, litter, record_of, room, steps_of, train
 
-from runner.engine import checkpoint, disk, loop
+from runner.engine import checkpoint, disk, judging, loop
 from runner.engine.signals import ECHO, SIGNALS, StopFlag
 from runner.engine.verify import differences
 from runner.launch import lineage
@@ -41,7 +41,7 @@ class Watched:
         os.setpgid(0, 0)
         os.close(self.reader)
         disk.fs = SlowDisk()
-        for number, (owner, name) in enumerate([(loop, "train_step"), (checkpoint, "save"), (loop, "evaluate"), (loop, "samples")], start=1):
+        for number, (owner, name) in enumerate([(loop, "train_step"), (checkpoint, "save"), (judging, "evaluate"), (judging, "samples")], start=1):
             setattr(owner, name, self._told(number, getattr(owner, name)))
         for name in ("begin", "take_step"):
             setattr(loop, name, self._counted(getattr(loop, name)))
