@@ -6,14 +6,12 @@ import json
 import os
 import random
 import signal
-import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from trainee import code_of, config, launch, litter, record_of, room, steps_of, train, trained
+from trainee import code_of, config, launch, litter, record_of, room, steps_of, train, trained, wind_up
 
 from runner.engine.verify import differences
 from runner.launch import processes, rank
@@ -57,10 +55,7 @@ def forking() -> None:
             if out is not None:
                 os.dup2(out, 1), os.dup2(out, 2)
             code = rank.main(Path(program[1]), int(program[2]))
-            for thread in threading.enumerate():  # as at the end of any program: the writer is waited for
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            sys.stdout.flush(), sys.stderr.flush()
+            wind_up()
         finally:
             os._exit(code)
 

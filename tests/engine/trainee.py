@@ -78,12 +78,17 @@ def launch(config: Config, folder: Path, before: Callable[[], None] = lambda: No
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         before()
         code = _train(config, folder)
-        for thread in threading.enumerate():  # as at the end of any program: the writer is waited for
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-        sys.stdout.flush(), sys.stderr.flush()
+        wind_up()
     finally:
         os._exit(code)
+
+
+def wind_up() -> None:
+    """As at the end of any program: the writer is waited for."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush(), sys.stderr.flush()
 
 
 def _train(config: Config, folder: Path) -> int:
