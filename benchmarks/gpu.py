@@ -38,6 +38,7 @@ CASES = {  # name -> precision, train.compile
     "bf16 graphs": ("bf16", "reduce-overhead"),
     "fp8": ("fp8", "default"),
 }
+SAMPLE = str(ROOT / "data" / "samples" / "pretrain.jsonl")
 STATE = 16  # bytes a parameter: weight, gradient and two moments
 ACTIVATIONS = 100  # bytes a channel of a layer and position, roughly: fp32 needs more, compiled bf16 less
 HEAD = (
@@ -154,16 +155,22 @@ def main(asked: argparse.Namespace) -> None:
     command = command_of(asked)
     about = {"command": command, "date": str(datetime.date.today()), "device": device, "torch": torch.__version__, "cuda": torch.version.cuda}
     about |= {"length": asked.length, "rounds": asked.rounds, "steps_of_a_turn": asked.stretch, "data": Path(asked.path).name}
-    text = "\n\n".join([f"{device}, torch {torch.__version__}; {asked.rounds} rounds of {asked.stretch} steps.", *(shown(model, asked) for model in models)])
+    text = "\n\n".join(
+        [
+            f"{device}, torch {torch.__version__}; {asked.rounds} rounds of {asked.stretch} steps, each case a process of its own on it.",
+            *(shown(model, asked) for model in models),
+        ]
+    )
     name = f"gpu-{device.replace(' ', '_').lower()}"
-    tell(name, "A step on a GPU", command, text, asked.write)
+    tell(name, f"A step on {device}", command, text, asked.write)
     if asked.write:
         keep(name, about | {"models": models})
 
 
 def command_of(asked: argparse.Namespace) -> str:
     """What anybody types to have this made again."""
-    flags = {name: getattr(asked, name) for name in ("device", "models", "length", "rounds", "stretch")} | {"path": Path(asked.path).name}
+    flags = {name: getattr(asked, name) for name in ("device", "models", "length", "rounds", "stretch")}
+    flags |= {"path": Path(asked.path).name} if asked.path != SAMPLE else {}
     flags |= ({"lines": asked.lines} if asked.lines else {}) | ({"cases": f'"{asked.cases}"'} if asked.cases else {})
     return " ".join(["python benchmarks/gpu.py", *(f"--{name} {value}" for name, value in flags.items()), *asked.words])
 
@@ -171,7 +178,7 @@ def command_of(asked: argparse.Namespace) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--path", default=str(ROOT / "data" / "samples" / "pretrain.jsonl"))
+    parser.add_argument("--path", default=SAMPLE)
     parser.add_argument("--tokenizer", default=str(ROOT / "data" / "samples" / "tokenizer"))
     parser.add_argument("--models", default="minimind_26m+minimind_64m+minimind_104m+1b", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}, joined by +")
