@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from runner.engine.loop import train  # noqa: E402  the repo root has to be on the path first
 from runner.engine.run import Interrupted, build_run  # noqa: E402  as above
 from runner.launch.compose import compose  # noqa: E402  as above
+from runner.launch.processes import run_and_end  # noqa: E402  as above
 
 
 def spoil(run, at):
@@ -24,7 +25,7 @@ def spoil(run, at):
     run.objective = types.SimpleNamespace(loss=loss, count=run.objective.count, frozen={}, beside=[])
 
 
-if __name__ == "__main__":
+def main():
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
         folder = Path(training["folder"])
@@ -37,3 +38,7 @@ if __name__ == "__main__":
             train(run, stop=lambda run=run, at=stop_at: run.world.leads and run.progress.step == at)
         except Interrupted:
             assert stop_at is not None
+
+
+if __name__ == "__main__":
+    run_and_end(main)
