@@ -8,24 +8,17 @@ installed (`pip install lm-runner[bench]`: Hugging Face's Trainer and TRL) or no
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import importlib.util
 import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kept import tell
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from kept import keep, tell
+from turns import ROOT, Case, beside, measure, spec_of, speed, started, work
 
 LINES, LENGTH = 4, 512
 CLOCKS = ("seconds", "cpu")  # processor time tells of a busy machine nothing; with OMP_NUM_THREADS=1 no thread waits for another in it
@@ -35,49 +28,6 @@ HEAD = (
     "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against the first | share of peak, processor time | useful, processor time |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
 )
-
-
-class Case:
-    """A process that makes one step whenever it is asked to."""
-
-    def __init__(self, name: str, precision: str, spec: dict) -> None:
-        self.name, self.precision, self.steps, self.filled = name, precision, list[dict](), 1.0
-        began = time.perf_counter()
-        words = json.dumps(spec | {"case": name, "precision": precision})
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "speed_cases.py"), words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
-        )
-        self.failed = "error" in self.step()
-        self.first = time.perf_counter() - began
-        if not self.failed:
-            self.step()  # the second one still grows memory and caches
-            self.steps.clear()
-
-    def ask(self, word: str) -> dict:
-        assert self.process.stdin and self.process.stdout
-        try:
-            print(word, file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        return json.loads(line) if line else {"error": self.last_words()}
-
-    def step(self) -> dict:
-        self.steps.append(self.ask("step"))
-        return self.steps[-1]
-
-    def last_words(self) -> str:
-        self.errors.seek(0)
-        return next((line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a word")
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait()
-
-    def median(self, of: Any) -> float:
-        return statistics.median(of(step) for step in self.steps)
 
 
 def neutral_files(asked: argparse.Namespace, folder: str) -> dict[str, str]:
@@ -110,36 +60,14 @@ def why_not(name: str, asked: argparse.Namespace) -> str | None:
     return f"{', '.join(missing)} not installed: pip install lm-runner[bench]" if missing else None
 
 
-def measure(cases: list[Case], rounds: int) -> None:
-    for number in range(rounds):
-        for case in cases:
-            case.step()
-        print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    for case in cases:
-        if case.name != "machine":
-            counted = case.ask("fill")
-            case.filled = counted["useful"] / counted["computed"]
-
-
-def speed(step: dict, clock: str = "seconds") -> float:
-    return step["computed"] / step[clock]
-
-
-def work(step: dict, clock: str = "seconds") -> float:
-    return step["flops"] / step[clock]
-
-
 def found(cases: list[Case], precision: str) -> Iterator[dict[str, Any]]:
     """One line for each case."""
     mine = [case for case in cases if case.precision == precision]
     machine = next(case for case in mine if case.name == "machine")
     trainers = [case for case in mine if case.name != "machine"]
     for case in trainers:
-        shares, ratios = (
-            # Each round's ratio, and their median: what disturbs a round disturbs both.
-            {clock: statistics.median(pace(one, clock) / pace(other, clock) for one, other in zip(case.steps, beside.steps, strict=True)) for clock in CLOCKS}
-            for pace, beside in ((work, machine), (speed, trainers[0]))
-        )
+        shares = {clock: beside(work, case, machine, clock) for clock in CLOCKS}
+        ratios = {clock: beside(speed, case, trainers[0], clock) for clock in CLOCKS}
         yield {
             "precision": precision,
             "case": case.name,
@@ -165,62 +93,39 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join([HEAD, *rows])
 
 
-def spec_of(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
+def told(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     """What every case is told."""
-    from models.decoder import Decoder
-    from runner.launch.compose import compose
-
-    words = [
-        f"stage={asked.stage}", "init_from=scratch", "data=own", f"data.path={Path(asked.path).resolve()}", f"data.tokenizer={Path(asked.tokenizer).resolve()}", "data.val_path=null",
-        "data.val_fraction=0", f"data.max_length={LENGTH}", "data.num_workers=0", f"data.cache={folder}/cache", f"model={asked.model}", f"train.batch_size={LINES}",
-        "optimizer=adamw", "tracker.console=quiet", *asked.words,
-    ]  # fmt: skip
-    import torch
-
-    model = compose(words).model
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(model).parameters())
     from data.tokenizer import Tokenizer
 
     tokenizer = str(Path(asked.tokenizer).resolve())
-    told = {
-        "words": words,
-        "model": dataclasses.asdict(model),
-        "parameters": parameters,
-        "tokenizer": tokenizer,
-        "pad_id": Tokenizer.load(Path(tokenizer)).pad_id,
-    }
     places = {name: str(Path(path).resolve()) for name in CHECKOUTS.values() if (path := getattr(asked, name))}
-    return told | places | {"stage": asked.stage, "lines": LINES, "length": LENGTH, "neutral": neutral_files(asked, folder)}
+    words = [f"model={asked.model}", *asked.words]
+    ours = spec_of(words, stage=asked.stage, path=asked.path, tokenizer=tokenizer, lines=LINES, length=LENGTH, folder=folder)
+    return ours | places | {"tokenizer": tokenizer, "pad_id": Tokenizer.load(Path(tokenizer)).pad_id, "neutral": neutral_files(asked, folder)}
 
 
-def started(asked: argparse.Namespace, folder: str) -> tuple[list[Case], list[str]]:
-    """The cases that can run here, each past its first steps, and what is said of the others."""
+def chosen(asked: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, dict]], list[str]]:
+    """The cases that can run here, and what is said of the others."""
     from speed_cases import CASES
 
-    spec, cases, said = spec_of(asked, folder), list[Case](), list[str]()
+    wanted, said = list[tuple[str, dict]](), list[str]()
     for precision in asked.precision.split(","):
         for name in CASES:
             if name != "machine" and asked.cases and not any(word in name for word in asked.cases.split("+")):
                 continue
             if reason := why_not(name, asked):
                 said.append(f"left out: {name}, {precision}: {reason}")
-                continue
-            case = Case(name, precision, spec)
-            print(f"{name}, {precision}: first step after {case.first:.1f} s", file=sys.stderr)
-            if case.failed:
-                said.append(f"failed: {name}, {precision}: {case.steps[-1]['error']}")
-                case.close()
             else:
-                cases.append(case)
-    return cases, sorted(set(said))
+                wanted.append((name, spec | {"case": name, "precision": precision}))
+    return wanted, said
 
 
 def main(asked: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        cases, said = started(asked, folder)
+        wanted, left_out = chosen(asked, told(asked, folder))
+        cases, failed = started(wanted)
         try:
-            measure(cases, asked.rounds)
+            said = sorted({*left_out, *failed, *measure(cases, asked.rounds)})
         finally:
             for case in cases:
                 case.close()
@@ -249,8 +154,7 @@ def main(asked: argparse.Namespace) -> None:
         found_text = "\n\n".join([*parts, *said])
     tell(name, f"A step of {asked.model} beside others, {asked.stage}", about["command"], found_text, asked.write and not asked.json)
     if asked.write:
-        kept = about | {"machine": machine, "cases": lines, "said": said}
-        (ROOT / "benchmarks" / "results" / f"{about['date']}-{name}.json").write_text(json.dumps(kept, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        keep(name, about | {"machine": machine, "cases": lines, "said": said})
 
 
 def command_of(asked: argparse.Namespace) -> str:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import Mask, attend, confined
 from models.config import ModelConfig, RopeScaling
+from models.fp8 import Fp8Linear, product
 from models.loss import IGNORE as IGNORE
 from models.loss import Head, compute_dtype
 
@@ -74,11 +75,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def project(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """What each makes of `x`: one product where they are plain; an adapter has its own way."""
-    if any(type(linear) is not nn.Linear for linear in linears):
+    """What each makes of `x`: one product where they are plain, or all in fp8; an adapter has its own way."""
+    kind = type(linears[0])
+    if kind not in (nn.Linear, Fp8Linear) or any(type(linear) is not kind for linear in linears):
         return tuple(linear(x) for linear in linears)
     weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
-    return F.linear(x, weight).split([linear.out_features for linear in linears], dim=-1)
+    y = product(x, weight) if kind is Fp8Linear and linears[0].training else F.linear(x, weight)
+    return y.split([linear.out_features for linear in linears], dim=-1)
 
 
 def rotary_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:

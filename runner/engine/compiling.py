@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
+GRAPHS = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs, on a GPU
 # Floating-point operations a run must plan before its compiled layers have won back what compiling them costs (docs/speed.md)
 PAYS = {"cpu": 1e14, "cuda": 3e16}  # of a processor: for each thread
 
@@ -32,6 +33,17 @@ def decide(word: str, operations: float, device: torch.device, threads: int, exp
     pays = PAYS["cuda"] if device.type == "cuda" else PAYS["cpu"] * threads
     planned = f"{operations:.1e} operations planned, {pays:.0e} pay for it"
     return Compiling("default", f"default (auto: {planned})") if operations >= pays else Compiling("off", f"off (auto: {planned})")
+
+
+def check_graphs(word: str, device: torch.device, batches: int) -> None:
+    """`batches`: micro-batches of a step. A recorded graph puts its results where it put them the time before: with several micro-batches a
+    gradient would be written over before it is added up (https://github.com/pytorch/pytorch/issues/169545)."""
+    if word in GRAPHS and device.type == "cuda" and batches > 1:
+        raise ValueError(
+            "CUDA graphs cannot add up the gradients of several micro-batches",
+            f"train.compile={word}, {batches} micro-batches a step",
+            "use train.compile=default, or train.accumulation_steps=1 with a larger train.batch_size",
+        )
 
 
 def compiler() -> str | None:

@@ -97,6 +97,9 @@ class Config:
             raise ValueError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
         if self.device == "cpu":
             self.distributed.check_device("cpu")
+            self.precision.check_device("the CPU", None)
+        if self.precision.name == "fp8":
+            self._check_fp8()
         if not 0 <= self.seed < 2**32:
             raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
@@ -111,3 +114,14 @@ class Config:
                 f"schedule.warmup_steps={self.schedule.warmup_steps}",
                 f"choose at most train.max_steps={self.train.max_steps}",
             )
+
+    def _check_fp8(self) -> None:
+        """Where fp8 would do nothing, or harm."""
+        unfit = {
+            f"stage={self.stage.name}": "adapters are computed in bf16, and so is what they stand beside" if self.stage.lora is not None else None,
+            f"stage.objective={self.stage.objective}": "DPO compares small differences of large sums, which fp8 rounds away" if self.stage.objective == "dpo" else None,
+            f"model.num_experts={self.model.num_experts}": "experts are not compiled, and without a compiler fp8 costs more than it saves" if self.model.num_experts else None,
+        }  # fmt: skip
+        for where, what in unfit.items():
+            if what:
+                raise ValueError(what, f"precision=fp8 {where}", "use precision=bf16")

@@ -1,4 +1,4 @@
-"""Autocast, loss scaling, clipping and the update: the only room that knows a dtype."""
+"""Autocast, TF32, fp8, loss scaling, clipping and the update: the only room that knows a dtype."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from models.decoder import Decoder
     from runner.engine.optim import Optimizers
 
-NAMES = ("fp32", "bf16", "fp16")
+NAMES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+# What only an NVIDIA GPU computes in: the least compute capability, and what comes nearest where there is less
+NEEDS = {"tf32": ((8, 0), "fp32"), "fp8": ((8, 9), "bf16")}
 
 
 @dataclass
@@ -24,6 +27,14 @@ class PrecisionConfig:
     def __post_init__(self) -> None:
         if self.name not in NAMES:
             raise ValueError("unknown precision", f"precision.name={self.name}", f"choose one of {', '.join(NAMES)}")
+
+    def check_device(self, called: str, capability: tuple[int, int] | None) -> None:
+        """`capability` is that of an NVIDIA GPU; None for all else. Raises ValueError(what, where, fix)."""
+        if self.name in NEEDS:
+            least, instead = NEEDS[self.name]
+            if capability is None or capability < least:
+                what = f"{self.name} is computed by NVIDIA GPUs of compute capability {least[0]}.{least[1]} and above"
+                raise ValueError(what, f"precision={self.name} on {called}", f"use precision={instead}")
 
 
 SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy step would write NaN into every weight
@@ -43,14 +54,27 @@ class Precision:
 
         if cfg.name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(f"{torch.cuda.get_device_name(device)} does not compute in bf16", "precision=bf16", "use precision=fp16 or precision=fp32")
+        if device.type == "cuda":
+            cfg.check_device(torch.cuda.get_device_name(device), None if torch.version.hip else torch.cuda.get_device_capability(device))
+        else:
+            cfg.check_device("the CPU", None)
+        # Said for every run and not only for those that want TF32: the environment may have switched it on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
+        torch.set_float32_matmul_precision("high" if cfg.name == "tf32" else "highest")
         self.name, self.device = cfg.name, device
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[cfg.name]
+        self.dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.name, torch.float32)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.name == "fp16")
+
+    def fit(self, model: Decoder) -> None:
+        """Change in place what of the model has to be another for this precision."""
+        if self.name == "fp8":
+            from models.fp8 import use_fp8
+
+            use_fp8(model.model.layers)
 
     def autocast(self) -> AbstractContextManager:
         import torch
 
-        return torch.autocast(self.device.type, self.dtype, enabled=self.name != "fp32")
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()

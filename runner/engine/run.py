@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.engine.compiling import Compiling, decide, keep_programs
+from runner.engine.compiling import Compiling, check_graphs, decide, keep_programs
 from runner.engine.config import Config
 from runner.engine.distributed import World, join_world
 from runner.engine.feed import Feed, loader_of, open_feed
@@ -128,10 +128,12 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
     feed = open_feed(cfg, tokenizer)
     note(data=feed.files)
     rows = rows_of_step(cfg, world, folder)
+    check_graphs(cfg.train.compile, world.device, math.ceil(rows / (world.size * cfg.train.batch_size)))
     seed_all(cfg.seed)  # every rank begins with the same weights ...
     model = build_model(cfg, needs_start=not has_checkpoints(folder))
     model.to(world.device)
     objective = prepare(cfg.stage, model)
+    precision.fit(model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
     known = facts(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
     if world.rank:
@@ -215,7 +217,7 @@ def check_kernel(cfg: Config, device: torch.device) -> None:
     kernel, where = cfg.model.attention, f"model.attention={cfg.model.attention}"
     if kernel == "efficient" and device.type == "cpu":
         raise ValueError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
-    if kernel == "flash" and device.type == "cuda" and cfg.precision.name == "fp32":
+    if kernel == "flash" and device.type == "cuda" and cfg.precision.name in ("fp32", "tf32"):
         raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 

@@ -27,7 +27,7 @@ def runs(outputs: Path) -> list[Path]:
     return sorted(record.parent for record in outputs.rglob("run.json"))
 
 
-LIGHT = [("--cfg", "job"), ("--help",), ("--shell-completion", "query=bash"), ("optimizer.lrr=1",), ("precision.name=fp8",), ("data.path=nowhere.jsonl",)]
+LIGHT = [("--cfg", "job"), ("--help",), ("--shell-completion", "query=bash"), ("optimizer.lrr=1",), ("precision.name=fp4",), ("data.path=nowhere.jsonl",)]
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
@@ -44,7 +44,7 @@ def test_a_wrong_word_ends_in_three_lines_and_code_2_before_any_folder_is_made(p
     for words in (
         ["optimizer.lrr=1"],
         ["train.epochs=x"],
-        ["precision.name=fp8"],
+        ["precision.name=fp4"],
         ["data.path=nowhere.jsonl"],
         ["init_from=nowhere"],
         ["-m", "optimizer.lr=1e-3,x"],

@@ -1,0 +1,73 @@
+"""Which device computes in which precision, and that fp32 means fp32. No GPU is needed: what one would say of itself is given."""
+
+import pytest
+import torch
+
+from models.fp8 import Fp8Linear
+from runner.engine import compiling
+from runner.engine.precision import Precision, PrecisionConfig
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CUDA device that answers what is asked of it before anything is computed."""
+
+    def make(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return torch.device("cuda")
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name, enough, too_little, instead", [("tf32", (8, 0), (7, 5), "fp32"), ("fp8", (8, 9), (8, 6), "bf16")])
+def test_what_a_device_does_not_compute_in_is_refused_before_anything_is_built(gpu, name, enough, too_little, instead):
+    assert Precision(PrecisionConfig(name), gpu(enough)).name == name
+    for device, called in ((gpu(too_little), "a GPU"), (torch.device("cpu"), "the CPU")):
+        with pytest.raises(ValueError) as refusal:
+            Precision(PrecisionConfig(name), device)
+        assert refusal.value.args[1:] == (f"precision={name} on {called}", f"use precision={instead}")
+
+
+@pytest.mark.parametrize("name", ["tf32", "fp8"])
+def test_an_amd_gpu_is_not_taken_for_an_nvidia_one(gpu, name, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ValueError, match="NVIDIA"):
+        Precision(PrecisionConfig(name), gpu((9, 4)))
+
+
+def test_fp32_is_fp32_whatever_was_set_before_and_tf32_is_asked_for(gpu):
+    torch.set_float32_matmul_precision("high")
+    assert not Precision(PrecisionConfig("fp32"), torch.device("cpu")).autocast()._enabled
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+    tf32 = Precision(PrecisionConfig("tf32"), gpu((9, 0)))
+    assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32 and tf32.dtype == torch.float32
+    Precision(PrecisionConfig("bf16"), torch.device("cpu"))
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_fp8_is_for_the_layers_and_neither_for_head_nor_embedding(gpu, make_run):
+    model = make_run("pretrain").model
+    names = set(model.state_dict())
+    precision = Precision(PrecisionConfig("fp8"), gpu((9, 0)))
+    precision.fit(model)
+    changed = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is Fp8Linear}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(model.state_dict()) == names and precision.dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_cuda_graphs_and_gradients_that_are_added_up_do_not_go_together():
+    for word in compiling.GRAPHS:
+        compiling.check_graphs(word, torch.device("cuda"), batches=1)
+        compiling.check_graphs(word, torch.device("cpu"), batches=4)  # there it records none
+        with pytest.raises(ValueError, match="several micro-batches"):
+            compiling.check_graphs(word, torch.device("cuda"), batches=2)
+    compiling.check_graphs("default", torch.device("cuda"), batches=4)
