@@ -112,7 +112,12 @@ def table(models: list[str]) -> str:
         told = [row for model in models for row in rows(model, Path(temp, model))]
     about = f"Medians of {ROUNDS} rounds in ms, fp32, windows of 256 from the shipped sample, {torch.get_num_threads()} threads."
     about += f" Goal: at most {GOAL:.0%} off the line a * k + b as the number of micro-batches varies."
-    head = [about, "", f"| what | clock | k = {' / '.join(map(str, COUNTS))} | a | b | the update alone | off the line at most |", "|---|---|---|---|---|---|---|"]
+    head = [
+        about,
+        "",
+        f"| what | clock | k = {' / '.join(map(str, COUNTS))} | a | b | the update alone | off the line at most |",
+        "|---|---|---|---|---|---|---|",
+    ]
     return "\n".join([*head, *told])
 
 

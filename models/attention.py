@@ -8,30 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models import attention_cpu
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 QUERIES_AT_ONCE = 128  # where the kernel for processors is given a mask
 
-Mask: TypeAlias = "Tensor | BlockMask | None"  # True where attention may look: (B, 1, T, positions seen); None: causal
+Mask = Tensor | BlockMask | None  # True where attention may look: (B, 1, T, positions seen); None: causal
 
 
 def confined(sequences: Tensor, dropout: float) -> Mask:
     """For packed lines: a position looks at those before it in its own sequence. sequences: (B, T), -1 for padding."""
     B, T = sequences.shape
     if sequences.device.type == "cuda" and dropout == 0:  # FlexAttention skips the blocks where nothing may look; it knows no dropout
-        from torch.nn.attention.flex_attention import create_block_mask  # half a second of a start that has no GPU
-
         return create_block_mask(may_look(sequences), B, None, T, T, device=sequences.device)
     same = sequences.unsqueeze(2) == sequences.unsqueeze(1)
     # Padding is a sequence too, number -1: each position sees itself at least, and no row of the softmax is empty.
@@ -45,7 +40,7 @@ def may_look(sequences: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str, cached: bool = False) -> Tensor:
     """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H). `cached`: the mask may be of any kind, not only what `confined` makes."""
-    if mask is not None and not isinstance(mask, Tensor):
+    if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
     if q.device.type == "cpu" and kernel == "auto" and dropout == 0 and not cached:
         keep = torch.is_grad_enabled() and q.requires_grad and q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= attention_cpu.KEPT
@@ -75,6 +70,4 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Te
 
 @cache
 def _flex() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
     return torch.compile(flex_attention)  # only compiled does it skip anything

@@ -7,7 +7,8 @@ from typing import ParamSpec, TypeVar, cast
 
 import torch
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def operator(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
