@@ -120,8 +120,9 @@ def _keep_inputs(ctx, inputs, output) -> None:
 
 
 def _weigh(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+    x, weight, labels, total = ctx.saved_tensors
     learn_x, learn_weight = ctx.needs_input_grad[:2]
-    dx, dw = _nll_backward(g.contiguous(), *ctx.saved_tensors, learn_x, learn_weight)
+    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, total, learn_x, learn_weight)
     return dx if learn_x else None, dw if learn_weight else None, None
 
 
