@@ -64,7 +64,7 @@ class Batch:
     @property
     def supervised(self) -> int:
         """Tokens that carry loss."""
-        return int((self.labels != IGNORE).sum())
+        return int(np.count_nonzero(self.labels.numpy() != IGNORE))
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -74,7 +74,7 @@ class Batch:
     @property
     def positions(self) -> int:
         """Of the input, without padding."""
-        return int(self.lengths.sum()) if self.names else 0
+        return int(self.lengths.numpy().sum()) if self.names else 0
 
     def idle(self) -> Batch:
         """A batch of the same form without rows: for a rank that has none left while others still have some."""

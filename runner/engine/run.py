@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data.loader import StepLoader
     from data.tokenizer import Tokenizer
     from models.decoder import Decoder
+    from runner.engine.found import Found
     from runner.engine.objective import Objective
     from runner.engine.writer import Writer
 
@@ -80,6 +81,7 @@ class Run:
     note: Callable[..., None]  # puts facts into the run's record, run.json
     facts: dict[str, Any]  # what a checkpoint is held against when it is taken up
     progress: Progress = field(default_factory=Progress)
+    unread: list[Found] = field(default_factory=list)  # the newest steps, while their losses wait on the device
     saved_step: int = 0  # the newest step handed to the writer
     failed_saves: int = 0  # in a row
     save_stall: float = 0.0  # seconds training stood still for saving since the last log line
