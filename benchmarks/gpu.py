@@ -23,10 +23,10 @@ from kept import keep, tell
 from turns import ROOT, Case, beside, measure, spec_of, speed, started, work
 
 MODELS = {  # name -> words, lines of a step on a GPU
-    "tiny": (["model=tiny"], 128),
-    "minimind_26m": (["model=minimind_26m"], 64),
-    "minimind_64m": (["model=minimind_64m"], 48),
-    "minimind_104m": (["model=minimind_104m"], 32),
+    "tiny": (["model=tiny"], 64),
+    "minimind_26m": (["model=minimind_26m"], 32),
+    "minimind_64m": (["model=minimind_64m"], 24),
+    "minimind_104m": (["model=minimind_104m"], 12),
     "1b": (["model=minimind_104m", "model.name=1b", "model.hidden_size=2048", "model.num_hidden_layers=21", "model.num_attention_heads=16",
             "model.num_key_value_heads=8", "model.head_dim=128", "model.intermediate_size=5632"], 8),
 }  # fmt: skip
@@ -39,6 +39,7 @@ CASES = {  # name -> precision, train.compile
     "fp8": ("fp8", "default"),
 }
 STATE = 16  # bytes a parameter: weight, gradient and two moments
+ACTIVATIONS = 100  # bytes a channel of a layer and position, roughly: fp32 needs more, compiled bf16 less
 HEAD = (
     "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against bf16 |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -61,11 +62,13 @@ def why_not(name: str, device: str) -> str | None:
     return None
 
 
-def groups(names: list[str], parameters: int, device: str) -> list[list[str]]:
-    """Cases that are there together: all of them, or each by itself where their states alone would fill half of the card."""
+def groups(names: list[str], spec: dict) -> list[list[str]]:
+    """Cases that are there together: all of them, or each by itself where they would not leave a fifth of the card free."""
     import torch
 
-    if device == "cuda" and STATE * parameters * len(names) > torch.cuda.get_device_properties(0).total_memory / 2:
+    model, positions = spec["model"], spec["lines"] * spec["length"]
+    each = STATE * spec["parameters"] + ACTIVATIONS * model["num_hidden_layers"] * model["hidden_size"] * positions
+    if spec["device"] == "cuda" and each * len(names) > 0.8 * torch.cuda.get_device_properties(0).total_memory:
         return [[name] for name in names]
     return [names]
 
@@ -123,7 +126,7 @@ def of_model(name: str, asked: argparse.Namespace, folder: str) -> dict[str, Any
     ) | {"device": asked.device, "stretch": asked.stretch, "made": 16}  # fmt: skip
     names = [case for case in CASES if not asked.cases or case in asked.cases.split("+")]
     reasons = {case: reason for case in names if (reason := why_not(case, asked.device))}
-    together = groups([case for case in names if case not in reasons], spec["parameters"], asked.device)
+    together = groups([case for case in names if case not in reasons], spec)
     rows, said = list[dict[str, Any]](), [f"left out: {case}: {reason}" for case, reason in reasons.items()]
     for group in together:
         cases, failed = measured(group, spec, asked.rounds)
