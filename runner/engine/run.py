@@ -114,10 +114,13 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
 
     from data.tokenizer import Tokenizer
     from runner.engine.identity import facts
+    from runner.engine.memory import keep_what_is_freed
     from runner.engine.randomness import seed_all
     from runner.engine.writer import Writer
 
     world = join_world(cfg.distributed, cfg.device)
+    if world.device.type == "cpu":
+        keep_what_is_freed()
     precision = Precision(cfg.precision, world.device)
     check_kernel(cfg, world.device)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
