@@ -8,14 +8,14 @@ import torch
 from torch.optim import Optimizer
 
 
-class _Alone:
+class Alone(Optimizer):
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
 
 
-class AdamW(_Alone, torch.optim.AdamW):
+class AdamW(Alone, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-class Muon(_Alone, torch.optim.Muon):
+class Muon(Alone, torch.optim.Muon):
     pass
