@@ -1,14 +1,16 @@
 """What a start costs: python benchmarks/start.py [--folder DIR] [--write].
 
-From the command to the first finished step: of the default run, of a sweep's second job, and of a run on token stores of 2 MB, 200 MB and 2 GB
+From the command to the first finished step, by the clock: of the default run, of a sweep's second job, and of a run on token stores of 2 MB, 200 MB and 2 GB
 (made as in store.py). All take turns, each is a process of its own, and every store is prepared. `import torch` alone stands beside them, for it is
-what no start can do without.
+what no start can do without. The processor time of the whole command (its one step is saved, too) stands beside it: it counts our own work, whatever
+else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import store
 from kept import tell
@@ -45,30 +48,48 @@ def train(*words: str) -> list[str]:
     return [sys.executable, str(ROOT / "runner" / "train.py"), *ONE, *words]
 
 
-def first_step(*words: str) -> tuple[float, float]:
-    """Seconds until a run says what it is, and until its first step is done."""
+class Start(NamedTuple):
+    """Seconds from the command."""
+
+    header: float  # until a run says what it is
+    step: float  # until its first step is done
+    processor: float  # of its processor time until it has ended
+
+
+def first_step(*words: str) -> Start:
+    before = processor()
     said = list(lines(train(*words)))
-    return tuple(next(second for second, line in said if line.startswith(beginning)) for beginning in (HEADER, STEP))  # type: ignore[return-value]  # of two
+    return Start(found(said, HEADER), found(said, STEP), processor() - before)
 
 
-def second_job(folder: Path) -> tuple[float, float]:
-    """The same of a sweep's second job, from the moment its process is begun."""
+def second_job(folder: Path) -> Start:
+    """The same of a sweep's second job, from the moment its process is begun; the processor time is that of driver and both jobs."""
+    before = processor()
     said = list(lines(train("-m", "optimizer.lr=1e-3,2e-3", f"hydra.sweep.dir={folder}")))
     begun = next(place for place, (_, line) in enumerate(said) if line.startswith(SECOND))
-    seconds = [next(second for second, line in said[begun:] if line.startswith(beginning)) for beginning in (HEADER, STEP)]
-    return seconds[0] - said[begun][0], seconds[1] - said[begun][0]
+    return Start(found(said[begun:], HEADER) - said[begun][0], found(said[begun:], STEP) - said[begun][0], processor() - before)
 
 
-def only_torch() -> tuple[float, float]:
-    """Seconds of a program that imports torch and nothing else; it has no header."""
-    began = time.perf_counter()
+def only_torch() -> Start:
+    """A program that imports torch and nothing else; it has no header."""
+    before, began = processor(), time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return 0.0, time.perf_counter() - began
+    return Start(0.0, time.perf_counter() - began, processor() - before)
 
 
-def cases(place: Path) -> dict[str, Callable[[int], tuple[float, float]]]:
+def found(said: list[tuple[float, str]], beginning: str) -> float:
+    return next(second for second, line in said if line.startswith(beginning))
+
+
+def processor() -> float:
+    """Seconds of all programs that were started from here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cases(place: Path) -> dict[str, Callable[[int], Start]]:
     """Name -> what to measure in a round."""
-    found: dict[str, Callable[[int], tuple[float, float]]] = {
+    made: dict[str, Callable[[int], Start]] = {
         "`import torch` alone": lambda _: only_torch(),
         "the default run": lambda number: first_step(f"hydra.run.dir={place / f'run{number}'}"),
         "a sweep's second job": lambda number: second_job(place / f"sweep{number}"),
@@ -77,30 +98,30 @@ def cases(place: Path) -> dict[str, Callable[[int], tuple[float, float]]]:
         folder = place / name.replace(" ", "")
         folder.mkdir()
         store.make(folder, size)
-        found[f"a store of {name}"] = lambda number, folder=folder: first_step(*store.words(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # bound in this turn
-    return found
+        made[f"a store of {name}"] = lambda number, folder=folder: first_step(*store.words(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # bound in this turn
+    return made
 
 
 def table(place: Path) -> str:
     all_cases = cases(place)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in all_cases}
+    taken: dict[str, list[Start]] = {name: [] for name in all_cases}
     for measure in all_cases.values():
         measure(ROUNDS)  # what is not prepared yet
     for number in range(ROUNDS):  # interleaved: a busy machine disturbs all alike
         for name, measure in all_cases.items():
-            found[name].append(measure(number))
+            taken[name].append(measure(number))
         print(f"round {number + 1} of {ROUNDS}", file=sys.stderr)
     out = [
         f"From the command, median of {ROUNDS} rounds (best); OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'as torch chooses')}.",
         "",
-        "| what | goal | to the header | to the first finished step | beside `import torch` |",
-        "|---|---|---|---|---|",
+        "| what | goal | to the header | to the first finished step | beside `import torch` | processor time, whole command |",
+        "|---|---|---|---|---|---|",
     ]
-    alone = [seconds for _, seconds in found["`import torch` alone"]]
-    for name, rounds in found.items():
-        header, step = zip(*rounds, strict=True)
+    alone = [start.step for start in taken["`import torch` alone"]]
+    for name, starts in taken.items():
+        header, step, used = zip(*starts, strict=True)
         ratio = statistics.median(mine / its for mine, its in zip(step, alone, strict=True))
-        out.append(f"| {name} | {GOALS.get(name, '')} | {_said(header) if any(header) else ''} | {_said(step)} | {ratio:.2f} |")
+        out.append(f"| {name} | {GOALS.get(name, '')} | {_said(header) if any(header) else ''} | {_said(step)} | {ratio:.2f} | {_said(used)} |")
     return "\n".join(out)
 
 

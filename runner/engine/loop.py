@@ -47,24 +47,23 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
     progress, every = run.progress, run.cfg.train
     look(run)  # what was due right after the checkpoint we come from; nothing at step 0
     pace = Pace(run.world.idle)
-    while not run.finished:
-        epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
-        with closing(run.loader.steps(epoch, skip=done)) as steps:
-            for batches in pace.waiting(steps):
-                lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
-                pace.add(take_step(run, batches, lr, stop).positions)
-                if run.due(every.log_every):
-                    log(run, settle(run)[-1], lr, epoch, pace)
-                elif overdue(run):
-                    settle(run)
-                checkpoint.poll(run)
-                if stop():
-                    leave(run)
-                if run.due(every.save_every):
-                    checkpoint.save(run)
-                pace.pause(look, run)
-                if run.finished:
-                    break
+    with closing(run.loader.onward(progress.step, run.total_steps)) as steps:
+        for batches in pace.waiting(steps):
+            if run.finished:  # early
+                break
+            epoch = progress.step // run.loader.steps_per_epoch
+            lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
+            pace.add(take_step(run, batches, lr, stop).positions)
+            if run.due(every.log_every):
+                log(run, settle(run)[-1], lr, epoch, pace)
+            elif overdue(run):
+                settle(run)
+            checkpoint.poll(run)
+            if stop():
+                leave(run)
+            if run.due(every.save_every):
+                checkpoint.save(run)
+            pace.pause(look, run)
 
 
 def begin(run: Run) -> None:

@@ -18,7 +18,7 @@ A, B, C = 3.4445, -4.7750, 2.0315  # ... by this polynomial of odd powers, steep
 SMALLEST = 1e-7  # norm
 
 
-class Muon(Alone, torch.optim.Optimizer):
+class Muon(Alone):
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum})
         self.found_inf = torch.zeros(())  # 1: the step is not taken; torch's fused optimizers have the same by this name

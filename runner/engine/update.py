@@ -8,7 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 
-class Alone:
+class Alone(Optimizer):
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
 
