@@ -160,7 +160,8 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> Found:
             sums[name] = sums.get(name, 0.0) + part.detach()
     run.optimizers.set_lr(lr)
     update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip)
-    return Found(run.progress.step + 1, [name for batch in batches for name in batch.names], items, labels, positions, rows, sums, update)
+    names = [name for batch in batches for name in batch.names]
+    return Found(run.progress.step + 1, names, items, labels, positions, rows, sums, update)
 
 
 def log(run: Run, result: Result, lr: float, epoch: int, pace: Pace) -> None:

@@ -25,13 +25,14 @@ class Muon(Alone):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # nobody here gives one
+        missed = self.found_inf.bool()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._move(p, p.grad, group)
+                    self._move(p, p.grad, group, missed)
 
-    def _move(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
-        state, missed = self.state[p], self.found_inf.bool()
+    def _move(self, p: nn.Parameter, grad: Tensor, group: dict[str, Any], missed: Tensor) -> None:
+        state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         before = state["momentum_buffer"]
