@@ -85,7 +85,8 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """A loss that is not finite gets a gradient that is not. So the norm of the whole gradient, which all ranks share, is all that
         decides whether a step is taken."""
-        self.scaler.scale(loss * (loss.detach() * 0 + 1)).backward()
+        one = loss.detach() * 0 + 1  # or NaN. As a factor: given to backward() it would import torch's symbolic shapes, for a second
+        self.scaler.scale(loss * one).backward()
 
     def step(self, optimizers: Optimizers, clip: float) -> Update:
         """Unscale, measure, clip, update, clear. A step with anything not finite in it is not taken: clipping by such a norm would
