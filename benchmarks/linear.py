@@ -1,4 +1,4 @@
-"""That a step costs what it holds: python benchmarks/linear.py [--model NAME ...] [--write].
+"""That a step costs what it holds: python benchmarks/linear.py [--model NAME ...] [--rounds N] [--write].
 
 The engine's own training step with 1, 2, 4, 8 micro-batches of four windows, and with one micro-batch of 1, 2, 4, 8 windows; all of them take turns in
 one process, and every case meets the same windows over the rounds. To the medians of the times a line is fitted; how far they lie from it is what is
@@ -22,7 +22,6 @@ from kept import tell
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-ROUNDS = 16  # a multiple of the largest count: every case begins with each window equally often
 COUNTS = (1, 2, 4, 8)
 LINES = 4  # windows of a micro-batch where their number is not what varies
 WORDS = ["stage=pretrain", "init_from=scratch", "device=cpu", "train.compile=off", "tracker.console=quiet", "data.val_path=null"]
@@ -62,12 +61,12 @@ def watched(run: Any) -> list[dict[str, float]]:
     return taken
 
 
-def measure(run: Any, shapes: dict[int, list[int]]) -> dict[int, dict[str, list[float]]]:
+def measure(run: Any, shapes: dict[int, list[int]], rounds: int) -> dict[int, dict[str, list[float]]]:
     """Seconds of a step of each shape, by each clock."""
     from runner.engine.loop import train_step
 
     found = {count: {name: list[float]() for name in CLOCKS} for count in shapes}
-    for number in range(-2, ROUNDS):  # the first two warm up
+    for number in range(-2, rounds):  # the first two warm up
         for count, counts in shapes.items():
             batches = batches_of(run, counts, at=number * LINES)
             began = {name: clock() for name, clock in CLOCKS.items()}
@@ -87,7 +86,7 @@ def line_through(times: dict[int, float]) -> tuple[float, float, float]:
     return float(a), float(b), float(np.abs((a * k + b) / t - 1).max())
 
 
-def rows(model: str, folder: Path) -> Iterator[str]:
+def rows(model: str, folder: Path, rounds: int) -> Iterator[str]:
     run = run_of(model, folder)
     updates = watched(run)
     cases = {
@@ -96,7 +95,7 @@ def rows(model: str, folder: Path) -> Iterator[str]:
     }
     for what, shapes in cases.items():
         updates.clear()
-        found = measure(run, shapes)
+        found = measure(run, shapes, rounds)
         for clock in CLOCKS:
             times = {k: statistics.median(taken[clock]) for k, taken in found.items()}
             a, b, off = line_through(times)
@@ -105,12 +104,12 @@ def rows(model: str, folder: Path) -> Iterator[str]:
             yield f"| {model}, {what} | {clock} | {told} | {a * 1e3:.1f} | {b * 1e3:.1f} | {update * 1e3:.1f} | {off:.1%} |"
 
 
-def table(models: list[str]) -> str:
+def table(models: list[str], rounds: int) -> str:
     import torch
 
     with tempfile.TemporaryDirectory() as temp:
-        told = [row for model in models for row in rows(model, Path(temp, model))]
-    about = f"Medians of {ROUNDS} rounds in ms, fp32, windows of 256 from the shipped sample, {torch.get_num_threads()} threads."
+        told = [row for model in models for row in rows(model, Path(temp, model), rounds)]
+    about = f"Medians of {rounds} rounds in ms, fp32, windows of 256 from the shipped sample, {torch.get_num_threads()} threads."
     about += f" Goal: at most {GOAL:.0%} off the line a * k + b as the number of micro-batches varies."
     head = [
         about,
@@ -123,8 +122,10 @@ def table(models: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", nargs="+", default=["tiny", "minimind_26m"], help="presets of conf/model")
+    parser.add_argument("--model", nargs="+", default=["tiny"], help="presets of conf/model")
+    parser.add_argument("--rounds", type=int, default=16, help="every case begins with each window equally often where it is a multiple of 8")
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     asked = parser.parse_args()
     said = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
-    tell("linear", "What a step costs by what it holds", f"{said}python benchmarks/linear.py --write", table(asked.model), asked.write)
+    command = f"{said}python benchmarks/linear.py --model {' '.join(asked.model)} --rounds {asked.rounds} --write"
+    tell("linear", "What a step costs by what it holds", command, table(asked.model, asked.rounds), asked.write)

@@ -1,8 +1,9 @@
-"""How long a step waits for its data: python benchmarks/waiting.py [--only WORD ...] [--write].
+"""How long a step waits for its data: python benchmarks/waiting.py [--only WORD ...] [--alone] [--write].
 
 Every shipped configuration trains for two log intervals on the shipped sample (a preset, on what its stage ships), and what is told is `data_wait` as
 metrics.jsonl has it: the share of the time since the line before. The first line holds the wait for the very first batch, which is made while nothing
-else can be done; an interval as shipped is longer than the ones here wherever it says so.
+else can be done; an interval as shipped is longer than the ones here. Beside it stands what one thread needs to make the data of a step, in processor
+time: a step that takes longer need not wait. --alone measures nothing else, and takes seconds.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from kept import tell
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
 GOAL = 0.01
 STAGES = ("pretrain", "sft", "lora", "dpo", "dpo_lora")
 SAMPLES = {"lora": "lora_identity", "dpo_lora": "dpo"}  # those that are not called as their stage is
+MADE = 20  # steps whose data is made while nobody trains
 SHORT = {"tiny": 10}  # steps of an interval, 2 for the larger ones: as many as are worth waiting for here
 WORDS = ["init_from=scratch", "device=cpu", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "train.compile=off", "tracker.console=quiet"]
 
@@ -45,20 +51,41 @@ def measure(words: list[str], steps: int, folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def table(only: list[str]) -> str:
+def trained(words: list[str], steps: int) -> str:
+    with tempfile.TemporaryDirectory() as temp:
+        first, second = measure(words, steps, Path(temp))
+    seconds = (second["time"] - first["time"]) / steps
+    return f" {steps} | {seconds:.3f} | {first['data_wait']:.2%} | {second['data_wait']:.2%} |"
+
+
+def made_alone(words: list[str]) -> float:
+    """Seconds of the processor that the data of a step cost, while nobody trains."""
+    from data.tokenizer import Tokenizer
+    from runner.engine.feed import loader_of, open_feed
+    from runner.launch.compose import compose
+
+    cfg = compose([*words, "data.num_workers=0"])
+    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
+    loader = loader_of(open_feed(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps)
+    with closing(loader.onward(0, 1 + MADE)) as steps:
+        next(steps)
+        began = time.process_time()
+        for _ in steps:
+            pass
+    return (time.process_time() - began) / MADE
+
+
+def table(only: list[str], alone: bool) -> str:
     lines = [
         f"fp32 on the CPU but where a preset says otherwise, OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'as torch chooses')}.",
         f"Goal: under {GOAL:.0%}.",
         "",
-        "| configuration | steps of an interval | a step, s | data_wait of the first line | of the second |",
-        "|---|---|---|---|---|",
+        "| configuration | its data, ms a step | steps of an interval | a step, s | data_wait of the first line | of the second |",
+        "|---|---|---|---|---|---|",
     ]
     for name, words, steps in configurations():
         if all(word in name for word in only):
-            with tempfile.TemporaryDirectory() as temp:
-                first, second = measure(words, steps, Path(temp))
-            seconds = (second["time"] - first["time"]) / steps
-            lines.append(f"| `{name}` | {steps} | {seconds:.3f} | {first['data_wait']:.2%} | {second['data_wait']:.2%} |")
+            lines.append(f"| `{name}` | {made_alone(words) * 1e3:.1f} |" + ("" if alone else trained(words, steps)))
             print(lines[-1], file=sys.stderr)
     return "\n".join(lines)
 
@@ -66,6 +93,8 @@ def table(only: list[str]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="configurations that say all of these, e.g. stage=sft tiny")
+    parser.add_argument("--alone", action="store_true", help="do not train")
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     asked = parser.parse_args()
-    tell("waiting", "Waiting for data", "python benchmarks/waiting.py --write", table(asked.only), asked.write)
+    command = " ".join(["python benchmarks/waiting.py", *(["--only", *asked.only] if asked.only else []), *(["--alone"] if asked.alone else []), "--write"])
+    tell("waiting", "Waiting for data", command, table(asked.only, asked.alone), asked.write)
