@@ -2,7 +2,7 @@
 
 All cases in one run, each in a process of its own, a step of each in turn, so that whatever disturbs the machine disturbs all of them; medians
 over the rounds. The same model, data, tokenizer, lines and precision for all. Useful tokens are those that are no padding. Trainers that are not
-installed (`pip install lm-runner[bench]`: Hugging Face's Trainer and TRL) or not given (--minimind CHECKOUT, --litgpt CHECKOUT) are left out, and it says so.
+installed (`pip install lm-runner[bench]`: Hugging Face's Trainer and TRL) or not given (--minimind CHECKOUT, --litgpt, --nanochat) are left out, and it says so.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from turns import ROOT, Case, beside, measure, spec_of, speed, started, work
 
 LINES, LENGTH = 4, 512
 CLOCKS = ("seconds", "cpu")  # processor time tells of a busy machine nothing; with OMP_NUM_THREADS=1 no thread waits for another in it
+CHECKOUTS = {"MiniMind's": "minimind", "litgpt,": "litgpt", "nanochat,": "nanochat"}
 NEEDS = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
 HEAD = (
     "| case | useful tokens/s | raw tokens/s | filled | share of peak | peak memory, MB | first step, s | useful, against the first | share of peak, processor time | useful, processor time |\n"
@@ -53,10 +54,8 @@ def neutral_files(asked: argparse.Namespace, folder: str) -> dict[str, str]:
 def why_not(name: str, asked: argparse.Namespace) -> str | None:
     """Why a case cannot be run here."""
     trainer = name.split()[0]
-    if trainer == "MiniMind's" and not asked.minimind:
-        return "no checkout given: --minimind PATH"
-    if trainer == "litgpt," and not asked.litgpt:
-        return "no checkout given: --litgpt PATH"
+    if (flag := CHECKOUTS.get(trainer)) and not getattr(asked, flag):
+        return f"no checkout given: --{flag} PATH"
     missing = [package for package in NEEDS.get(trainer, ()) if importlib.util.find_spec(package) is None]
     return f"{', '.join(missing)} not installed: pip install lm-runner[bench]" if missing else None
 
@@ -99,7 +98,7 @@ def told(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     from data.tokenizer import Tokenizer
 
     tokenizer = str(Path(asked.tokenizer).resolve())
-    places = {name: str(Path(path).resolve()) for name in ("minimind", "litgpt") if (path := getattr(asked, name))}
+    places = {name: str(Path(path).resolve()) for name in CHECKOUTS.values() if (path := getattr(asked, name))}
     words = [f"model={asked.model}", *asked.words]
     ours = spec_of(words, stage=asked.stage, path=asked.path, tokenizer=tokenizer, lines=LINES, length=LENGTH, folder=folder)
     return ours | places | {"tokenizer": tokenizer, "pad_id": Tokenizer.load(Path(tokenizer)).pad_id, "neutral": neutral_files(asked, folder)}
@@ -162,7 +161,7 @@ def command_of(asked: argparse.Namespace) -> str:
     """What anybody types to have this made again; where the checkouts lie is theirs to say."""
     flags = {"path": Path(asked.path).name, "stage": asked.stage, "model": asked.model, "precision": asked.precision, "rounds": asked.rounds}
     flags |= {"cases": f'"{asked.cases}"'} if asked.cases else {}
-    flags |= {name: "CHECKOUT" for name in ("minimind", "litgpt") if getattr(asked, name)}
+    flags |= {name: "CHECKOUT" for name in CHECKOUTS.values() if getattr(asked, name)}
     return " ".join(["python benchmarks/speed.py", *(f"--{name} {value}" for name, value in flags.items()), *asked.words])
 
 
@@ -177,6 +176,7 @@ if __name__ == "__main__":
     parser.add_argument("--cases", help="only those whose name holds one of these: ours+MiniMind")
     parser.add_argument("--minimind", help="a checkout of github.com/jingyaogong/minimind")
     parser.add_argument("--litgpt", help="a checkout of github.com/Lightning-AI/litgpt")
+    parser.add_argument("--nanochat", help="a checkout of github.com/karpathy/nanochat")
     parser.add_argument("--json", action="store_true", help="one line for each case instead of a table")
     parser.add_argument("--write", action="store_true", help="keep table and numbers in benchmarks/results/")
     parser.add_argument("words", nargs="*", help="words of train.py on top")

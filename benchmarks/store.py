@@ -30,19 +30,16 @@ BLOCK = 1 << 20  # tokens that are written at once
 MEAN_LENGTH = 5.3  # of the logarithm of a row's length: the median is 200 tokens
 
 
+def words(folder: Path) -> list[str]:
+    """Of a run that reads the store in `folder`."""
+    path, cache = folder / "rows.jsonl", folder / "cache"
+    return ["stage=pretrain", f"data.path={path}", f"data.cache={cache}", "data.max_length=512", "data.val_path=null", "train.batch_size=1"]
+
+
 def config(folder: Path):
     from runner.launch.compose import compose
 
-    return compose(
-        [
-            "stage=pretrain",
-            f"data.path={folder / 'rows.jsonl'}",
-            f"data.cache={folder / 'cache'}",
-            "data.max_length=512",
-            "data.val_path=null",
-            "train.batch_size=1",
-        ]
-    )
+    return compose(words(folder))
 
 
 def make(folder: Path, size: int) -> int:
@@ -96,8 +93,8 @@ def resident() -> float:
 
 
 def measure(folder: Path, step: int) -> dict[str, float]:
-    words = [sys.executable, __file__, "--folder", str(folder), "--step", str(step)]
-    told = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, __file__, "--folder", str(folder), "--step", str(step)]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     return json.loads(told.stdout)
 
 
@@ -129,11 +126,11 @@ if __name__ == "__main__":
     parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
     parser.add_argument("--folder", default=ROOT / "outputs", type=Path, help="where to make the stores: 3 GB (default: outputs/)")
     parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.step:
-        print(json.dumps(first_batch(words.folder, words.step)))
+    asked = parser.parse_args()
+    if asked.step:
+        print(json.dumps(first_batch(asked.folder, asked.step)))
         sys.exit()
-    words.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=words.folder, prefix=".benchmark-") as place:
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=asked.folder, prefix=".benchmark-") as place:
         found = table(Path(place))
-    tell("store", "Starting on a prepared store", "python benchmarks/store.py --write", found, words.write)
+    tell("store", "Starting on a prepared store", "python benchmarks/store.py --write", found, asked.write)

@@ -64,7 +64,7 @@ class Batch:
     @property
     def supervised(self) -> int:
         """Tokens that carry loss."""
-        return int((self.labels != IGNORE).sum())
+        return int(np.count_nonzero(self.labels.numpy() != IGNORE))
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -74,7 +74,7 @@ class Batch:
     @property
     def positions(self) -> int:
         """Of the input, without padding."""
-        return int(self.lengths.sum()) if self.names else 0
+        return int(self.lengths.numpy().sum()) if self.names else 0
 
     def idle(self) -> Batch:
         """A batch of the same form without rows: for a rank that has none left while others still have some."""
@@ -127,7 +127,7 @@ def collate(windows: list[list[Row]], pad_id: int, packed: bool) -> Batch:
 
 
 class StepLoader:
-    """`steps(epoch, skip)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
+    """`onward(start, end)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
 
     The rows of a step come from `order`, so they do not depend on how the step is cut into micro-batches or dealt to ranks,
     nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on; all ranks make equally
@@ -156,14 +156,18 @@ class StepLoader:
         return self.order.steps
 
     def steps(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
-        """Close it where it is left before its end: its workers end with it."""
-        made = self._made(epoch, skip)
+        """Of one epoch. Close it where it is left before its end: its workers end with it."""
+        return self.onward(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch)
+
+    def onward(self, start: int, end: int) -> Generator[list[Batch]]:
+        """Steps [start, end) of the whole training; where an epoch ends in between, nothing waits: workers and what is ahead go on. Close it likewise."""
+        made = self._made(range(start, end))
         return made if self.num_workers else ahead(made)  # workers are ahead by themselves
 
-    def _made(self, epoch: int, skip: int) -> Generator[list[Batch]]:
+    def _made(self, steps: range) -> Generator[list[Batch]]:
         loader: DataLoader = DataLoader(
             self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
-            batch_sampler=(batch for step in range(skip, self.steps_per_epoch) for batch in self._indices(epoch, step)),
+            batch_sampler=(batch for step in steps for batch in self._indices(step)),
             collate_fn=self.collate,
             num_workers=self.num_workers,
             pin_memory=self.pin,
@@ -172,9 +176,9 @@ class StepLoader:
         with _signals_held():
             batches = iter(loader)
         try:
-            for step in range(skip, self.steps_per_epoch):
-                mine = [next(batches) for _ in self._indices(epoch, step)]
-                yield mine + [self._idle] * (self._batches(epoch, step) - len(mine))
+            for step in steps:
+                mine = [next(batches) for _ in self._indices(step)]
+                yield mine + [self._idle] * (self._batches(step) - len(mine))
         finally:
             # Left to itself it would end them when it is forgotten, and a traceback remembers it: the program would wait at its end
             # for workers that hear no signal.
@@ -185,13 +189,13 @@ class StepLoader:
     def _idle(self) -> Batch:
         return self.collate([self.windows[0]]).idle()
 
-    def _batches(self, epoch: int, step: int) -> int:
+    def _batches(self, step: int) -> int:
         """Micro-batches of the rank that has the most."""
-        return -(-len(self.order.step(epoch, step)[:: self.world]) // self.batch_size)
+        return -(-len(self.order.step(*divmod(step, self.steps_per_epoch))[:: self.world]) // self.batch_size)
 
-    def _indices(self, epoch: int, step: int) -> list[list[int]]:
+    def _indices(self, step: int) -> list[list[int]]:
         """The windows of each micro-batch of one step."""
-        mine = self.order.step(epoch, step)[self.rank :: self.world].tolist()
+        mine = self.order.step(*divmod(step, self.steps_per_epoch))[self.rank :: self.world].tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
 

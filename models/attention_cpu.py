@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from models.operators import operator
+
 QUERIES_AT_ONCE = 64
 KEPT = 1 << 24  # attention weights of a layer that are kept for the backward pass; where there are more, it makes them again
 
@@ -45,7 +47,8 @@ class Block:
         if self.mask is None:
             apart[..., seen - own :].masked_fill_(torch.ones(own, own, dtype=torch.bool).triu(1), -torch.inf)
         else:
-            apart.masked_fill_(~self.mask[:, :, self.start : self.end, self.first : self.end].unsqueeze(2), -torch.inf)
+            hidden = ~self.mask[:, :, self.start : self.end, self.first : self.end]
+            apart.add_(torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(2))  # filling each head costs more than adding
         return scores.softmax(-1)
 
 
@@ -57,7 +60,7 @@ def blocks(T: int, mask: Tensor | None) -> Iterator[Block]:
         yield Block(start, min(start + QUERIES_AT_ONCE, T), first, mask)
 
 
-@torch.library.custom_op("lm_runner::attention", mutates_args=())
+@operator("lm_runner::attention")
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the attention weights where they are to be kept."""
     out, kept = _like(q), _room(q, keep)
@@ -71,12 +74,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) 
     return out, kept
 
 
-@attention.register_fake
+@torch.library.register_fake("lm_runner::attention")
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
     return _like(q), _room(q, keep)
 
 
-@torch.library.custom_op("lm_runner::attention_backward", mutates_args=())
+@operator("lm_runner::attention_backward")
 def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, K, scale, at = _like(q), k.shape[1], q.shape[-1] ** -0.5, 0
     q, k, v = q * scale, k.contiguous(), v.contiguous()
@@ -93,7 +96,7 @@ def attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor 
     return dq.mul_(scale), _like(dk, q.dtype).copy_(dk), _like(dv, q.dtype).copy_(dv)
 
 
-@attention_backward.register_fake
+@torch.library.register_fake("lm_runner::attention_backward")
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _like(q), _like(k), _like(v)
 
@@ -119,4 +122,4 @@ def _differentiate(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     return *attention_backward(g.contiguous(), *ctx.saved_tensors), None, None
 
 
-attention.register_autograd(_differentiate, setup_context=_keep)
+torch.library.register_autograd("lm_runner::attention", _differentiate, setup_context=_keep)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from models.operators import operator
+
 IGNORE = -100  # the label of a position that carries no loss
 LOGITS_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 27}  # what the caches of a processor like; what lets a GPU forget its launches
 
@@ -39,7 +41,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-@torch.library.custom_op("lm_runner::nll_sum", mutates_args=())
+@operator("lm_runner::nll_sum")
 def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, and its gradient for x and for weight; an empty one where it is not wanted."""
     w = weight.to(x.dtype)
@@ -58,7 +60,7 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_wei
     return nll.sum(), dx, dw.to(weight.dtype)
 
 
-@_nll_sum.register_fake
+@torch.library.register_fake("lm_runner::nll_sum")
 def _(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape if learn_x else 0), weight.new_empty(weight.shape if learn_weight else 0)
 
@@ -74,10 +76,10 @@ def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
     return (dx * g).to(dx.dtype) if learn_x else None, dw * g if learn_weight else None, None, None, None
 
 
-_nll_sum.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_keep_gradients)
 
 
-@torch.library.custom_op("lm_runner::nll", mutates_args=())
+@operator("lm_runner::nll")
 def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Each position's loss, and the logarithm of the sum its softmax is divided by."""
     w = weight.to(x.dtype)
@@ -89,12 +91,12 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return nll.clone(), total.clone()  # two outputs must not share their memory
 
 
-@_nll.register_fake
+@torch.library.register_fake("lm_runner::nll")
 def _(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
 
 
-@torch.library.custom_op("lm_runner::nll_backward", mutates_args=())
+@operator("lm_runner::nll_backward")
 def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor]:
     w = weight.to(x.dtype)
     dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
@@ -108,7 +110,7 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: T
     return dx, dw.to(weight.dtype)
 
 
-@_nll_backward.register_fake
+@torch.library.register_fake("lm_runner::nll_backward")
 def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if learn_x else 0), weight.new_empty(weight.shape if learn_weight else 0)
 
@@ -118,12 +120,13 @@ def _keep_inputs(ctx, inputs, output) -> None:
 
 
 def _weigh(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+    x, weight, labels, total = ctx.saved_tensors
     learn_x, learn_weight = ctx.needs_input_grad[:2]
-    dx, dw = _nll_backward(g.contiguous(), *ctx.saved_tensors, learn_x, learn_weight)
+    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, total, learn_x, learn_weight)
     return dx if learn_x else None, dw if learn_weight else None, None
 
 
-_nll.register_autograd(_weigh, setup_context=_keep_inputs)
+torch.library.register_autograd("lm_runner::nll", _weigh, setup_context=_keep_inputs)
 
 
 def _chunks(labels: Tensor, words: int) -> Iterator[tuple[Tensor | slice, Tensor]]:

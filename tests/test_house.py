@@ -21,11 +21,11 @@ LAYERS = [
     {"optim", "track", "durable"},
     {"precision"},
     {"objective"},
-    {"stage"},
+    {"stage", "found"},
     {"config"},
     {"identity", "feed"},
     {"run"},
-    {"checkpoint", "judging"},
+    {"checkpoint", "judging", "settle"},
     {"loop"},
     {"verify"},
 ]

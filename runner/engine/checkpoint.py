@@ -45,6 +45,7 @@ def name_of(step: int) -> str:
 
 def save(run: Run) -> None:
     """Copy the state to the leading rank's host memory and hand it to its writer thread; each step is saved once."""
+    assert not run.unread, "what a checkpoint says of its steps must be known"
     step, folder = run.progress.step, run.folder / "checkpoints"
     if run.world.leader_says(step == run.saved_step):
         return None

@@ -178,6 +178,12 @@ class World:
             return nullcontext()
         return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP
 
+    def idle(self) -> bool:
+        """Whether the device has done all it was told to do. A processor has, as soon as we can ask."""
+        import torch
+
+        return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
+
     def alive(self) -> None:
         """A step goes on. A rank that has not said so for `timeout` minutes prints the stack of each of its threads."""
         if self.size > 1:

@@ -8,7 +8,7 @@ from contextlib import closing, nullcontext
 import torch
 
 from models.generate import generate
-from runner.engine.objective import weighed
+from runner.engine.objective import Sums, weighed
 from runner.engine.run import Run, chat_template, finite
 
 PROMPT_SEED = 0x5A3D  # samples draw from a generator of their own: they must not move the run's random state
@@ -41,7 +41,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """The objective over the held-out rows, each sum divided by its count; perplexity where it means something."""
     assert run.val_loader
     run.model.eval()
-    count, sums = 0, dict[str, float]()
+    count, sums = 0, Sums()
     with closing(run.val_loader.steps(epoch=0)) as steps:
         for batches in steps:
             for batch in batches:
@@ -50,8 +50,8 @@ def evaluate(run: Run) -> dict[str, float]:
                     parts = weighed(batch, run.objective.loss(run.model, batch.to(run.world.device)))
                 count += run.objective.count(batch)
                 for name, part in parts.items():
-                    sums[name] = sums.get(name, 0.0) + part.item()
-    total, *summed = run.world.sums([count, *sums.values()])
+                    sums[name] = sums.get(name, 0.0) + part.double()  # read once, at the end
+    total, *summed = run.world.sums([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, summed, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # balancing experts is how we train, not what is judged
     if run.cfg.stage.objective == "next_token":

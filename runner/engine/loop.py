@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -16,25 +16,15 @@ from data.loader import Batch
 from data.packing import Packed
 from data.store import DamagedStore
 from runner.engine import checkpoint
-from runner.engine.disk import write_json
 from runner.engine.feed import table
+from runner.engine.found import Found, Result
 from runner.engine.judging import look
 from runner.engine.objective import Sums, weighed
 from runner.engine.optim import lr_at
-from runner.engine.run import Interrupted, Run, RunFailed, finite
+from runner.engine.run import Interrupted, Run, RunFailed
+from runner.engine.settle import overdue, settle
 
 DIVERGED = 2  # times the loss of a model that knows nothing
-LOSSES_KEPT = 50  # how far back a diagnosis looks
-
-
-class StepResult(NamedTuple):
-    sums: dict[str, float]  # the objective's sums over the whole step, each divided by its count
-    norm: float  # of the gradient, before clipping
-    taken: bool  # False: not finite, no weight moved
-    culprit: str | None  # then, the first parameter with such a gradient
-    labels: int  # tokens that carried loss
-    positions: int  # of the input, without padding
-    rows: int
 
 
 def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
@@ -56,24 +46,24 @@ def walk(run: Run, stop: Callable[[], bool]) -> None:
     """Every step that is left, and what is due after it."""
     progress, every = run.progress, run.cfg.train
     look(run)  # what was due right after the checkpoint we come from; nothing at step 0
-    pace = Pace()
-    while not run.finished:
-        epoch, done = divmod(progress.step, run.loader.steps_per_epoch)
-        with closing(run.loader.steps(epoch, skip=done)) as steps:
-            for batches in pace.waiting(steps):
-                lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
-                result = take_step(run, batches, lr, stop)
-                pace.add(result.positions)
-                if run.due(every.log_every):
-                    log(run, result, lr, epoch, pace)
-                checkpoint.poll(run)
-                if stop():
-                    leave(run)
-                if run.due(every.save_every):
-                    checkpoint.save(run)
-                pace.pause(look, run)
-                if run.finished:
-                    break
+    pace = Pace(run.world.idle)
+    with closing(run.loader.onward(progress.step, run.total_steps)) as steps:
+        for batches in pace.waiting(steps):
+            if run.finished:  # early
+                break
+            epoch = progress.step // run.loader.steps_per_epoch
+            lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
+            pace.add(take_step(run, batches, lr, stop).positions)
+            if run.due(every.log_every):
+                log(run, settle(run)[-1], lr, epoch, pace)
+            elif overdue(run):
+                settle(run)
+            checkpoint.poll(run)
+            if stop():
+                leave(run)
+            if run.due(every.save_every):
+                checkpoint.save(run)
+            pace.pause(look, run)
 
 
 def begin(run: Run) -> None:
@@ -133,64 +123,31 @@ def lines_of(run: Run) -> str:
 
 def leave(run: Run) -> NoReturn:
     """Save the step the run stands at, and stop."""
+    settle(run)
     checkpoint.commit(run)
     raise Interrupted(run.progress.step, run.folder)
 
 
-def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> StepResult:
-    """One step of the schedule: taken, tried again while an fp16 overflow can be scaled away, or given up."""
+def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> Found:
+    """One step of the schedule, tried again while an fp16 overflow can be scaled away. What it found waits to be read."""
     progress = run.progress
-    while not (result := train_step(run, batches, lr)).taken and run.precision.retries:
+    while run.precision.again((found := train_step(run, batches, lr)).update):
         progress.overflows += 1
         if stop():
             leave(run)  # no weight has moved: the step before is where the run stands
     progress.step += 1
-    progress.rows += result.rows
-    progress.tokens += result.labels
-    progress.last_losses = [*progress.last_losses, finite(result.sums["loss"])][-LOSSES_KEPT:]
-    progress.nonfinite_in_a_row = 0 if result.taken else progress.nonfinite_in_a_row + 1
-    if not result.taken:
-        progress.nonfinite += 1
-        give_up(run, batches, result)
-    return result
+    progress.rows += found.rows
+    progress.tokens += found.labels
+    run.unread.append(found)
+    return found
 
 
-def give_up(run: Run, batches: list[Batch], result: StepResult) -> None:
-    names = [name for rank in run.world.gather([name for batch in batches for name in batch.names]) for name in rank]
-    where = f"step {run.progress.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    run.track.warn(f"loss {result.sums['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
-    if run.world.leads:
-        diagnose(run, names, result)
-    if run.precision.name == "fp16":
-        raise RunFailed(f"fp16 overflows even at a loss scale of {run.precision.scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
-    if run.progress.nonfinite_in_a_row >= run.cfg.train.max_nonfinite_steps:
-        raise RunFailed(f"{run.progress.nonfinite_in_a_row} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
-
-
-def diagnose(run: Run, names: list[str], result: StepResult) -> None:
-    """What stood around the newest step that was given up, for whoever looks into it."""
-    found = {
-        "step": run.progress.step,
-        "rows": names,
-        "loss": finite(result.sums["loss"]),
-        "grad_norm": finite(result.norm),
-        "first_parameter": result.culprit,
-        "scale": run.precision.scale,
-        "nonfinite_in_a_row": run.progress.nonfinite_in_a_row,
-        "last_losses": run.progress.last_losses,
-    }
-    try:
-        write_json(run.folder / "diagnosis.json", found)
-    except OSError as error:
-        run.track.warn(f"diagnosis.json could not be written: {error}")
-
-
-def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
-    """One update from its micro-batches: count first, then divide every part by the same number."""
+def train_step(run: Run, batches: list[Batch], lr: float) -> Found:
+    """One update from its micro-batches: count first, then divide every part by the same number. Nothing here waits for the device."""
     run.wrapped.train()
     world = run.world
     mine = (sum(count) for count in zip(*((run.objective.count(b), b.supervised, b.positions, len(b.names)) for b in batches), strict=True))
-    total, labels, positions, rows = map(int, world.sums([*mine]))
+    items, labels, positions, rows = map(int, world.sums([*mine]))
     sums: Sums = {}
     for number, batch in enumerate(batches, start=1):
         world.alive()
@@ -198,22 +155,21 @@ def train_step(run: Run, batches: list[Batch], lr: float) -> StepResult:
             with run.precision.autocast():
                 parts = weighed(batch, run.objective.loss(run.wrapped, batch.to(world.device)))
             # Gradients come out as the mean over ranks, and the sum is meant.
-            run.precision.backward(parts["loss"] / (total / world.size))
+            run.precision.backward(parts["loss"] / (items / world.size))
         for name, part in parts.items():
             sums[name] = sums.get(name, 0.0) + part.detach()
-    means = dict(zip(sums, (value / total for value in world.sums([value.item() for value in sums.values()])), strict=True))
     run.optimizers.set_lr(lr)
-    update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip, math.isfinite(means["loss"]))
-    culprit = None if update.taken else next((name for name in world.gather(update.culprit) if name), None)
-    return StepResult(means, update.norm, update.taken, culprit, labels, positions, rows)
+    update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip)
+    names = [name for batch in batches for name in batch.names]
+    return Found(run.progress.step + 1, names, items, labels, positions, rows, sums, update)
 
 
-def log(run: Run, result: StepResult, lr: float, epoch: int, pace: Pace) -> None:
+def log(run: Run, result: Result, lr: float, epoch: int, pace: Pace) -> None:
     progress = run.progress
     numbers = {
         "epoch": epoch,
         "tokens": progress.tokens,
-        **result.sums,
+        **result.means,
         "lr": lr,
         "grad_norm": result.norm,
         **pace.read(),
@@ -245,7 +201,8 @@ def finish(run: Run) -> float:
 class Pace:
     """Tokens per second of training, without the time spent on evaluation and samples, and the share of it that went by waiting for data."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: Callable[[], bool]) -> None:
+        self.idle = idle  # whether the device has nothing left to do
         self.positions, self.waited, self.since = 0, 0.0, time.perf_counter()
 
     def add(self, positions: int) -> None:
@@ -255,7 +212,8 @@ class Pace:
         while True:
             before = time.perf_counter()
             batches = next(steps, None)
-            self.waited += time.perf_counter() - before
+            if self.idle():  # a GPU that is still at work on earlier steps has not waited with us
+                self.waited += time.perf_counter() - before
             if batches is None:
                 return
             yield batches

@@ -99,6 +99,12 @@ class Optimizers:
             for group in part.param_groups:
                 group["lr"] = lr * group["lr_scale"]
 
+    def step(self, missed: Tensor) -> None:
+        """Update what learns, or nothing where `missed` is 1. That is decided where the weights are: nobody waits for it."""
+        for part in self.parts:
+            part.found_inf = missed  # type: ignore[attr-defined]  # by this name torch's fused optimizers know it: weights, moments and counts stay
+            part.step()
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
@@ -130,7 +136,8 @@ class Optimizers:
 def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> Optimizers:
     """AdamW (https://arxiv.org/abs/1711.05101) over all that learns; or Muon (https://kellerjordan.github.io/posts/muon)
     for the hidden matrices and AdamW for embeddings, head, norms and biases. These last do not decay."""
-    import torch
+    from runner.engine.muon import Muon
+    from runner.engine.update import AdamW
 
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p, name in names.items() if p.ndim == 2 and not _is_embedding(name)]
@@ -144,10 +151,9 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
         return [{"params": ps, "weight_decay": weight_decay, "lr_scale": scale} for scale, ps in by_scale.items()]
 
     if cfg.name == "adamw":
-        return Optimizers([torch.optim.AdamW(groups(matrices, cfg.weight_decay) + groups(others, 0.0), lr=cfg.lr, betas=betas, eps=cfg.eps, fused=True)], names)
-    # Scaled to AdamW's usual update size (https://arxiv.org/abs/2502.16982), so that one lr serves both parts.
-    muon = torch.optim.Muon(groups(matrices, cfg.weight_decay), lr=cfg.lr, momentum=cfg.momentum, adjust_lr_fn="match_rms_adamw")
-    rest = [torch.optim.AdamW(groups(others, 0.0), lr=cfg.lr, betas=betas, eps=cfg.eps, fused=True)] if others else []
+        return Optimizers([AdamW(groups(matrices, cfg.weight_decay) + groups(others, 0.0), lr=cfg.lr, betas=betas, eps=cfg.eps, fused=True)], names)
+    muon = Muon(groups(matrices, cfg.weight_decay), lr=cfg.lr, momentum=cfg.momentum)
+    rest = [AdamW(groups(others, 0.0), lr=cfg.lr, betas=betas, eps=cfg.eps, fused=True)] if others else []
     return Optimizers([muon, *rest], names)
 
 

@@ -41,9 +41,15 @@ SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy ste
 
 
 class Update(NamedTuple):
-    norm: float  # of the whole gradient, before clipping
-    taken: bool  # False: something was not finite, and no weight moved
-    culprit: str | None  # then, the first parameter whose gradient was not finite, as far as this rank sees
+    """Of one step, as tensors: who looks at one waits for the device."""
+
+    norm: Tensor  # () of the whole gradient, before clipping; where it is not finite, no weight has moved
+    norms: Tensor  # of each parameter's gradient, as far as this rank sees it ...
+    names: list[str]  # ... and of which
+
+    @property
+    def taken(self) -> bool:
+        return bool(self.norm.isfinite())
 
 
 class Precision:
@@ -77,35 +83,39 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
+        """A loss that is not finite gets a gradient that is not. So the norm of the whole gradient, which all ranks share, is all that
+        decides whether a step is taken."""
+        one = loss.detach() * 0 + 1  # or NaN. As a factor: given to backward() it would import torch's symbolic shapes, for a second
+        self.scaler.scale(loss * one).backward()
 
-    def step(self, optimizers: Optimizers, clip: float, loss_is_finite: bool) -> Update:
-        """Unscale, look, clip, update, clear. A step with anything not finite in it is not taken: clipping by
-        such a norm would spread it to every weight."""
+    def step(self, optimizers: Optimizers, clip: float) -> Update:
+        """Unscale, measure, clip, update, clear. A step with anything not finite in it is not taken: clipping by such a norm would
+        spread it to every weight. That is decided on the device; only fp16 waits to hear it."""
         import torch
 
         for part in optimizers.parts:
             self.scaler.unscale_(part)
-        gradients = [p.grad for p in optimizers.parameters if p.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
-        taken = loss_is_finite and bool(norm.isfinite())
-        culprit = (
-            None if taken else next((name for p, name in optimizers.names.items() if p.grad is not None and not bool(local(p.grad).isfinite().all())), None)
-        )
-        if taken:
-            if clip:
-                torch.nn.utils.clip_grads_with_norm_([p for p in optimizers.parameters if p.grad is not None], clip, norm)
-            for part in optimizers.parts:
-                self.scaler.step(part)
-        # A loss can overflow while its gradients do not; the scaler, which sees only these, would never lower its scale.
-        self.scaler.update(None if taken or not self.scaler.is_enabled() else self.scale * self.scaler.get_backoff_factor())
+        gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
+        norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # as get_total_norm does, which keeps them to itself
+        norm = whole(torch.linalg.vector_norm(norms))
+        if clip:
+            torch.nn.utils.clip_grads_with_norm_(optimizers.parameters, clip, norm)
+        optimizers.step(missed=(~norm.isfinite()).float())
         optimizers.zero_grad()
-        return Update(norm.item(), taken, culprit)
+        update = Update(norm, local(norms), [*gradients])
+        if self.scales:
+            # A norm can overflow while no gradient does; the scaler, which sees only these, would never lower its scale.
+            self.scaler.update(None if update.taken else self.scale * self.scaler.get_backoff_factor())
+        return update
 
     @property
-    def retries(self) -> bool:
-        """Whether a step that was not taken is worth trying again: fp16 overflowed, and the scale can still go down."""
-        return self.scaler.is_enabled() and self.scaler.get_scale() >= SCALE_FLOOR
+    def scales(self) -> bool:
+        """Whether what comes next depends on how the last step went."""
+        return self.scaler.is_enabled()
+
+    def again(self, update: Update) -> bool:
+        """Whether a step is worth trying again: fp16 overflowed, and the scale can still go down."""
+        return self.scales and not update.taken and self.scale >= SCALE_FLOOR
 
     @property
     def scale(self) -> float:

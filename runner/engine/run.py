@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data.loader import StepLoader
     from data.tokenizer import Tokenizer
     from models.decoder import Decoder
+    from runner.engine.found import Found
     from runner.engine.objective import Objective
     from runner.engine.writer import Writer
 
@@ -80,6 +81,7 @@ class Run:
     note: Callable[..., None]  # puts facts into the run's record, run.json
     facts: dict[str, Any]  # what a checkpoint is held against when it is taken up
     progress: Progress = field(default_factory=Progress)
+    unread: list[Found] = field(default_factory=list)  # the newest steps, while their losses wait on the device
     saved_step: int = 0  # the newest step handed to the writer
     failed_saves: int = 0  # in a row
     save_stall: float = 0.0  # seconds training stood still for saving since the last log line
@@ -112,10 +114,13 @@ def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]
 
     from data.tokenizer import Tokenizer
     from runner.engine.identity import facts
+    from runner.engine.memory import keep_what_is_freed
     from runner.engine.randomness import seed_all
     from runner.engine.writer import Writer
 
     world = join_world(cfg.distributed, cfg.device)
+    if world.device.type == "cpu":
+        keep_what_is_freed()
     precision = Precision(cfg.precision, world.device)
     check_kernel(cfg, world.device)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))

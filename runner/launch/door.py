@@ -17,6 +17,7 @@ from runner.engine.console import outlive_readers
 from runner.launch import folders, help, look, places, ready, refusal, relaunch, snapshot, sweep, torchrun, words
 from runner.launch.compose import register, translated
 from runner.launch.origin import share_the_machine
+from runner.launch.processes import run_and_end
 from runner.launch.record import Record
 
 COMPLETING = {"--shell-completion", "-sc", "--hydra-help", "--version"}
@@ -34,8 +35,12 @@ def enter(app: Callable[[], None]) -> None:
     """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
     share_the_machine()
     outlive_readers()
-    if torchrun.follows():
-        sys.exit(torchrun.follow())
+    if torchrun.is_on():
+        run_and_end(torchrun.follow if torchrun.follows() else lambda: _enter(app))
+    _enter(app)
+
+
+def _enter(app: Callable[[], None]) -> None:
     try:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
         with torchrun.leading():

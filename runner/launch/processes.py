@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 SHARE = "RUNNER_THREADS"  # how many cores of the machine are a job's, where several run at once
 PR_SET_PDEATHSIG = 1
@@ -43,3 +44,22 @@ def end_with_parent(parent: int) -> Callable[[], None]:
             os._exit(128 + signal.SIGTERM)
 
     return ask
+
+
+def run_and_end(main: Callable[[], int | None]) -> NoReturn:
+    """`main`, and then the end of this process with its exit code, without the end that Python makes.
+
+    A process group is never destroyed, and its threads free tensors whenever they come to it: one that asks for an interpreter that is
+    going down is ended by it in the midst of C++, which aborts the process. What must be closed is closed by then.
+    """
+    code: object = 1
+    try:
+        code = main()
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)

@@ -16,6 +16,7 @@ from runner.engine.disk import read_file
 from runner.engine.signals import SIGNALS, StopFlag
 from runner.launch.carry import as_rank, handed_over
 from runner.launch.lock import LIMIT
+from runner.launch.processes import run_and_end
 from runner.launch.record import Record
 
 
@@ -44,4 +45,4 @@ def run(file: Path, parent: int, stop: StopFlag) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
+    run_and_end(lambda: main(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,3 +1,4 @@
+import os
 import threading
 
 import numpy as np
@@ -65,11 +66,35 @@ def test_grouping_by_length_pads_little_and_keeps_steps_of_all_lengths_mixed():
     assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.3
 
 
+class NamedByTheirMaker(Single):
+    """Rows whose name is that of the process and the thread they were made in."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(MadeRows([1] * size))
+
+    def __getitem__(self, index: int) -> list[Row]:
+        return [row._replace(name=f"{os.getpid()} {threading.current_thread().name}") for row in super().__getitem__(index)]
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_workers_change_nothing(num_workers):
     alone, helped = list(loader(singles(30)).steps(0)), list(loader(singles(30), num_workers=num_workers).steps(0))
     for mine, theirs in zip(alone, helped, strict=True):
         assert all(torch.equal(a.input_ids, b.input_ids) and a.names == b.names for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (3, 9), (5, 5)])
+def test_going_on_over_the_ends_of_epochs_is_one_epoch_after_the_other(start, end, num_workers):
+    rows = loader(singles(13), num_workers=num_workers)
+    assert rows.steps_per_epoch == 4
+    assert names(rows.onward(start, end)) == [step for epoch in range(3) for step in names(rows.steps(epoch))][start:end]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_where_an_epoch_ends_nobody_is_replaced(num_workers):
+    makers = names(loader(NamedByTheirMaker(3), num_workers=num_workers).onward(0, 5))
+    assert len(makers) == 5 and len({name for step in makers for name in step}) == 1
 
 
 def test_opening_a_loader_draws_nothing_from_the_random_state():

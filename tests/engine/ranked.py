@@ -12,28 +12,34 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from runner.engine.loop import train  # noqa: E402  the repo root has to be on the path first
 from runner.engine.run import Interrupted, build_run  # noqa: E402  as above
 from runner.launch.compose import compose  # noqa: E402  as above
+from runner.launch.processes import run_and_end  # noqa: E402  as above
 
 
-def spoil(run, at):
+def spoil(run, at, gradient):
+    """The loss is not finite at that step, with its gradient or without."""
     honest = run.objective.loss
 
     def loss(model, batch):
         parts = honest(model, batch)
-        return {name: part * float("nan") for name, part in parts.items()} if run.progress.step == at else parts
+        return {name: part * float("nan") if gradient else part + float("inf") for name, part in parts.items()} if run.progress.step == at else parts
 
     run.objective = types.SimpleNamespace(loss=loss, count=run.objective.count, frozen={}, beside=[])
 
 
-if __name__ == "__main__":
+def main():
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
         folder = Path(training["folder"])
         folder.mkdir(exist_ok=True)
         run = build_run(compose(training["words"]), folder, attempt=training.get("attempt", 1), note=lambda **facts: None)
         stop_at = training.get("stop_at")
-        if poison := training.get("poison"):  # this rank's loss is NaN at that step
-            spoil(run, poison["step"] if poison["rank"] == run.world.rank else None)
+        if poison := training.get("poison"):  # this rank's loss is not finite at that step
+            spoil(run, poison["step"] if poison["rank"] == run.world.rank else None, poison["gradient"])
         try:
             train(run, stop=lambda run=run, at=stop_at: run.world.leads and run.progress.step == at)
         except Interrupted:
             assert stop_at is not None
+
+
+if __name__ == "__main__":
+    run_and_end(main)

@@ -5,6 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
+from runner.engine.found import read
 from runner.engine.judging import evaluate
 from runner.engine.loop import Interrupted, take_step, train, train_step
 from runner.engine.optim import lr_at
@@ -43,15 +44,15 @@ def test_accumulation_changes_nothing_but_memory(make_run, stage, extra):
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_the_first_loss_is_that_of_a_guess(make_run, stage):
     run = make_run(stage)
-    result = train_step(run, next(run.loader.steps(0)), lr=1e-9)
-    assert result.sums["loss"] == pytest.approx(math.log(run.cfg.model.vocab_size), rel=0.02)
+    (result,) = read(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
+    assert result.means["loss"] == pytest.approx(math.log(run.cfg.model.vocab_size), rel=0.02)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "dpo_lora"])
 def test_dpo_starts_from_its_reference_at_ln_2(make_run, stage):
     run = make_run(stage)
-    result = train_step(run, next(run.loader.steps(0)), lr=1e-9)
-    assert result.sums["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.sums["reward_margin"] == 0
+    (result,) = read(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
+    assert result.means["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.means["reward_margin"] == 0
 
 
 @pytest.mark.parametrize("stage, rows", [("pretrain", 1), ("sft", 4), ("dpo", 4)])

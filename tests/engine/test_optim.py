@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from runner.engine.muon import Muon
 from runner.engine.optim import OptimizerConfig, ScheduleConfig, build_optimizer, lr_at
 
 
@@ -75,11 +76,42 @@ def test_layer_decay_slows_each_layer_below_by_the_factor():
 def test_muon_takes_the_hidden_matrices_and_adamw_all_else():
     muon, adamw = build_optimizer(optimizer("muon"), model := Small(), num_layers=2).parts
     names = {p: name for name, p in model.named_parameters()}
-    assert isinstance(muon, torch.optim.Muon) and {names[p] for g in muon.param_groups for p in g["params"]} == {
+    assert isinstance(muon, Muon) and {names[p] for g in muon.param_groups for p in g["params"]} == {
         "model.layers.0.proj.weight",
         "model.layers.1.proj.weight",
     }
     assert sum(len(g["params"]) for g in adamw.param_groups) == len(names) - 2
+
+
+def test_muon_is_torch_s_own_to_the_bit():
+    torch.manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in ((8, 24), (24, 8), (16, 16))] for _ in "12")
+    mine = Muon([{"params": ours, "weight_decay": 0.1}], lr=0.02, momentum=0.95)
+    its = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(4):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        mine.step(), its.step()
+        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_missed_step_leaves_every_bit_of_weights_and_state(name):
+    built = build_optimizer(optimizer(name), model := Small(), num_layers=2)
+
+    def bits() -> dict[str, torch.Tensor]:
+        return {word: value.clone().view(torch.int32) for word, value in {**dict(model.named_parameters()), **built.state()}.items()}
+
+    for missed, grad in ((0.0, 1.0), (1.0, math.nan), (0.0, 1.0)):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, grad)
+        before = bits()
+        built.step(torch.tensor(missed))
+        after = bits()
+        changed = [word for word, value in after.items() if word not in before or not torch.equal(before[word], value)]
+        assert len(changed) == (0 if missed else len(after))
+        assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

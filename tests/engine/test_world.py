@@ -199,11 +199,20 @@ def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, l
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, words_of, on_ranks, logged):
+@pytest.mark.parametrize("gradient", [True, False], ids=["gradients too", "only the loss"])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, words_of, on_ranks, logged, gradient):
     said = words_of("pretrain", "train.max_steps=6", "train.batch_size=2", rows=ROWS)
-    on_ranks(2, [{"folder": str(tmp_path / kind), "words": [*said, f"distributed={kind}"], "poison": {"rank": 1, "step": 3}} for kind in ("ddp", "fsdp")])
+    poison = {"rank": 1, "step": 3, "gradient": gradient}
+    cases = {f"{kind} {every}": [f"distributed={kind}", f"train.log_every={every}"] for kind in ("ddp", "fsdp") for every in (1, 4)}
+    on_ranks(2, [{"folder": str(tmp_path / case), "words": [*said, *words], "poison": poison} for case, words in cases.items()])
     for kind in ("ddp", "fsdp"):
-        lines = logged(tmp_path / kind)
+        often, seldom = (tmp_path / f"{kind} {every}" for every in (1, 4))
+        lines = logged(often)
         assert [line["loss"] is None for line in lines] == [False, False, False, True, False, False]
+        assert [line["loss"] for line in logged(seldom)] == [lines[3]["loss"], lines[5]["loss"]]
         assert lines[-1]["skipped_steps"] == 1
-        assert json.loads((tmp_path / kind / "diagnosis.json").read_text())["step"] == 4
+        found = json.loads((often / "diagnosis.json").read_text())
+        assert (found["step"], len(found["rows"])) == (4, 4)
+        assert found == json.loads((seldom / "diagnosis.json").read_text())
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (newest_of(often) / file).read_bytes() == (newest_of(seldom) / file).read_bytes()

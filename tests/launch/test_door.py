@@ -27,17 +27,32 @@ def runs(outputs: Path) -> list[Path]:
     return sorted(record.parent for record in outputs.rglob("run.json"))
 
 
+def imported(done: subprocess.CompletedProcess) -> set[str]:
+    """What a program that was started with -X importtime has imported."""
+    return {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+
+
 LIGHT = [("--cfg", "job"), ("--help",), ("--shell-completion", "query=bash"), ("optimizer.lrr=1",), ("precision.name=fp4",), ("data.path=nowhere.jsonl",)]
 
 
 @pytest.mark.parametrize("words", LIGHT, ids=" ".join)
 def test_what_needs_no_torch_imports_none(program: Program, words: tuple[str, ...]) -> None:
-    imported = {
-        line.split("|")[-1].strip()
-        for line in program(*words, flags=("-X", "importtime"), COMP_LINE="python runner/train.py stage=").stderr.splitlines()
-        if line.startswith("import time")
-    }
-    assert "runner.launch.door" in imported and not {"torch", "transformers", "swanlab", "tokenizers"} & imported
+    found = imported(program(*words, flags=("-X", "importtime"), COMP_LINE="python runner/train.py stage="))
+    assert "runner.launch.door" in found and not {"torch", "transformers", "swanlab", "tokenizers"} & found
+
+
+# Of what is installed here: libraries that something else needs, and torch's compiler, which torch's own optimizers and custom_op would bring in.
+UNUSED = "accelerate datasets matplotlib pandas peft plotly pyarrow rich scipy sklearn swanlab sympy torch._dynamo torch._inductor transformers trl".split()
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "lora"])
+def test_a_run_imports_nothing_that_it_does_not_use(program: Program, tmp_path: Path, stage: str) -> None:
+    words = [f"stage={stage}", "init_from=scratch", *SMALL, f"hydra.run.dir={tmp_path / 'run'}", "tracker.console=plain"]
+    done = program(*words, flags=("-X", "importtime"))
+    assert done.returncode == 0 and "completed" in done.stdout, done.stderr
+    found = imported(done)
+    assert "torch" in found
+    assert [name for name in found if any(name == unused or name.startswith(f"{unused}.") for unused in UNUSED)] == []
 
 
 def test_a_wrong_word_ends_in_three_lines_and_code_2_before_any_folder_is_made(program: Program, outputs: Path, tmp_path: Path) -> None:

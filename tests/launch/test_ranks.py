@@ -175,6 +175,15 @@ def test_a_rank_leaves_with_its_own_code_though_it_is_told_to_leave_meanwhile() 
     assert subprocess.run([sys.executable, "-c", LATE]).returncode == 2
 
 
+@pytest.mark.parametrize(("last", "code"), [("return 75", 75), ("sys.exit(2)", 2), ("return None", 0), ("raise KeyError('gone')", 1)])
+def test_a_rank_ends_with_its_code_and_all_it_has_said_and_never_comes_to_the_end_that_python_makes(last: str, code: int) -> None:
+    lines = ["import atexit, sys", "from runner.launch.processes import run_and_end", "def main():", "    print('said')", f"    {last}"]
+    program = "\n".join([*lines, "atexit.register(print, 'late')", "run_and_end(main)"])
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "said\n")
+    assert ("KeyError: 'gone'" in ended.stderr) == (code == 1)
+
+
 def test_what_another_rank_alone_refuses_is_said_too(run: Any, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(AlreadySaid):
         run(LEAVES, REFUSED)

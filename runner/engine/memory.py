@@ -1,0 +1,20 @@
+"""What a step frees stays with the process: the next step needs as much again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as glibc's malloc.h numbers them
+LARGEST, LARGEST_OF_OLD = 1 << 30, 1 << 25  # bytes of a block that is kept; older versions take no more than the second
+
+
+def keep_what_is_freed() -> None:
+    """glibc gives freed memory back to the system, which hands it out again page by page, each cleared: up to a tenth of a step on a processor.
+    The process then holds what its largest step needs, which it would come to hold anyway. Whoever sets malloc's own variable is obeyed."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
+    if mallopt is None or "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return
+    mallopt(M_TRIM_THRESHOLD, -1)  # never
+    if not mallopt(M_MMAP_THRESHOLD, LARGEST):
+        mallopt(M_MMAP_THRESHOLD, LARGEST_OF_OLD)
