@@ -136,8 +136,7 @@ class Optimizers:
 def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> Optimizers:
     """AdamW (https://arxiv.org/abs/1711.05101) over all that learns; or Muon (https://kellerjordan.github.io/posts/muon)
     for the hidden matrices and AdamW for embeddings, head, norms and biases. These last do not decay."""
-    from runner.engine.muon import Muon
-    from runner.engine.update import AdamW
+    from runner.engine.update import AdamW, Muon
 
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for p, name in names.items() if p.ndim == 2 and not _is_embedding(name)]

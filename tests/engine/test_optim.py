@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.muon import Muon
 from runner.engine.optim import OptimizerConfig, ScheduleConfig, build_optimizer, lr_at
+from runner.engine.update import Muon
 
 
 def schedule(name: str, warmup_steps: int = 0, min_lr_ratio: float = 0.1, decay_fraction: float = 0.2) -> ScheduleConfig:
