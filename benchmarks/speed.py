@@ -197,11 +197,11 @@ def spec_of(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def started(asked: argparse.Namespace, folder: str) -> tuple[list[Case], list[str]]:
     """The cases that can run here, each past its first steps, and what is said of the others."""
-    from speed_cases import CASES
+    from speed_cases import CASES, MORE
 
     spec, cases, said = spec_of(asked, folder), list[Case](), list[str]()
     for precision in asked.precision.split(","):
-        for name in CASES:
+        for name in CASES | MORE if asked.cases else CASES:
             if name != "machine" and asked.cases and not any(word in name for word in asked.cases.split("+")):
                 continue
             if reason := why_not(name, asked):

@@ -16,6 +16,7 @@ import tempfile
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,11 @@ def run_of(spec: dict, *words: str) -> Any:
     return build_run(compose([*spec["words"], *words]), Path(tempfile.mkdtemp()), attempt=1, note=lambda **facts: None)
 
 
-def ours(spec: dict, gate: Gate, packing: str, compiled: bool, cut: bool = False) -> None:
+def ours(spec: dict, gate: Gate, packing: str, compiled: bool, cut: bool = False, again: str = "none") -> None:
     from runner.engine.loop import train_step
 
     words = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={'default' if compiled else 'off'}", "train.epochs=100"]
+    words += [f"train.activation_checkpointing={again}"] if again != "none" else []
     run = run_of(spec, *words, *(["data.too_long=truncate"] if cut else []))
     steps = (batches for epoch in range(100) for batches in run.loader.steps(epoch) if len(batches[0].input_ids) == spec["lines"])
 
@@ -296,9 +298,15 @@ CASES: dict[str, Callable[[dict, Gate], None]] = {
     "litgpt, windows": lambda spec, gate: litgpt(spec, gate, compiled=False),
     "litgpt, windows, compiled": lambda spec, gate: litgpt(spec, gate, compiled=True),
 }
+# Run where --cases names them: what activation checkpointing costs and saves
+MORE: dict[str, Callable[[dict, Gate], None]] = {
+    f"recomputing {again}, packed{', compiled' * compiled}": partial(ours, packing="pack", compiled=compiled, again=again)
+    for compiled in (False, True)
+    for again in ("selective", "whole")
+}
 
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT)]
     asked = json.loads(sys.argv[1])
-    CASES[asked["case"]](asked, Gate(asked))
+    (CASES | MORE)[asked["case"]](asked, Gate(asked))
