@@ -106,11 +106,11 @@ def told(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def chosen(asked: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, dict]], list[str]]:
     """The cases that can run here, and what is said of the others."""
-    from speed_cases import CASES
+    from speed_cases import CASES, MORE
 
     wanted, said = list[tuple[str, dict]](), list[str]()
     for precision in asked.precision.split(","):
-        for name in CASES:
+        for name in CASES | MORE if asked.cases else CASES:
             if name != "machine" and asked.cases and not any(word in name for word in asked.cases.split("+")):
                 continue
             if reason := why_not(name, asked):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,17 @@ def run_of(spec: dict, *words: str) -> Any:
     return build_run(compose([*spec["words"], *words]), Path(tempfile.mkdtemp()), attempt=1, note=lambda **facts: None)
 
 
-def ours(spec: dict, gate: Gate, packing: str = "pack", compile: str = "off", cut: bool = False) -> None:
+def ours(spec: dict, gate: Gate, packing: str = "pack", compile: str = "off", cut: bool = False, again: str = "none") -> None:
     """`made`: so many batches are made beforehand and used again and again, where feeding is not what is measured."""
     from runner.engine.loop import train_step
 
-    words = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={compile}", "train.epochs=100"]
+    words = [
+        f"precision={spec['precision']}",
+        f"data.packing={packing}",
+        f"train.compile={compile}",
+        "train.epochs=100",
+        f"train.activation_checkpointing={again}",
+    ]
     run = run_of(spec, *words, *(["data.too_long=truncate"] if cut else []))
     assert len(run.feed.train) >= spec["lines"], f"{len(run.feed.train)} windows of data for {spec['lines']} lines a step: give more data, or fewer --lines"
     steps = (batches for epoch in range(100) for batches in run.loader.steps(epoch) if len(batches[0].input_ids) == spec["lines"])
@@ -180,10 +187,16 @@ CASES: dict[str, Case] = {
     "nanochat, its own model, windows": of_others("nanochat", compiled=False),
     "nanochat, its own model, windows, compiled": of_others("nanochat", compiled=True),
 }
+# Run where --cases names them: what activation checkpointing costs and saves
+MORE: dict[str, Case] = {
+    f"recomputing {again}, packed{', compiled' * compiled}": partial(ours, compile="default" if compiled else "off", again=again)
+    for compiled in (False, True)
+    for again in ("selective", "whole")
+}
 
 
 if __name__ == "__main__" and sys.argv[1:]:  # `make bench` runs every file here, and this one has nothing to say by itself
     sys.modules["speed_cases"] = sys.modules["__main__"]  # as peers.py knows us
     sys.path[:0] = [str(ROOT)]
     asked = json.loads(sys.argv[1])
-    (CASES | {"ours": lambda spec, gate: ours(spec, gate, compile=spec["compile"])})[asked["case"]](asked, Gate(asked))
+    (CASES | MORE | {"ours": lambda spec, gate: ours(spec, gate, compile=spec["compile"])})[asked["case"]](asked, Gate(asked))

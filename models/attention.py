@@ -38,12 +38,13 @@ def may_look(sequences: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
     return lambda b, h, i, j: (i >= j) & (sequences[b, i] == sequences[b, j])
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str, cached: bool = False) -> Tensor:
-    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H). `cached`: the mask may be of any kind, not only what `confined` makes."""
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, kernel: str, cached: bool = False, keep: bool = True) -> Tensor:
+    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H). `cached`: the mask may be of any kind, not only what `confined` makes.
+    `keep`: attention weights, for the backward pass, where they are not too many; it makes them again otherwise."""
     if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
     if q.device.type == "cpu" and kernel == "auto" and dropout == 0 and not cached:
-        keep = torch.is_grad_enabled() and q.requires_grad and q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= attention_cpu.KEPT
+        keep = keep and torch.is_grad_enabled() and q.requires_grad and q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= attention_cpu.KEPT
         return attention_cpu.attention(q, k, v, mask, keep)[0]
     if mask is not None:
         return _masked(q, k, v, mask, dropout)

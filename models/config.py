@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
+CHECKPOINTING = ("none", "selective", "whole")  # what the backward pass makes again: nothing, all that is cheap, every layer
 
 
 @dataclass

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from models import recompute
 from models.attention import Mask, attend, confined
 from models.config import ModelConfig, RopeScaling
 from models.fp8 import Fp8Linear, product
@@ -53,6 +53,7 @@ class Context(NamedTuple):
     mask: Mask
     cache: KVCache | None
     slots: Slots | None  # None: every line is one sequence, without padding
+    lean: bool  # keep for the backward pass only what is dear to make again
 
 
 class Slots(NamedTuple):
@@ -134,8 +135,24 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        y = attend(q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention, cached=context.cache is not None)
+        y = attend(
+            q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention, cached=context.cache is not None, keep=not context.lean
+        )
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class Gated(torch.autograd.Function):
+    """silu(gate) * up. The backward pass makes silu(gate) again: left to itself torch keeps it."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(g * up, gate), g * F.silu(gate)
 
 
 class FeedForward(nn.Module):
@@ -149,7 +166,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(Gated.apply(gate, up))
 
 
 class Experts(nn.Module):
@@ -207,8 +224,8 @@ class Layer(nn.Module):
         """Compiled is only what lies inside: hooks of those who wrap a layer stay outside. What is no training has shapes of its own,
         and a compiler takes a single line for another program than several: neither is compiled for little."""
         if self.compiled is not None and self.training and (len(x) == 1) == self.lone:
-            return self.compiled(x, context)
-        return self.body(x, context)
+            return self.compiled(x, context)  # a compiler makes again what is cheap, without being asked
+        return recompute.selective(self.body, x, context) if context.lean else self.body(x, context)
 
     def body(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         dtype = compute_dtype(x)  # cast once, not for every product
@@ -234,7 +251,7 @@ class Decoder(nn.Module):
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.activation_checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
+        self.activation_checkpointing = "none"  # or selective, whole: what the backward pass makes again
         self.model = Stack(cfg)
         self.lm_head = Head(cfg.hidden_size, cfg.vocab_size, bias=False)
         self.dropout = nn.Dropout(cfg.dropout)
@@ -268,13 +285,11 @@ class Decoder(nn.Module):
         x = self.dropout(self.model.embed_tokens(input_ids))  # (B, T, D)
         if sequences is not None:
             mask = confined(sequences, self.cfg.dropout if self.training else 0.0)
-        context = Context(*self._angles(T, position_ids), mask, cache, self._slots(T, lengths, sequences))
+        again = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
+        context = Context(*self._angles(T, position_ids), mask, cache, self._slots(T, lengths, sequences), lean=again == "selective")
         balance = []
         for layer in self.model.layers:
-            if self.activation_checkpointing and self.training:
-                x, aux = checkpoint(layer, x, context, use_reentrant=False)
-            else:
-                x, aux = layer(x, context)
+            x, aux = recompute.whole(layer, x, context) if again == "whole" else layer(x, context)
             balance.append(aux)
         if cache is not None:
             cache.start += T
@@ -289,6 +304,11 @@ class Decoder(nn.Module):
         """From now on training runs through compiled layers, one program for all of them and for every shape: were there one for the
         shapes that come first and another for the others, a resumed run would round otherwise. `lone`: batches have one line;
         `options` are torch.compile's."""
+        from torch._functorch import config as saved
+
+        # Left to itself torch keeps what a product of the backward program reads, though it is made again in passing: silu(gate) * up, a norm's
+        # output. A quarter less is kept, for 1 % of a step's time.
+        saved.ban_recompute_materialized_backward = False
         for layer in self.model.layers:
             assert isinstance(layer, Layer)
             layer.lone = lone

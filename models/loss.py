@@ -49,10 +49,11 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_wei
     dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
     for rows, y in _chunks(labels, len(weight)):
         some = x[rows]
-        log_p = (some @ w.t()).float().log_softmax(-1)
+        log_p = _log_softmax(some @ w.t())
         nll[rows] = _picked(log_p, y)
         if learn_x or learn_weight:
             p = _towards(log_p, y).to(x.dtype)
+            del log_p  # all of a step's activations are in memory now: what a chunk needs comes on top
             if learn_x:
                 dx[rows] = p @ w
             if learn_weight:
@@ -87,7 +88,7 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     for rows, y in _chunks(labels, len(weight)):
         logits = (x[rows] @ w.t()).float()
         total[rows] = log_sum = logits.logsumexp(-1)
-        nll[rows] = _picked(logits - log_sum.unsqueeze(-1), y)
+        nll[rows] = _picked(logits.sub_(log_sum.unsqueeze(-1)), y)
     return nll.clone(), total.clone()  # two outputs must not share their memory
 
 
@@ -102,7 +103,7 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: T
     dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
     for rows, y in _chunks(labels, len(weight)):
         some = x[rows]
-        p = (_towards((some @ w.t()).float() - total[rows].unsqueeze(-1), y) * g[rows].unsqueeze(-1)).to(x.dtype)
+        p = _towards((some @ w.t()).float().sub_(total[rows].unsqueeze(-1)), y).mul_(g[rows].unsqueeze(-1)).to(x.dtype)
         if learn_x:
             dx[rows] = p @ w
         if learn_weight:
@@ -140,6 +141,12 @@ def _chunks(labels: Tensor, words: int) -> Iterator[tuple[Tensor | slice, Tensor
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
         yield rows, labels[rows]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """In fp32, in as little memory as it can be: in the place of `logits` where these are fp32 themselves."""
+    log_p = logits.float()
+    return torch.log_softmax(log_p, -1, out=log_p)
 
 
 def _picked(log_p: Tensor, y: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Optional
 
 from data.config import DataConfig
 from data.shapes import SHAPES, STAGES
-from models.config import ModelConfig
+from models.config import CHECKPOINTING, ModelConfig
 from runner.engine import compiling
 from runner.engine.distributed import DistributedConfig
 from runner.engine.optim import OptimizerConfig, ScheduleConfig
@@ -35,7 +35,7 @@ class TrainConfig:
     max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
     max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
     compile: str
-    activation_checkpointing: bool
+    activation_checkpointing: str  # what the backward pass makes again instead of keeping it: none, selective or whole
     verify_resume: bool  # prove, instead of training, that a stop changes no bit of this configuration
 
     def __post_init__(self) -> None:
@@ -48,6 +48,12 @@ class TrainConfig:
         if self.keep_checkpoints < 2:
             # Should the newest turn out torn or rotten, the one before it is what the run continues from.
             raise ValueError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
+        # As it was called when it was a switch
+        self.activation_checkpointing = {"true": "whole", "false": "none"}.get(self.activation_checkpointing.lower(), self.activation_checkpointing)
+        if self.activation_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                "unknown way to recompute", f"train.activation_checkpointing={self.activation_checkpointing}", f"choose one of {', '.join(CHECKPOINTING)}"
+            )
         if self.compile not in compiling.MODES:
             raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compiling.MODES)}, e.g. auto")
 

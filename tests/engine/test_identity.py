@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from runner.engine.identity import RULES, _flat, row_of
@@ -74,6 +75,17 @@ def test_another_split_of_the_step_is_allowed_and_called_inexact(make_run):
     run.note = lambda **facts: notes.update(facts)
     train(run)
     assert notes["exact"] is False and notes["inexact_because"] == ["train.accumulation_steps: 1 -> 2", "train.batch_size: 4 -> 2"]
+
+
+def test_a_run_may_be_continued_with_less_memory(make_run, tmp_path):
+    train(make_run("pretrain", "train.max_steps=6", folder="through"))
+    stopped(make_run, "pretrain")
+    run, notes = make_run("pretrain", "train.max_steps=6", "train.activation_checkpointing=selective"), {}
+    run.note = lambda **facts: notes.update(facts)
+    train(run)
+    assert notes["inexact_because"] == ["train.activation_checkpointing: none -> selective"]
+    through, weights = (safetensors.torch.load_file(folder / "model" / "model.safetensors") for folder in (tmp_path / "through", run.folder))
+    assert all(torch.equal(through[name], weight) for name, weight in weights.items())
 
 
 def test_a_resumed_run_no_longer_needs_the_folder_it_started_from(make_run, tmp_path):

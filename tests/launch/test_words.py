@@ -40,6 +40,7 @@ WRONG = [  # words, where it is said to be wrong
     (["train.epochs=abc"], "train.epochs=abc"),
     (["train.epochs=1.5"], "train.epochs=1.5"),
     (["train.activation_checkpointing=3x"], "train.activation_checkpointing=3x"),
+    (["train.activation_checkpointing=null"], "train.activation_checkpointing=null"),
     (["optimizer.lr=abc"], "optimizer.lr=abc"),
     (["optimizer.lr=null"], "optimizer.lr=null"),
     (["optimizer.lr=1,2"], "optimizer.lr=1,2"),
