@@ -126,6 +126,8 @@ def of_model(name: str, asked: argparse.Namespace, folder: str) -> dict[str, Any
         stage="pretrain", path=asked.path, tokenizer=asked.tokenizer, lines=lines, length=asked.length, folder=folder,
     ) | {"device": asked.device, "stretch": asked.stretch, "made": 16}  # fmt: skip
     names = [case for case in CASES if not asked.cases or case in asked.cases.split("+")]
+    if not names:
+        raise SystemExit(f"--cases {asked.cases}: there are {', '.join(CASES)}")
     reasons = {case: reason for case in names if (reason := why_not(case, asked.device))}
     together = groups([case for case in names if case not in reasons], spec)
     rows, said = list[dict[str, Any]](), [f"left out: {case}: {reason}" for case, reason in reasons.items()]

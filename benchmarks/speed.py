@@ -63,8 +63,8 @@ def why_not(name: str, asked: argparse.Namespace) -> str | None:
 def found(cases: list[Case], precision: str) -> Iterator[dict[str, Any]]:
     """One line for each case."""
     mine = [case for case in cases if case.precision == precision]
-    machine = next(case for case in mine if case.name == "machine")
-    trainers = [case for case in mine if case.name != "machine"]
+    machine = next((case for case in mine if case.name == "machine"), None)
+    trainers = [case for case in mine if case.name != "machine"] if machine else []  # without a peak there are no shares
     for case in trainers:
         shares = {clock: beside(work, case, machine, clock) for clock in CLOCKS}
         ratios = {clock: beside(speed, case, trainers[0], clock) for clock in CLOCKS}
@@ -109,6 +109,8 @@ def chosen(asked: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, dict]
     from speed_cases import CASES, MORE
 
     wanted, said = list[tuple[str, dict]](), list[str]()
+    if unknown := set(asked.precision.split(",")) - {"fp32", "bf16"}:
+        raise SystemExit(f"--precision {','.join(unknown)}: there are fp32 and bf16")
     for precision in asked.precision.split(","):
         for name in CASES | MORE if asked.cases else CASES:
             if name != "machine" and asked.cases and not any(word in name for word in asked.cases.split("+")):

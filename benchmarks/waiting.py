@@ -83,10 +83,12 @@ def table(only: list[str], alone: bool) -> str:
         "| configuration | its data, ms a step | steps of an interval | a step, s | data_wait of the first line | of the second |",
         "|---|---|---|---|---|---|",
     ]
-    for name, words, steps in configurations():
-        if all(word in name for word in only):
-            lines.append(f"| `{name}` | {made_alone(words) * 1e3:.1f} |" + ("" if alone else trained(words, steps)))
-            print(lines[-1], file=sys.stderr)
+    chosen = [one for one in configurations() if all(word in one[0] for word in only)]
+    if not chosen:
+        raise SystemExit(f"no configuration says {' and '.join(only)}")
+    for name, words, steps in chosen:
+        lines.append(f"| `{name}` | {made_alone(words) * 1e3:.1f} |" + ("" if alone else trained(words, steps)))
+        print(lines[-1], file=sys.stderr)
     return "\n".join(lines)
 
 

@@ -47,8 +47,11 @@ class Block:
         if self.mask is None:
             apart[..., seen - own :].masked_fill_(torch.ones(own, own, dtype=torch.bool).triu(1), -torch.inf)
         else:
-            hidden = ~self.mask[:, :, self.start : self.end, self.first : self.end]
-            apart.add_(torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(2))  # filling each head costs more than adding
+            hidden = (~self.mask[:, :, self.start : self.end, self.first : self.end]).unsqueeze(2)
+            if scores.dtype == torch.float16:  # an overflow in one sequence must not make NaN of another
+                apart.masked_fill_(hidden, -torch.inf)
+            else:  # cheaper: what is filled is filled for each head
+                apart.add_(torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf))
         return scores.softmax(-1)
 
 

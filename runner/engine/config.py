@@ -124,6 +124,7 @@ class Config:
     def _check_fp8(self) -> None:
         """Where fp8 would do nothing, or harm."""
         unfit = {
+            f"model.hidden_size={self.model.hidden_size}": "a side of every product in fp8 is a multiple of 16" if self.model.hidden_size % 16 else None,
             f"stage={self.stage.name}": "adapters are computed in bf16, and so is what they stand beside" if self.stage.lora is not None else None,
             f"stage.objective={self.stage.objective}": "DPO compares small differences of large sums, which fp8 rounds away" if self.stage.objective == "dpo" else None,
             f"model.num_experts={self.model.num_experts}": "experts are not compiled, and without a compiler fp8 costs more than it saves" if self.model.num_experts else None,

@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NoReturn
 
 import torch
@@ -36,10 +36,16 @@ def train(run: Run, stop: Callable[[], bool] = lambda: False) -> float:
         begin(run)
         walk(run, lambda: run.world.any(stop()))
         return finish(run)
-    except DamagedStore as error:
-        raise RunFailed(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
+    except BaseException as error:
+        if run.world.size == 1:  # other ranks may be gone, and reading takes all of them
+            with suppress(Exception):  # what ends the run is what is told
+                settle(run)
+        if isinstance(error, DamagedStore):
+            raise RunFailed(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
+        raise
     finally:
         run.world.rest()
+        run.writer.wait()  # a rank's process would not wait for the save it is in the midst of
 
 
 def walk(run: Run, stop: Callable[[], bool]) -> None:
@@ -143,7 +149,8 @@ def take_step(run: Run, batches: list[Batch], lr: float, stop: Callable[[], bool
 
 
 def train_step(run: Run, batches: list[Batch], lr: float) -> Found:
-    """One update from its micro-batches: count first, then divide every part by the same number. Nothing here waits for the device."""
+    """One update from its micro-batches: count first, then divide every part by the same number. Nothing here waits for the device, but
+    for experts, whose tokens are counted, and fp16."""
     run.wrapped.train()
     world = run.world
     mine = (sum(count) for count in zip(*((run.objective.count(b), b.supervised, b.positions, len(b.names)) for b in batches), strict=True))

@@ -11,9 +11,9 @@ LARGEST, LARGEST_OF_OLD = 1 << 30, 1 << 25  # bytes of a block that is kept; old
 
 def keep_what_is_freed() -> None:
     """glibc gives freed memory back to the system, which hands it out again page by page, each cleared: up to a tenth of a step on a processor.
-    The process then holds what its largest step needs, which it would come to hold anyway. Whoever sets malloc's own variable is obeyed."""
+    The process then holds what its largest step needs, which it would come to hold anyway. Whoever sets variables of malloc's own is obeyed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's alone
-    if mallopt is None or "MALLOC_TRIM_THRESHOLD_" in os.environ:
+    if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     mallopt(M_TRIM_THRESHOLD, -1)  # never
     if not mallopt(M_MMAP_THRESHOLD, LARGEST):

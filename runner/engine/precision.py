@@ -34,7 +34,7 @@ class PrecisionConfig:
             least, instead = NEEDS[self.name]
             if capability is None or capability < least:
                 what = f"{self.name} is computed by NVIDIA GPUs of compute capability {least[0]}.{least[1]} and above"
-                raise ValueError(what, f"precision={self.name} on {called}", f"use precision={instead}")
+                raise ValueError(what, f"precision={self.name} on {called}", f"use precision={instead}; what was begun in {self.name} goes on on such a GPU")
 
 
 SCALE_FLOOR = 1.0  # below it scaling no longer helps; at 0 the next healthy step would write NaN into every weight

@@ -11,7 +11,7 @@ LOSSES_KEPT = 50  # how far back a diagnosis looks
 
 
 def overdue(run: Run) -> bool:
-    """Whether the steps are to be read now, though no log line asks: nothing is saved or judged before, nor its time mixed up with theirs.
+    """Whether steps are read now though no log line is due: before a save, an evaluation or samples, for fp16, or because too many wait.
     All ranks find the same, for it depends on words and numbers of steps alone."""
     every = run.cfg.train
     return run.precision.scales or len(run.unread) >= UNREAD_AT_MOST or any(map(run.due, (every.save_every, every.eval_every, every.sample_every)))

@@ -15,18 +15,18 @@ A, B, C = 3.4445, -4.7750, 2.0315  # ... by this polynomial of odd powers, steep
 SMALLEST = 1e-7  # norm
 
 
-class Alone(Optimizer):
+class Uncompiled(Optimizer):
     """Without what torch wraps around each call, to tell its compiler that it should not look inside."""
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
 
 
-class AdamW(Alone, torch.optim.AdamW):
+class AdamW(Uncompiled, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-class Muon(Alone):
+class Muon(Uncompiled):
     """https://kellerjordan.github.io/posts/muon: each matrix moves along its momentum, made orthogonal.
 
     The numbers are those of torch.optim.Muon, bit for bit. Ours can leave a step out without anybody waiting to hear whether it does.

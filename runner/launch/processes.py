@@ -50,16 +50,18 @@ def run_and_end(main: Callable[[], int | None]) -> NoReturn:
     """`main`, and then the end of this process with its exit code, without the end that Python makes.
 
     A process group is never destroyed, and its threads free tensors whenever they come to it: one that asks for an interpreter that is
-    going down is ended by it in the midst of C++, which aborts the process. What must be closed is closed by then.
+    going down is ended by it in the midst of C++, which aborts the process. `main` has closed what must be closed, and waits for threads itself.
     """
     code: object = 1
     try:
         code = main()
     except SystemExit as left:
         code = left.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before we began
+            stream.flush()
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)

@@ -24,13 +24,9 @@ def main(file: Path, parent: int) -> int:
     outlive_readers()
     for number in SIGNALS:
         signal.signal(number, _unheard)  # what the flag puts back
-    try:
-        with StopFlag() as stop:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came since we were started is heard now
-            return run(file, parent, stop)
-    finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # the one thing that Python leaves as it is when it ends
+    with StopFlag() as stop:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # what came since we were started is heard now
+        return run(file, parent, stop)
 
 
 def _unheard(number: int, frame: FrameType | None) -> None:

@@ -33,7 +33,7 @@ def test_what_a_device_does_not_compute_in_is_refused_before_anything_is_built(g
     for device, called in ((gpu(too_little), "a GPU"), (torch.device("cpu"), "the CPU")):
         with pytest.raises(ValueError) as refusal:
             Precision(PrecisionConfig(name), device)
-        assert refusal.value.args[1:] == (f"precision={name} on {called}", f"use precision={instead}")
+        assert refusal.value.args[1:] == (f"precision={name} on {called}", f"use precision={instead}; what was begun in {name} goes on on such a GPU")
 
 
 @pytest.mark.parametrize("name", ["tf32", "fp8"])

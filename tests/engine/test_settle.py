@@ -3,12 +3,13 @@
 import itertools
 import json
 import math
+import time
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.engine import loop, settle
+from runner.engine import checkpoint, loop, settle
 from runner.engine.checkpoint import newest_of
 from runner.engine.loop import Pace, train
 from runner.engine.run import Interrupted, RunFailed
@@ -155,3 +156,42 @@ def test_time_in_which_the_device_was_busy_is_not_counted_as_waiting_for_data():
         pace = Pace(lambda idle=idle: idle)
         assert list(pace.waiting(iter([[], []]))) == [[], []]
         assert (pace.read()["data_wait"] > 0) == idle
+
+
+def test_a_run_that_breaks_off_is_read_before_it_ends(make_run, monkeypatch):
+    run = make_run("pretrain", "train.max_steps=9", "train.log_every=100", "train.max_nonfinite_steps=2")
+    honest = loop.train_step
+
+    def broken(run, batches, lr):
+        if run.progress.step == 5:
+            raise OSError("gone")
+        if run.progress.step >= 2:
+            next(run.model.parameters()).data.fill_(math.nan)
+        return honest(run, batches, lr)
+
+    monkeypatch.setattr(loop, "train_step", broken)
+    with pytest.raises(OSError, match="gone"):
+        train(run)
+    assert (run.progress.step, run.progress.nonfinite) == (5, 2)  # the third is not read: two end a run
+    assert json.loads((run.folder / "diagnosis.json").read_text())["step"] == 4
+
+
+def test_a_run_that_fails_ends_when_its_save_has(make_run, monkeypatch):
+    """A rank's process ends at once: nothing waits for threads there."""
+    run = make_run("pretrain", "train.max_steps=9", "train.save_every=1")
+    commit, honest = checkpoint._commit, loop.train_step
+
+    def slow(*args):
+        time.sleep(0.3)
+        return commit(*args)
+
+    def broken(run, batches, lr):
+        if run.progress.step == 1:
+            raise OSError("gone")
+        return honest(run, batches, lr)
+
+    monkeypatch.setattr(checkpoint, "_commit", slow)
+    monkeypatch.setattr(loop, "train_step", broken)
+    with pytest.raises(OSError, match="gone"):
+        train(run)
+    assert newest_of(run.folder).name == "step-00000001"

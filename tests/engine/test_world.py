@@ -101,6 +101,7 @@ def stopped(folder, words, at) -> list[dict]:
         pytest.param(2, ["distributed=ddp", "precision=fp16"], marks=pytest.mark.slow),
         pytest.param(2, ["distributed=fsdp", "precision=fp16"], marks=pytest.mark.slow),
         pytest.param(2, ["distributed=fsdp", "train.activation_checkpointing=true", "optimizer=muon"], marks=pytest.mark.slow),
+        pytest.param(2, ["distributed=fsdp", "train.activation_checkpointing=selective", "precision=bf16"], marks=pytest.mark.slow),
     ],
 )
 def test_stopping_ranks_and_resuming_them_changes_no_bit(tmp_path, words_of, on_ranks, size, words):

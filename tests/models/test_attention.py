@@ -32,6 +32,14 @@ def test_blocks_give_what_the_whole_gives_forwards_and_backwards(T: int, packed:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
+def test_a_score_that_overflows_spoils_no_other_sequence() -> None:
+    q, k = torch.full((1, 2, 8, 16), 60.0).half(), torch.ones(1, 2, 8, 16).half()
+    k[:, :, :4] = 20_000.0
+    mask = confined((torch.arange(8) // 4).unsqueeze(0), dropout=0.0)
+    found = attention(q, k, k, mask, False)[0]
+    assert not found[:, :, :4].isfinite().all() and found[:, :, 4:].isfinite().all()
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("lone", [False, True], ids=["lines", "one_line"])
 def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool) -> None:
