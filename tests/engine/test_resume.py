@@ -98,6 +98,13 @@ def test_whatever_the_switches_a_stop_changes_no_bit(stop_and_go, cell):
     assert differences(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[7])) == []
 
 
+@pytest.mark.slow
+def test_with_all_that_makes_a_step_cheap_a_stop_changes_no_bit(stop_and_go):
+    fast = ["train.compile=default", "data.packing=pack", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
+    words = [*fast, "train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
+    assert differences(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[2, 5])) == []
+
+
 def changed_state(change):
     def mutate(folder):
         state = json.loads((folder / "state.json").read_text())
