@@ -84,7 +84,8 @@ def test_a_job_that_diverged_is_left_alone_whatever_words_it_waits_for(sweep: Pa
 
 def test_every_end_that_asks_for_a_smaller_lr_counts_as_diverged() -> None:
     """lr=5 ends at a loss that is finite, and worse than knowing nothing: to train it again would change nothing."""
-    said = re.findall(r'RunFailed\(f"(.*smaller optimizer.lr.*)"\)', (ROOT / "runner" / "engine" / "loop.py").read_text())
+    engine = "".join(file.read_text() for file in sorted((ROOT / "runner" / "engine").glob("*.py")))
+    said = re.findall(r'RunFailed\(f"(.*smaller optimizer.lr.*)"\)', engine)
     assert len(said) == 3 and all(diverged({"status": "failed", "error": error}) for error in said)
 
 
