@@ -223,8 +223,8 @@ def test_a_precision_is_what_the_matrices_are_multiplied_in(make_run, name, dtyp
     assert seen == {dtype} and all(p.dtype == torch.float32 for p in run.model.parameters())
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "dpo_lora"])
-@pytest.mark.parametrize("again", ["true", "whole", "selective"])
+@pytest.mark.parametrize("stage", ["sft", "dpo_lora"])
+@pytest.mark.parametrize("again", ["true", "selective"])
 def test_what_is_made_again_in_the_backward_pass_changes_no_bit(make_run, logged, stage, again):
     words = ["precision=bf16", "data.packing=pack", "model.dropout=0.1", "train.max_steps=3"]
     plain = make_run(stage, *words, "train.activation_checkpointing=false", folder="plain")
@@ -236,6 +236,7 @@ def test_what_is_made_again_in_the_backward_pass_changes_no_bit(make_run, logged
     assert all(torch.equal(p, q) for p, q in zip(plain.model.parameters(), switched.model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_layers_change_no_loss_beyond_rounding(make_run, logged):
     plain, switched = make_run("sft", folder="plain"), make_run("sft", "train.compile=default", folder="switched")
     train(plain)
