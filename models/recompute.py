@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 # Kept, because they are dear: matrix products, and attention by whichever kernel. Its weights are not: see `Context.lean`.
 DEAR = [
-    *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
+    *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_scaled_mm")),
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
     torch.ops.lm_runner.attention.default,
 ]  # fmt: skip
