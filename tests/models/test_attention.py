@@ -42,9 +42,10 @@ def test_a_score_that_overflows_spoils_no_other_sequence() -> None:
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
 @pytest.mark.parametrize("lone", [False, True], ids=["lines", "one_line"])
-def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool, dropout: float) -> None:
     programs = []
-    model = random_model().train()
+    model = random_model(dropout=dropout).train()
     model.compile_layers(lone=lone, backend=lambda graph, inputs: programs.append(graph) or graph)
     for B, T in ((1, 64), (1, 56)) if lone else ((4, 64), (4, 56), (1, 64), (3, 128), (2, 200)):
         ids, lines = tokens(B, T + 1), torch.arange(T).expand(B, T)
