@@ -1,7 +1,10 @@
 """Loaded before any test and before torch: what every test, and every process a test starts, should find."""
 
 import os
+import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
@@ -10,3 +13,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
 
 settings.register_profile("house", deadline=None)  # a loaded machine is no counterexample
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def own_programs() -> Iterator[None]:
+    """A compiler makes so many programs of a function and no more in one process, and a run has a process of its own."""
+    yield
+    if compiler := sys.modules.get("torch._dynamo"):
+        compiler.reset()
