@@ -17,6 +17,10 @@ from runner.launch.record import Record
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
 
 
+class Alone(RunFailed):
+    """Another rank has gone. Why, it knows."""
+
+
 def carry(config: Config, record: Record, stop: StopFlag) -> float:
     """Train in the folder of `record`, from its newest checkpoint if it has one; returns the loss a sweep compares."""
     return _proven(config, record) if config.train.verify_resume else _trained(config, record, stop)
@@ -30,7 +34,7 @@ def as_rank(config: Config, record: Record, stop: StopFlag) -> int:
         return refusal.INTERRUPTED
     except RunFailed as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return refusal.FAILED
+        return refusal.ALONE if isinstance(error, Alone) else refusal.FAILED
     except Exception as error:  # whatever it is: the process that waits for us hears of it by our code and our last line
         if refusal.is_refusal(error):
             return refusal.report(error)
@@ -75,7 +79,7 @@ def _train(run: Run, stop: StopFlag) -> float:
         sign = next((sign for sign in LOST if sign in str(error)), None)
         if run.world.size == 1 or sign is None:
             raise
-        raise RunFailed(f"another rank does not answer ({sign}); logs/rank<k>.log may say why") from error
+        raise Alone(f"another rank does not answer ({sign}); logs/rank<k>.log may say why") from error
 
 
 def _close(run: Run, record: Record, status: str, error: str | None = None) -> None:

@@ -24,7 +24,7 @@ from runner.engine.signals import SIGNALS
 from runner.launch import children, ledger, processes, ranklog
 from runner.launch.passed_on import PassedOn
 from runner.launch.record import Record
-from runner.launch.refusal import DONE, FAILED, INTERRUPTED, WRONG, AlreadySaid
+from runner.launch.refusal import ALONE, DONE, FAILED, INTERRUPTED, WRONG, AlreadySaid
 from runner.launch.words import ROOT
 
 GRACE = 20.0  # seconds a rank has to leave, once another has failed ...
@@ -130,12 +130,15 @@ class Group:
         if asked.twice() and self._failed() is not None:
             self.end()
             os._exit(128 + asked.last)  # as one process would: nothing was saved for it, the checkpoint before stands
-        return self._failed() if failed is None else failed
+        failed = self._failed() if failed is None else failed
+        if failed is None or self.codes()[failed] != ALONE:
+            return failed
+        return next((rank for rank, code in enumerate(self.codes()) if code in (FAILED, WRONG)), failed)  # it was on its way out, and has ended since
 
     def _failed(self) -> int | None:
-        """Of several that are found together, one that was killed or refuses has not been dragged along by the others."""
+        """Of several that are found together, one that was killed or refuses has not been dragged along by the others; one that is alone has."""
         bad = [(rank, code) for rank, code in enumerate(self.codes()) if code not in (None, DONE, INTERRUPTED)]
-        return min(bad, key=lambda one: (one[1] >= 0, one[1] != WRONG))[0] if bad else None
+        return min(bad, key=lambda one: (one[1] == ALONE, one[1] >= 0, one[1] != WRONG))[0] if bad else None
 
     def codes(self) -> list[int | None]:
         return [process.returncode for process in self.processes]

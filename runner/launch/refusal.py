@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 75
+ALONE = 69  # of one rank, heard by whoever has started it: another has gone
 
 
 class AlreadySaid(ValueError):

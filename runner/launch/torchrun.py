@@ -26,7 +26,7 @@ from runner.launch import ranklog
 from runner.launch.carry import as_rank, handed_over
 from runner.launch.processes import begin, end_with_parent, surroundings
 from runner.launch.record import RECORD, Record
-from runner.launch.refusal import DONE, FAILED, INTERRUPTED
+from runner.launch.refusal import ALONE, DONE, FAILED, INTERRUPTED
 from runner.launch.words import ROOT
 
 RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
@@ -174,11 +174,13 @@ def follow() -> int:
     """Do what the first rank says; returns the exit code."""
     end_with_parent(os.getppid())()
     jobs: dict[str, subprocess.Popen] = {}
+    code = INTERRUPTED
     with StopFlag() as stop:
         for message in _heard(stop, jobs):
             if "config" in message:
                 return _train(message, stop)
             if "leave" in message:
+                code = DONE  # whether or not torchrun, which has seen the first rank leave, tells us to as well
                 break
             if "job" in message:
                 number = message["job"]
@@ -187,7 +189,7 @@ def follow() -> int:
                 _wait(jobs.pop(message["ended"]), GRACE)
         for job in jobs.values():
             _wait(job, None if stop() else GRACE)
-    return INTERRUPTED if stop() else DONE
+    return code
 
 
 def _heard(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
@@ -222,6 +224,6 @@ def _train(message: dict[str, Any], stop: StopFlag) -> int:
     log = ranklog.RankLog(folder, rank, _number("WORLD_SIZE", 1), message["attempt"])
     with Record.attach(folder, rank) as record, ranklog.instead_of_the_terminal(log) as terminal:
         code = as_rank(config, record, stop)
-        if code == FAILED:  # what it refuses the first rank refuses too, and has said
+        if code in (FAILED, ALONE):  # what it refuses the first rank refuses too, and has said
             ranklog.tell(rank, log.ending(), terminal)
         return code

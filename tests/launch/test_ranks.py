@@ -190,6 +190,16 @@ def test_what_another_rank_alone_refuses_is_said_too(run: Any, capfd: pytest.Cap
     assert capfd.readouterr().err.splitlines()[0] == "[rank 1] error: a row is wrong"
 
 
+@pytest.mark.parametrize(
+    ("end", "cause"), [(KILLED, "killed by SIGKILL (out of memory, or kill -9)"), (BUG, "KeyError: 'lost'"), (f"time.sleep(0.5); {BUG}", "KeyError: 'lost'")]
+)
+def test_a_rank_that_is_left_alone_is_not_to_blame_though_it_may_end_first(end: str, cause: str, run: Any, tmp_path: Path) -> None:
+    alone = "says(status='failed', error='another rank does not answer'); sys.exit(69)"
+    with pytest.raises(RunFailed) as failed:
+        run(f"wait('going'); {alone}", f"open('going', 'w').close(); {end}")
+    assert str(failed.value) == f"rank 1: {cause}" == said(tmp_path)["error"]
+
+
 def test_where_all_ranks_fail_alike_none_is_named(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(RunFailed, match="^3 steps in a row were not finite$"):
         run(DIVERGED, "print('error: 3 steps in a row were not finite'); sys.exit(1)", max_restarts=3)
@@ -379,6 +389,15 @@ def test_however_the_first_rank_ends_the_others_leave(under_torchrun: Any) -> No
             sys.exit(2)
         assert json.loads(store[f"0/{number}"]) == {"leave": True}
     under_torchrun(1)
+    assert torchrun.follow() == 0
+
+
+def test_a_rank_that_is_told_to_stop_once_the_first_has_left_was_not_interrupted(under_torchrun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = under_torchrun(0)
+    with torchrun.leading():
+        pass
+    under_torchrun(1)
+    monkeypatch.setattr(store, "check", lambda keys: os.kill(os.getpid(), signal.SIGTERM) or True, raising=False)
     assert torchrun.follow() == 0
 
 
