@@ -1,5 +1,7 @@
 """`make_run(*words)`: a small run in this process, composed from conf/ like a command line, on ragged rows made here."""
 
+import copy
+import functools
 import json
 import os
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner.engine.config import Config
 from runner.engine.run import Run, build_run
 from runner.launch.compose import compose
 
@@ -38,27 +41,45 @@ def row(kind: str, i: int) -> dict:
 KIND = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", "dpo_lora": "preference"}
 
 
+def small(stage: str) -> list[str]:
+    adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
+    return [f"stage={stage}", *SMALL, *adapters]
+
+
+def written(folder: Path, stage: str, rows: int) -> Path:
+    path = folder / f"{KIND[stage]}{rows}.jsonl"
+    path.write_text("".join(json.dumps(row(KIND[stage], i)) + "\n" for i in range(rows)))
+    return path
+
+
 @pytest.fixture
 def words_of(tmp_path):
     """The words of a small run, its rows written."""
 
     def words_of(stage: str, *words: str, rows: int = 36) -> list[str]:
-        path = tmp_path / f"{KIND[stage]}{rows}.jsonl"
-        path.write_text("".join(json.dumps(row(KIND[stage], i)) + "\n" for i in range(rows)))
-        adapters = ["stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"] if stage in ("lora", "dpo_lora") else []
-        return [f"stage={stage}", *SMALL, *adapters, f"data.path={path}", f"data.cache={tmp_path / 'cache'}", *words]
+        return [*small(stage), f"data.path={written(tmp_path, stage, rows)}", f"data.cache={tmp_path / 'cache'}", *words]
 
     return words_of
 
 
+@functools.cache
+def composed(*words: str) -> Config:
+    """Half of a small run's time is Hydra's, and most tests begin the same few runs."""
+    return compose(list(words))
+
+
 @pytest.fixture
-def make_run(tmp_path, words_of):
+def make_run(tmp_path):
     torch.set_num_threads(1)
 
     def make(stage: str, *words: str, folder: str = "run", rows: int = 36, attempt: int = 1) -> Run:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
-        return build_run(compose(words_of(stage, *words, rows=rows)), where, attempt=attempt, note=lambda **facts: None)
+        cfg = copy.deepcopy(composed(*small(stage), "data.path=here", "data.cache=here", *words))
+        cfg.data.cache = str(tmp_path / "cache")
+        if cfg.data.path == "here":
+            cfg.data.path = str(written(tmp_path, stage, rows))
+        return build_run(cfg, where, attempt=attempt, note=lambda **facts: None)
 
     return make
 
