@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -82,27 +83,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         folder = Path(folder)
-        stored, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json")
-        # The threads of `tokenizers` are at rest when a loader forks its workers; say so, or it warns at each fork.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-        full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored, folder), folder)
-        named = {word: _content(config[word]) for word in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(word)}
-        bos_id, eos_id, pad_id = (_id(full, named, word, folder) for word in ("bos_token", "eos_token", "pad_token"))
-        template = _chat_template(folder, config)
-        return cls(
-            folder=folder,
-            vocab_size=full.get_vocab_size(),
-            named=named,
-            bos_id=bos_id,
-            eos_id=eos_id,
-            pad_id=pad_id,
-            control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
-            special=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
-            chat_template=template,
-            fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
-            _full=full,
-            _plain=plain,
-        )
+        beside = folder / "chat_template.jinja"
+        return _built(folder, _read(folder / "tokenizer.json"), _read(folder / "tokenizer_config.json"), _read(beside) if beside.exists() else None)
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text: `<|im_end|>` in it is ten ordinary characters, never the token."""
@@ -113,6 +95,32 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
+
+
+@lru_cache(maxsize=2)  # who checks a run, reads its rows and trains it asks for the same one
+def _built(folder: Path, text: str, settings: str, beside: str | None) -> Tokenizer:
+    """`text` is tokenizer.json, `settings` tokenizer_config.json; the template `beside` them wins over the field, as in transformers."""
+    stored, config = _parsed(text, folder / "tokenizer.json"), _parsed(settings, folder / "tokenizer_config.json")
+    # The threads of `tokenizers` are at rest when a loader forks its workers; say so, or it warns at each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored, folder), folder)
+    named = {word: _content(config[word]) for word in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(word)}
+    bos_id, eos_id, pad_id = (_id(full, named, word, folder) for word in ("bos_token", "eos_token", "pad_token"))
+    template = config.get("chat_template") if beside is None else beside
+    return Tokenizer(
+        folder=folder,
+        vocab_size=full.get_vocab_size(),
+        named=named,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        pad_id=pad_id,
+        control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
+        special=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+        chat_template=template,
+        fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
+        _full=full,
+        _plain=plain,
+    )
 
 
 def _without_control_tokens(stored: dict, folder: Path) -> dict:
@@ -141,20 +149,25 @@ def _id(engine: Engine, named: dict[str, str], word: str, folder: Path) -> int:
     return token_id
 
 
-def _read_json(path: Path) -> dict:
+def _read(path: Path) -> str:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError("a file of the tokenizer is missing", str(path), f"point to a tokenizer folder, or {TRAIN_ONE}") from None
+    except UnicodeDecodeError as error:
+        raise _broken(path, error) from error
+
+
+def _parsed(text: str, path: Path) -> dict:
+    try:
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"broken JSON: {error}", str(path), "copy the tokenizer folder again") from error
+        raise _broken(path, error) from error
+
+
+def _broken(path: Path, error: ValueError) -> ValueError:
+    return ValueError(f"broken JSON: {error}", str(path), "copy the tokenizer folder again")
 
 
 def _content(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
-
-
-def _chat_template(folder: Path, config: dict) -> str | None:
-    """The file wins over the field, as in transformers."""
-    beside = folder / "chat_template.jinja"
-    return beside.read_text(encoding="utf-8") if beside.exists() else config.get("chat_template")

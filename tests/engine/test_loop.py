@@ -25,7 +25,15 @@ def assert_equal(one, other):
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("extra", [[], MOE, PACKED, MOE + PACKED], ids=["dense", "moe", "packed", "packed moe"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param([], id="dense"),
+        pytest.param(MOE, id="moe", marks=pytest.mark.slow),
+        pytest.param(PACKED, id="packed", marks=pytest.mark.slow),
+        pytest.param(MOE + PACKED, id="packed moe"),
+    ],
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_accumulation_changes_nothing_but_memory(make_run, stage, extra):
     """36 ragged rows in steps of 8: five AdamW steps, the last of them short. Packed: what 60 rows fill, in steps of 8 windows."""

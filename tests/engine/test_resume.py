@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -42,10 +43,11 @@ def stop_and_go(make_run):
     return go
 
 
-@pytest.mark.parametrize("cut", range(1, 12))
-def test_a_stop_after_any_step_of_two_epochs_changes_no_bit(stop_and_go, cut):
+def test_a_stop_after_any_step_of_two_epochs_changes_no_bit(stop_and_go):
     words = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
-    assert differences(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[cut])) == []
+    whole = stop_and_go("sft", *words, cuts=[], folder="whole")
+    for cut in range(1, 12):
+        assert differences(whole, stop_and_go("sft", *words, cuts=[cut], folder=f"stopped{cut}")) == [], cut
 
 
 def test_two_stops_in_one_epoch_change_no_bit(stop_and_go):
@@ -156,24 +158,27 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("item", [None, *MUTANTS])
-def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch, item):
-    """`None` leaves nothing out: the other rows fail for what they miss, not for how they are made."""
+def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch, tmp_path):
+    """`None` leaves nothing out: the others fail for what they miss, not for how they are made."""
     words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
-    monkeypatch.setattr(
-        "runner.engine.judging.evaluate", lambda run: {"loss": float(run.progress.step)}
-    )  # the first is the best: what is forgotten of it stays forgotten
+    # The first is the best: what is forgotten of it stays forgotten.
+    monkeypatch.setattr("runner.engine.judging.evaluate", lambda run: {"loss": float(run.progress.step)})
     whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
     half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
     with pytest.raises(Interrupted):
         train(half, stop=lambda: half.progress.step == 7)
-    if item:
-        MUTANTS[item](checkpoint.newest_of(half.folder))
-        monkeypatch.setattr(durable, "verify", lambda folder: None)  # the checksums would have noticed
-    rest = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20, attempt=2)
-    try:
-        train(rest)
-    except ValueError:
-        assert item  # refused: noticed as well
-        return
-    assert bool(differences(whole, half.folder)) == bool(item)
+    monkeypatch.setattr(durable, "verify", lambda folder: None)  # the checksums would notice
+    unnoticed = []
+    for item in [None, *MUTANTS]:
+        folder = shutil.copytree(half.folder, tmp_path / "rest")
+        if item:
+            MUTANTS[item](checkpoint.newest_of(folder))
+        rest = make_run("pretrain", *TWO_EPOCHS, *words, folder="rest", rows=20, attempt=2)
+        try:
+            train(rest)
+        except ValueError:
+            assert item  # refused: noticed as well
+        else:
+            unnoticed += [] if differences(whole, folder) else [item]
+        shutil.rmtree(folder)
+    assert unnoticed == [None]
