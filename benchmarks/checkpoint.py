@@ -65,7 +65,7 @@ def save(run: SimpleNamespace) -> tuple[float, float]:
     began = time.perf_counter()
     checkpoint.save(run)
     stall = time.perf_counter() - began
-    checkpoint.settle(run)
+    checkpoint.see_out(run)
     assert run.failed_saves == 0, "the disk refused"
     return stall, time.perf_counter() - began - stall
 

@@ -47,7 +47,7 @@ def make(folder: Path, size: int) -> int:
     import numpy as np
 
     from data.block import Block, Tally
-    from data.store import Writer
+    from data.store_writer import Writer
     from data.tokenizer import Tokenizer
     from runner.engine.feed import open_feed
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from data.formats import PACKED, Source
 from data.pool import Chunk, encoded
 from data.rows import Recipe
-from data.store import FORMAT, Store, Writer, remove
+from data.store import Store
+from data.store_files import FORMAT
+from data.store_writer import Writer, remove
 from data.tokenizer import Tokenizer
 
 CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # whichever is reached first

@@ -18,7 +18,7 @@ import numpy as np
 from data.build import Progress, explained, locked, remove_litter, silent
 from data.order import shuffled
 from data.rows import Row, RowSource
-from data.store import remove
+from data.store_writer import remove
 
 VERSION = 1  # of the algorithm: another plan is another training
 AT_ONCE = 1 << 16  # rows packed against each other: more would hardly fill better

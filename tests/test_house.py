@@ -26,6 +26,7 @@ LAYERS = [
     {"identity", "feed"},
     {"run"},
     {"checkpoint", "judging", "settle"},
+    {"export"},
     {"loop"},
     {"verify"},
 ]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +22,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from models import hub
 from models.decoder import Decoder
 from runner.engine import durable, randomness
-from runner.engine.disk import Pieces, make_folder, sync_folder, sync_tree
+from runner.engine.disk import Pieces, make_folder
 from runner.engine.distributed import placed, whole
 from runner.engine.identity import changes
-from runner.engine.run import Progress, Run, RunFailed, build_model
-from runner.engine.stage import prepare
+from runner.engine.run import Progress, Run, RunFailed
 from runner.engine.writer import Outcome
 
 Files = dict[str, Callable[[], Pieces]]
@@ -134,12 +131,12 @@ def commit(run: Run) -> None:
     """Save, and see it on the disk; what fails is tried again until it passes or RunFailed is raised."""
     while True:
         save(run)
-        settle(run)
+        see_out(run)
         if run.world.leader_says(run.saved_step == run.progress.step):
             return
 
 
-def settle(run: Run) -> None:
+def see_out(run: Run) -> None:
     """Wait until what was handed to the writer is on the disk, or has failed."""
     _account(run, run.writer.wait())
 
@@ -207,7 +204,7 @@ def load(run: Run, folder: Path) -> None:
             f"the run already stands at step {state['progress']['step']}", f"train.max_steps={run.total_steps}", "give a larger number; a run does not go back"
         )
     _agree(run, state["facts"], folder)
-    _fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
+    fill(learning(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
     run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
     run.precision.load_state(state["scaler"])
     run.progress = Progress(**state["progress"])
@@ -223,36 +220,6 @@ def restore_random(run: Run, states: list[dict[str, Any]]) -> None:
         randomness.restore(states[rank])
     else:
         randomness.seed_all((run.cfg.seed + rank + run.progress.step * run.world.size) % 2**32)
-
-
-def export(run: Run) -> None:
-    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays.
-
-    By the leading rank, once its last checkpoint is committed."""
-    model = _gathered(run) if run.world.sharded else run.model
-    target, fresh, former = (run.folder / name for name in ("model", ".tmp-model", ".del-model"))
-    for leftover in (fresh, former):
-        shutil.rmtree(leftover, ignore_errors=True)
-    if run.cfg.stage.lora is not None:
-        hub.save_adapter(fresh, model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
-    else:
-        hub.save_model(fresh, model, run.cfg.model, Path(run.cfg.data.tokenizer))
-    sync_tree(fresh)
-    if target.exists():
-        target.rename(former)
-    fresh.rename(target)
-    sync_folder(run.folder)
-    shutil.rmtree(former, ignore_errors=True)
-
-
-def _gathered(run: Run) -> Decoder:
-    """The bare model of ranks that hold it between them, from the checkpoint they have just saved together."""
-    randomness.seed_all(run.cfg.seed)
-    model = build_model(run.cfg, needs_start=False)
-    prepare(run.cfg.stage, model)
-    folder = newest_of(run.folder)
-    _fill(learning(model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
-    return model
 
 
 def learning(model: Decoder) -> dict[str, Tensor]:
@@ -284,7 +251,7 @@ def _copied(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
     return copies
 
 
-def _fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
+def fill(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
     differ = {
         f"{name}: {_shape(into.get(name))} here, {_shape(state.get(name))} there"
         for name in into.keys() | state.keys()

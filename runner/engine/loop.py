@@ -16,6 +16,7 @@ from data.loader import Batch
 from data.packing import Packed
 from data.store import DamagedStore
 from runner.engine import checkpoint
+from runner.engine.export import export
 from runner.engine.feed import table
 from runner.engine.found import Found, Result
 from runner.engine.judging import look
@@ -199,7 +200,7 @@ def finish(run: Run) -> float:
         raise RunFailed(f"diverged: the loss ends at {loss:.4g}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
     if run.world.leads:
         checkpoint.note_best(run.folder / "checkpoints", run.progress.best_step)
-        checkpoint.export(run)
+        export(run)
     if run.stopped_early:
         run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
     return math.inf if loss is None else loss

@@ -138,7 +138,7 @@ def record_of(tree: DictConfig) -> Record:
     folder = Path(hydra.runtime.output_dir)
     record = opened.pop()
     try:
-        relaunch.settle(folder, tree)
+        relaunch.keep_values(folder, tree)
         snapshot.take(folder, list(hydra.overrides.task))
     except OSError as error:
         record.close()

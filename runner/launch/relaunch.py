@@ -127,7 +127,7 @@ def _take(tree: DictConfig, word: str, fresh: DictConfig, folder: Path) -> None:
     OmegaConf.update(tree, word, found, merge=False)
 
 
-def settle(folder: Path, tree: DictConfig) -> None:
+def keep_values(folder: Path, tree: DictConfig) -> None:
     """Write down the values of a run that begins: one that is looked up, in the environment say, could be another tomorrow."""
     raw = OmegaConf.to_container(tree)
     config = stored.lasting(OmegaConf.to_container(tree, resolve=True), raw)

@@ -21,7 +21,8 @@ from data import build, pool
 from data.build import content_of, prepare
 from data.formats import BadRow, Source
 from data.rows import Recipe
-from data.store import FILES, MANIFEST, Store
+from data.store import Store
+from data.store_files import FILES, MANIFEST
 from data.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]

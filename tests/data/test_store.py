@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from data.block import Block, Tally
-from data.store import FILES, MANIFEST, OPEN_FILES, TABLES, DamagedStore, Store, Writer
+from data.store import OPEN_FILES, DamagedStore, Store
+from data.store_files import FILES, MANIFEST, TABLES
+from data.store_writer import Writer
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399

@@ -117,7 +117,7 @@ def test_values_that_the_environment_gave_are_written_down_as_they_were(tmp_path
     monkeypatch.setenv("DATA", "/somewhere")
     (tmp_path / ".hydra").mkdir()
     tree = compose_tree(["data.val_path='${oc.env:DATA}/x.jsonl'", "schedule.warmup_steps='${train.log_every}'"])
-    relaunch.settle(tmp_path, _without_hydra(tree))
+    relaunch.keep_values(tmp_path, _without_hydra(tree))
     config = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
     assert config["data"]["val_path"] == "/somewhere/x.jsonl" and config["schedule"]["warmup_steps"] == 10
     assert config["data"]["tokenizer"].startswith("${repo:}"), "what belongs to the repository follows it"
