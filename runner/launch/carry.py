@@ -33,18 +33,24 @@ def as_rank(config: Config, record: Record, stop: StopFlag) -> int:
     except Interrupted:
         return refusal.INTERRUPTED
     except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _last_line(str(error), record)
         return refusal.ALONE if isinstance(error, Alone) else refusal.FAILED
     except Exception as error:  # whatever it is: the process that waits for us hears of it by our code and our last line
         if refusal.is_refusal(error):
             return refusal.report(error)
         traceback.print_exc()
         said = f"{type(error).__name__}: {error}"
-        print(f"error: {said}", file=sys.stderr, flush=True)
         if record.fields["status"] == "running":
             record.finish("failed", said)
+        _last_line(said, record)
         return refusal.FAILED
     return refusal.DONE
+
+
+def _last_line(error: str, record: Record) -> None:
+    """Whoever has started us finds the cause in our log, or, of the first rank, in run.json: then it is theirs to tell."""
+    if not record.writes or record.fields["status"] != "failed":
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def handed_over(config: object, place: Path) -> Config:

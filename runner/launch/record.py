@@ -38,7 +38,7 @@ class Record:
 
     def __init__(self, folder: Path, lock: int, fields: dict[str, Any], owns: bool = True, writes: bool = True):
         self.folder, self.fields, self._lock = folder, fields, lock
-        self._owns, self._writes = owns, writes
+        self._owns, self.writes = owns, writes
 
     @classmethod
     def open(cls, folder: Path, resume: bool = False) -> Record:
@@ -156,7 +156,7 @@ class Record:
         self.fields = {**self.fields, **_plain(fields)}
 
     def _write(self) -> None:
-        if self._writes:
+        if self.writes:
             write_json(self.folder / RECORD, self.fields)
 
 

@@ -201,6 +201,7 @@ def test_a_rank_that_fails_fails_the_run_by_name_and_the_run_can_be_continued(ru
     assert runs.to_end(*runs.words("run"), fault={"rank": rank, "step": 5, "code": code}) == 1
     said = runs.said.read_text()
     assert f"error: rank {rank}: {cause}" in said and (runs.record("run")["status"], runs.record("run")["error"]) == ("failed", f"rank {rank}: {cause}")
+    assert len(re.findall("^error: ", said, re.MULTILINE)) == 1, said
     assert said.count("Traceback") == ("KeyError" in cause) and ("[rank 1] Traceback" in said) == ("KeyError" in cause and rank == 1)
     assert processes_of(runs.place) == [] and newest(runs / "run") == 3
     assert runs.to_end(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
