@@ -31,7 +31,7 @@ GOAL = 0.02  # of the time, where the number of micro-batches varies
 
 def run_of(model: str, folder: Path) -> Any:
     """A run that is ready for its first step."""
-    from runner.engine.run import build_run
+    from runner.engine.build import build_run
     from runner.launch.compose import compose
 
     folder.mkdir()

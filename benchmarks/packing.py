@@ -30,7 +30,7 @@ WAYS = {
 def run_of(way: str, words: list[str], folder: Path):
     """A run that is ready for its first step."""
     from data.loader import Batch
-    from runner.engine.run import build_run
+    from runner.engine.build import build_run
     from runner.launch.compose import compose
 
     cut = ["data.too_long=truncate"] if way == "padded to max_length" else []

@@ -93,7 +93,7 @@ def forever(batches: Iterable) -> Iterator:
 
 def run_of(spec: dict, *words: str) -> Any:
     """Our run, ready for its first step: its rows are what every other trainer gets too."""
-    from runner.engine.run import build_run
+    from runner.engine.build import build_run
     from runner.launch.compose import compose
 
     return build_run(compose([*spec["words"], *words]), Path(tempfile.mkdtemp()), attempt=1, note=lambda **facts: None)

@@ -25,6 +25,7 @@ LAYERS = [
     {"config"},
     {"identity", "feed"},
     {"run"},
+    {"build"},
     {"checkpoint", "judging", "settle"},
     {"export"},
     {"loop"},

@@ -10,9 +10,10 @@ import safetensors.torch
 from models import hub
 from models.decoder import Decoder
 from runner.engine import randomness
+from runner.engine.build import build_model
 from runner.engine.checkpoint import fill, learning, newest_of
 from runner.engine.disk import sync_folder, sync_tree
-from runner.engine.run import Run, build_model
+from runner.engine.run import Run
 from runner.engine.stage import prepare
 
 

@@ -1,4 +1,4 @@
-"""A run: the parts one training holds, built once from the typed config, and how far it has come."""
+"""A run: the parts one training holds, and how far it has come. `build` makes one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.engine.compiling import Compiling, check_graphs, decide, keep_programs
+from runner.engine.compiling import Compiling
 from runner.engine.config import Config
-from runner.engine.distributed import World, join_world
-from runner.engine.feed import Feed, loader_of, open_feed
-from runner.engine.optim import Optimizers, build_optimizer
+from runner.engine.distributed import World
+from runner.engine.feed import Feed
+from runner.engine.optim import Optimizers
 from runner.engine.precision import Precision
-from runner.engine.stage import prepare
 from runner.engine.track import Track
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from data.chat import ChatTemplate
@@ -103,147 +101,6 @@ class Run:
     def due(self, every: int) -> bool:
         """Whether what happens every so many steps, and after the last, happens now."""
         return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
-
-
-def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> Run:
-    """All parts of a run, cheapest first, so that what cannot work is refused before the model is built.
-
-    `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
-    """
-    import torch
-
-    from data.tokenizer import Tokenizer
-    from runner.engine.identity import facts
-    from runner.engine.memory import keep_what_is_freed
-    from runner.engine.randomness import seed_all
-    from runner.engine.writer import Writer
-
-    world = join_world(cfg.distributed, cfg.device)
-    if world.device.type == "cpu":
-        keep_what_is_freed()
-    precision = Precision(cfg.precision, world.device)
-    check_kernel(cfg, world.device)
-    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}",
-            f"model.vocab_size={cfg.model.vocab_size}",
-            f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer",
-        )
-    feed = open_feed(cfg, tokenizer)
-    note(data=feed.files)
-    rows = rows_of_step(cfg, world, folder)
-    check_graphs(cfg.train.compile, world.device, math.ceil(rows / (world.size * cfg.train.batch_size)))
-    seed_all(cfg.seed)  # every rank begins with the same weights ...
-    model = build_model(cfg, needs_start=not has_checkpoints(folder))
-    model.to(world.device)
-    objective = prepare(cfg.stage, model)
-    precision.fit(model)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
-    known = facts(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
-    if world.rank:
-        seed_all(cfg.seed + world.rank)  # ... and draws its own dropout
-    for part in (model, *objective.beside):
-        world.shard(part, part.model.layers, precision.dtype)
-    place = (world.rank, world.size, world.device.type == "cuda")
-    loader = loader_of(feed.train, cfg, tokenizer, rows, *place)
-    compiled = decide(cfg.train.compile, planned(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
-    if cfg.train.compile == "auto":
-        known["environment.compiled"] = compiled.mode  # a run that is made longer, or finds no compiler, may decide anew
-    return Run(
-        cfg=cfg,
-        folder=folder,
-        world=world,
-        tokenizer=tokenizer,
-        model=model,
-        compiling=compiled,
-        wrapped=wrap(model, cfg, world, precision, compiled.mode),
-        objective=objective,
-        feed=feed,
-        loader=loader,
-        val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
-        optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
-        precision=precision,
-        track=Track(folder, cfg.tracker, world.leads),
-        writer=Writer(),
-        attempt=attempt,
-        note=note,
-        facts=known,
-    )
-
-
-def rows_of_step(cfg: Config, world: World, folder: Path) -> int:
-    """Windows of one optimizer step, over all ranks. A run that is continued on more or fewer ranks keeps the number it has:
-    each rank then makes fewer or more micro-batches of them. Raises ValueError(what, where, fix)."""
-    from runner.engine.identity import ROWS_OF_STEP, remembered
-
-    train, before = cfg.train, remembered(folder)
-    words = {"train.batch_size": train.batch_size, "train.accumulation_steps": train.accumulation_steps}
-    asked = train.batch_size * train.accumulation_steps * world.size
-    rows = before.get(ROWS_OF_STEP, asked)
-    if asked != rows and any(before.get(word) != value for word, value in words.items()):
-        if world.size == 1:
-            return asked  # refused with all else that does not agree
-        share = f"{rows // world.size}" if rows % world.size == 0 else f"{rows} on a number of ranks that divides it"
-        raise ValueError(
-            f"a step of this run has {rows} rows",
-            " ".join(f"{word}={value}" for word, value in words.items()) + f" on {world.size} ranks",
-            f"leave both words out, or give two whose product is {share}",
-        )
-    if rows < world.size:
-        raise ValueError(
-            f"a step of {rows} rows leaves ranks without work", f"distributed.nproc={cfg.distributed.nproc}", f"start at most {rows} ranks, or use larger steps"
-        )
-    return rows
-
-
-def build_model(cfg: Config, needs_start: bool) -> Decoder:
-    """Random weights from the seed, or those of `cfg.init_from`, loaded strictly.
-
-    A run that is resumed reads them again only where its checkpoints do not hold them: under adapters, or as a reference.
-    """
-    from models.decoder import Decoder
-
-    model = Decoder(cfg.model)
-    if cfg.init_from != "scratch" and (needs_start or cfg.stage.lora is not None or cfg.stage.objective == "dpo"):
-        from models.hub import load_into, load_weights
-
-        load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
-    model.activation_checkpointing = cfg.train.activation_checkpointing
-    return model
-
-
-def has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("step-*"))
-
-
-def check_kernel(cfg: Config, device: torch.device) -> None:
-    """Refuse an attention kernel that does not exist for this device and precision; torch would say so in mid-step."""
-    kernel, where = cfg.model.attention, f"model.attention={cfg.model.attention}"
-    if kernel == "efficient" and device.type == "cpu":
-        raise ValueError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
-    if kernel == "flash" and device.type == "cuda" and cfg.precision.name in ("fp32", "tf32"):
-        raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
-
-
-def planned(cfg: Config, model: Decoder, loader: StepLoader) -> float:
-    """Floating-point operations of the whole run on each rank, as the words promise them: its batches may be shorter than they could be."""
-    from data.rows import sides_of
-
-    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    positions = steps * loader.order.global_batch / loader.world * cfg.data.max_length * sides_of(cfg.stage.rows)
-    return 6.0 * positions * sum(p.numel() for p in model.parameters())
-
-
-def wrap(model: Decoder, cfg: Config, world: World, precision: Precision, mode: str) -> nn.Module:
-    if mode != "off":
-        from data.rows import sides_of
-
-        keep_programs(Path(cfg.data.cache))
-        lines = cfg.train.batch_size * (sides_of(cfg.stage.rows) if cfg.data.packing == "none" else 1)
-        model.compile_layers(lone=lines == 1, mode=mode)
-    with precision.autocast():
-        return world.wrap(model)
 
 
 def chat_template(run: Run) -> ChatTemplate | None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from runner.engine import checkpoint
+from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.loop import train
 from runner.engine.randomness import seed_all
-from runner.engine.run import Interrupted, build_run
+from runner.engine.run import Interrupted
 
 STEPS = 10  # where train.max_steps does not say how many
 # All a stop may change: when things happened, and where they stand in files whose times have more or fewer digits.

@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from runner.engine.config import Config
-from runner.engine.run import Interrupted, Run, RunFailed, build_run
+from runner.engine.run import Interrupted, Run, RunFailed
 from runner.engine.signals import StopFlag
 from runner.launch import refusal, stored
 from runner.launch.record import Record
@@ -61,6 +61,8 @@ def handed_over(config: object, place: Path) -> Config:
 
 
 def _trained(config: Config, record: Record, stop: StopFlag) -> float:
+    from runner.engine.build import build_run
+
     run = build_run(config, record.folder, attempt=record.attempt, note=record.update)
     record.update(fingerprints=record.fields["fingerprints"] | {"data": run.facts["content of the data"]})
     try:

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner.engine.build import build_run
 from runner.engine.config import Config
-from runner.engine.run import Run, build_run
+from runner.engine.run import Run
 from runner.launch.compose import compose
 
 SMALL = [

@@ -9,8 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from runner.engine.loop import train  # noqa: E402  the repo root has to be on the path first
-from runner.engine.run import Interrupted, build_run  # noqa: E402  as above
+from runner.engine.build import build_run  # noqa: E402  the repo root has to be on the path first
+from runner.engine.loop import train  # noqa: E402  as above
+from runner.engine.run import Interrupted  # noqa: E402  as above
 from runner.launch.compose import compose  # noqa: E402  as above
 from runner.launch.processes import run_and_end  # noqa: E402  as above
 

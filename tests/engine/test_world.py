@@ -8,9 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from runner.engine.build import rows_of_step
 from runner.engine.checkpoint import newest_of
 from runner.engine.loop import train
-from runner.engine.run import Interrupted, rows_of_step
+from runner.engine.run import Interrupted
 from runner.engine.verify import differences
 from runner.launch.compose import compose
 
