@@ -108,11 +108,15 @@ def write_file(path: Path, data: Pieces) -> dict[str, Any]:
 
     # update() lets go of the GIL, so it hides behind the disk. No executor: those refuse work while the program is leaving.
     hashing = threading.Thread(target=sum_up)
-    hashing.start()
+    try:
+        hashing.start()
+    except RuntimeError:  # nor does Python 3.12 start a thread then
+        sum_up()
     try:
         _write_and_sync(path, views)
     finally:
-        hashing.join()
+        if hashing.ident is not None:
+            hashing.join()
     return {"size": sum(map(len, views)), "sha256": digest.hexdigest()}
 
 
