@@ -19,6 +19,7 @@ TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
 SMALLEST = len(SPECIAL) + len(TAGS) + 256  # the control tokens and one symbol a byte
 LONGEST_WORD = 16  # bytes; Chinese is written without spaces, and a sentence seen often must not become one token
 MODEL_MAX_LENGTH = 32768
+COPY_AGAIN = "copy the tokenizer folder again"
 TRAIN_ONE = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
 
@@ -155,18 +156,14 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         raise ValueError("a file of the tokenizer is missing", str(path), f"point to a tokenizer folder, or {TRAIN_ONE}") from None
     except UnicodeDecodeError as error:
-        raise _broken(path, error) from error
+        raise ValueError(f"not text in UTF-8: {error}", str(path), COPY_AGAIN) from error
 
 
 def _parsed(text: str, path: Path) -> dict:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise _broken(path, error) from error
-
-
-def _broken(path: Path, error: ValueError) -> ValueError:
-    return ValueError(f"broken JSON: {error}", str(path), "copy the tokenizer folder again")
+        raise ValueError(f"broken JSON: {error}", str(path), COPY_AGAIN) from error
 
 
 def _content(token: str | dict) -> str:

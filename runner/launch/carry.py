@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -33,22 +35,24 @@ def as_rank(config: Config, record: Record, stop: StopFlag) -> int:
     except Interrupted:
         return refusal.INTERRUPTED
     except RunFailed as error:
-        _last_line(str(error), record)
+        _tell(str(error), record)
         return refusal.ALONE if isinstance(error, Alone) else refusal.FAILED
     except Exception as error:  # whatever it is: the process that waits for us hears of it by our code and our last line
         if refusal.is_refusal(error):
             return refusal.report(error)
         traceback.print_exc()
-        said = f"{type(error).__name__}: {error}"
-        if record.fields["status"] == "running":
-            record.finish("failed", said)
-        _last_line(said, record)
+        _tell(f"{type(error).__name__}: {error}", record)
         return refusal.FAILED
     return refusal.DONE
 
 
-def _last_line(error: str, record: Record) -> None:
+def _tell(error: str, record: Record) -> None:
     """Whoever has started us finds the cause in our log, or, of the first rank, in run.json: then it is theirs to tell."""
+    if record.fields["status"] == "running":
+        with suppress(OSError):
+            record.finish("failed", error)
+    if record.writes:
+        record.reread()  # a full disk may have kept none of it
     if not record.writes or record.fields["status"] != "failed":
         print(f"error: {error}", file=sys.stderr, flush=True)
 
@@ -62,11 +66,14 @@ def handed_over(config: object, place: Path) -> Config:
 
 def _trained(config: Config, record: Record, stop: StopFlag) -> float:
     from runner.engine.build import build_run
+    from runner.engine.loop import train
 
-    run = build_run(config, record.folder, attempt=record.attempt, note=record.update)
+    with _peers(config):
+        run = build_run(config, record.folder, attempt=record.attempt, note=record.update)
     record.update(fingerprints=record.fields["fingerprints"] | {"data": run.facts["content of the data"]})
     try:
-        loss = _train(run, stop)
+        with _peers(config):
+            loss = train(run, stop)
     except Interrupted:
         _close(run, record, "interrupted")
         raise
@@ -78,14 +85,14 @@ def _trained(config: Config, record: Record, stop: StopFlag) -> float:
     return loss
 
 
-def _train(run: Run, stop: StopFlag) -> float:
-    from runner.engine.loop import train
-
+@contextmanager
+def _peers(config: Config) -> Iterator[None]:
+    """Around what ranks do together: one that waits for another in vain says so."""
     try:
-        return train(run, stop)
+        yield
     except RuntimeError as error:  # what torch's backends raise, each in words of its own
         sign = next((sign for sign in LOST if sign in str(error)), None)
-        if run.world.size == 1 or sign is None:
+        if config.distributed.name == "single" or sign is None:
             raise
         raise Alone(f"another rank does not answer ({sign}); logs/rank<k>.log may say why") from error
 
@@ -107,7 +114,8 @@ def _proven(config: Config, record: Record) -> float:
     """train.verify_resume: not a training but a proof that stopping one changes nothing."""
     from runner.engine.verify import verify
 
-    found = verify(config, record.folder)
+    with _peers(config):
+        found = verify(config, record.folder)
     if found:
         raise RunFailed("a stopped and resumed run differs from the one that was never stopped: " + "; ".join(found))
     print("verified: stopped half way and resumed, the run ends in the same bits as the run that was never stopped")

@@ -116,24 +116,27 @@ class Group:
 
     def watch(self, asked: PassedOn) -> int | None:
         """Until the last has ended; returns the rank that failed first, if one has."""
-        failed, last_call = None, float("inf")
+        failed, last_call, ended_by_us = None, float("inf"), False
         while living := [process for process in self.processes if process.poll() is None]:
-            if failed is None and (failed := self._failed()) is not None:
+            before, failed = failed, self._blamed(failed)
+            if before is None and failed is not None:
                 last_call = time.monotonic() + (HUNG if any(log.stacks() for log in self.logs) else GRACE)
                 for process in living:
                     process.send_signal(signal.SIGTERM)
             if asked.twice():
                 last_call = min(last_call, time.monotonic() + AT_ONCE)
             if time.monotonic() > last_call:
+                ended_by_us = True
                 self.end()
             time.sleep(children.POLL)
         if asked.twice() and self._failed() is not None:
             self.end()
             os._exit(128 + asked.last)  # as one process would: nothing was saved for it, the checkpoint before stands
-        failed = self._failed() if failed is None else failed
-        if failed is None or self.codes()[failed] != ALONE:
-            return failed
-        return next((rank for rank, code in enumerate(self.codes()) if code in (FAILED, WRONG)), failed)  # it was on its way out, and has ended since
+        return failed if ended_by_us else self._blamed(failed)
+
+    def _blamed(self, so_far: int | None) -> int | None:
+        """A rank that is alone may end before the one that left it so."""
+        return self._failed() if so_far is None or self.codes()[so_far] == ALONE else so_far
 
     def _failed(self) -> int | None:
         """Of several that are found together, one that was killed or refuses has not been dragged along by the others; one that is alone has."""

@@ -77,7 +77,8 @@ def make_run(tmp_path):
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         cfg = copy.deepcopy(composed(*small(stage), "data.path=here", "data.cache=here", *words))
-        cfg.data.cache = str(tmp_path / "cache")
+        if cfg.data.cache == "here":
+            cfg.data.cache = str(tmp_path / "cache")
         if cfg.data.path == "here":
             cfg.data.path = str(written(tmp_path, stage, rows))
         return build_run(cfg, where, attempt=attempt, note=lambda **facts: None)

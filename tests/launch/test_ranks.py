@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from runner.engine.run import Interrupted, RunFailed
-from runner.launch import processes, ranks, torchrun
+from runner.engine.signals import StopFlag
+from runner.launch import carry, processes, ranks, torchrun
 from runner.launch.compose import compose
 from runner.launch.record import Record
 from runner.launch.refusal import WRONG, AlreadySaid, report
@@ -190,14 +191,52 @@ def test_what_another_rank_alone_refuses_is_said_too(run: Any, capfd: pytest.Cap
     assert capfd.readouterr().err.splitlines()[0] == "[rank 1] error: a row is wrong"
 
 
+LATE_BY = "hears(lambda *_: None); open('going', 'w').close(); time.sleep({})\n"
+ALONE = "wait('going'); says(status='failed', error='another rank does not answer'); sys.exit(69)"
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("end", "cause"), [(KILLED, "killed by SIGKILL (out of memory, or kill -9)"), (BUG, "KeyError: 'lost'"), (f"time.sleep(0.5); {BUG}", "KeyError: 'lost'")]
+    ("end", "cause"), [(KILLED, "killed by SIGKILL (out of memory, or kill -9)"), (BUG, "KeyError: 'lost'"), ("os._exit(3)", "exit code 3")]
 )
-def test_a_rank_that_is_left_alone_is_not_to_blame_though_it_may_end_first(end: str, cause: str, run: Any, tmp_path: Path) -> None:
-    alone = "says(status='failed', error='another rank does not answer'); sys.exit(69)"
+def test_a_rank_that_is_left_alone_is_not_to_blame_though_it_may_end_first(end: str, cause: str, late: float, run: Any, tmp_path: Path) -> None:
     with pytest.raises(RunFailed) as failed:
-        run(f"wait('going'); {alone}", f"open('going', 'w').close(); {end}")
+        run(ALONE, LATE_BY.format(late) + end)
     assert str(failed.value) == f"rank 1: {cause}" == said(tmp_path)["error"]
+
+
+def test_what_we_end_ourselves_is_not_to_blame(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="^rank 0: another rank does not answer"):
+        run(ALONE, LATE_BY.format(60))
+
+
+def test_a_rank_that_is_left_alone_waits_for_the_refusal_of_another(run: Any) -> None:
+    with pytest.raises(AlreadySaid):
+        run(ALONE, LATE_BY.format(0.5) + REFUSED)
+
+
+@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("size mismatch", 1)])
+def test_a_rank_says_by_its_code_whether_another_has_gone(error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_run(*args: Any, **words: Any) -> None:
+        raise RuntimeError(error)
+
+    monkeypatch.setattr("runner.engine.build.build_run", build_run)
+    with Record.open(tmp_path / "run") as record:
+        record.running()
+        assert carry.as_rank(config, record, StopFlag()) == code
+    assert (said(tmp_path)["status"], "another rank does not answer" in said(tmp_path)["error"]) == ("failed", code == 69)
+
+
+def test_the_first_rank_tells_by_itself_what_the_disk_does_not_take(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    def fail(*args: Any, **words: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Record.open(tmp_path / "run") as record:
+        record.running()
+        monkeypatch.setattr("runner.launch.record.write_json", fail)
+        monkeypatch.setattr("runner.engine.build.build_run", fail)
+        assert carry.as_rank(config, record, StopFlag()) == 1
+    assert "error: OSError: [Errno 28] No space left on device" in capfd.readouterr().err.splitlines()
 
 
 def test_where_all_ranks_fail_alike_none_is_named(run: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
