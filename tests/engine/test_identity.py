@@ -55,7 +55,7 @@ def test_changed_data_is_refused_though_its_path_is_the_same(make_run):
 @pytest.mark.parametrize("stage", ["lora", "dpo", "dpo_lora"])
 def test_other_weights_under_the_adapters_or_as_reference_are_refused(make_run, stage, monkeypatch):
     stopped(make_run, stage)
-    monkeypatch.setattr("runner.engine.randomness.seed_all", lambda seed: torch.manual_seed(seed + 1))
+    monkeypatch.setattr("runner.engine.build.seed_all", lambda seed: torch.manual_seed(seed + 1))
     with pytest.raises(ValueError, match="weights it starts from"):
         train(make_run(stage, "train.max_steps=6"))
 
