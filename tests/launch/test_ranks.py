@@ -227,6 +227,16 @@ def test_a_rank_says_by_its_code_whether_another_has_gone(error: str, code: int,
     assert (said(tmp_path)["status"], "another rank does not answer" in said(tmp_path)["error"]) == ("failed", code == 69)
 
 
+def test_a_proof_that_fails_is_on_record_for_whoever_tells_it(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("runner.engine.verify.verify", lambda config, folder: ["the loss differs"])
+    proving = dataclasses.replace(config, train=dataclasses.replace(config.train, verify_resume=True))
+    with Record.open(tmp_path / "run") as record:
+        record.running()
+        assert carry.as_rank(proving, record, StopFlag()) == 1
+    assert said(tmp_path)["status"] == "failed" and said(tmp_path)["error"].endswith("the loss differs")
+    assert "error: " not in capfd.readouterr().err
+
+
 def test_the_first_rank_tells_by_itself_what_the_disk_does_not_take(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     def fail(*args: Any, **words: Any) -> None:
         raise OSError(28, "No space left on device")
