@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,10 +30,10 @@ def state_of_minimind():
     import torch
 
     from models.decoder import Decoder
-    from runner.engine.optim import build_optimizer
-    from runner.launch.compose import compose
+    from runner.config.compose import compose_config
+    from runner.engine.optim.groups import build_optimizer
 
-    cfg = compose(["model=minimind_64m", "optimizer=adamw", "init_from=scratch"])
+    cfg = compose_config(["model=minimind_64m", "optimizer=adamw", "init_from=scratch"])
     model = Decoder(cfg.model)
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
     for parameter in optimizers.parameters:
@@ -46,26 +46,26 @@ def state_of_minimind():
 
 def run_in(folder: Path, parts) -> SimpleNamespace:
     """As much of a run as checkpoint.save looks at."""
-    from runner.engine.run import Progress
-    from runner.engine.writer import Writer
+    from runner.checkpoint.async_writer import AsyncWriter
+    from runner.engine.state import Progress
 
     cfg, model, optimizers = parts
     silent = SimpleNamespace(position=dict, tracker_id=None, say=lambda text: None, warn=lambda text: None)
     return SimpleNamespace(
         cfg=cfg, folder=folder, model=model, optimizers=optimizers, progress=Progress(), precision=SimpleNamespace(state=dict), world=SimpleNamespace(leads=True), facts={},
-        track=silent, writer=Writer(), note=lambda **facts: None, saved_step=0, save_stall=0.0, failed_saves=0,
+        track=silent, writer=AsyncWriter(), note=lambda **facts: None, saved_step=0, save_stall=0.0, failed_saves=0,
     )  # fmt: skip
 
 
 def save(run: SimpleNamespace) -> tuple[float, float]:
     """One save: seconds the training stands still, and seconds until it is committed."""
-    from runner.engine import checkpoint
+    from runner.checkpoint import manager
 
     run.progress.step += 1
     began = time.perf_counter()
-    checkpoint.save(run)
+    manager.save_async(run)
     stall = time.perf_counter() - began
-    checkpoint.see_out(run)
+    manager.wait_for_save(run)
     assert run.failed_saves == 0, "the disk refused"
     return stall, time.perf_counter() - began - stall
 
@@ -84,11 +84,11 @@ def raw(contents: dict[str, bytes], folder: Path) -> float:
 
 
 def table(place: Path) -> str:
-    from runner.engine import checkpoint
+    from runner.checkpoint import manager
 
     run = run_in(place, state_of_minimind())
     save(run)  # warms up, and shows the bytes
-    contents = {path.name: path.read_bytes() for path in sorted(checkpoint.newest_of(place).iterdir())}
+    contents = {path.name: path.read_bytes() for path in sorted(manager.newest_checkpoint(place).iterdir())}
     stalls, commits, raws = [], [], []
     for number in range(ROUNDS):  # interleaved: a busy disk disturbs both alike
         stall, commit = save(run)

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kept import keep, tell
-from turns import ROOT, Case, beside, measure, spec_of, speed, started, work
+from lib.interleave import ROOT, Case, beside, measure, spec_of, speed, started, work
+from lib.results import keep, tell
 
 MODELS = {  # name -> words, lines of a step on a GPU
     "tiny": (["model=tiny"], 64),
@@ -51,7 +51,7 @@ def why_not(name: str, device: str) -> str | None:
     """Why a case cannot be run on this device."""
     import torch
 
-    from runner.engine.precision import PrecisionConfig
+    from runner.engine.device.precision import PrecisionConfig
 
     precision, compile = CASES[name]
     if device == "cpu" and compile == "reduce-overhead":

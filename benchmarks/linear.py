@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,11 +31,11 @@ GOAL = 0.02  # of the time, where the number of micro-batches varies
 
 def run_of(model: str, folder: Path) -> Any:
     """A run that is ready for its first step."""
+    from runner.config.compose import compose_config
     from runner.engine.build import build_run
-    from runner.launch.compose import compose
 
     folder.mkdir()
-    return build_run(compose([*WORDS, f"model={model}"]), folder, attempt=1, note=lambda **facts: None)
+    return build_run(compose_config([*WORDS, f"model={model}"]), folder, attempt=1, note=lambda **facts: None)
 
 
 def batches_of(run: Any, counts: list[int], at: int) -> list[Any]:

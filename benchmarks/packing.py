@@ -29,12 +29,12 @@ WAYS = {
 
 def run_of(way: str, words: list[str], folder: Path):
     """A run that is ready for its first step."""
-    from data.loader import Batch
+    from data.batching.batch import Batch
+    from runner.config.compose import compose_config
     from runner.engine.build import build_run
-    from runner.launch.compose import compose
 
     cut = ["data.too_long=truncate"] if way == "padded to max_length" else []
-    run = build_run(compose([*words, *WAYS[way], *cut]), folder, attempt=1, note=lambda **facts: None)
+    run = build_run(compose_config([*words, *WAYS[way], *cut]), folder, attempt=1, note=lambda **facts: None)
     if way == "padded to max_length":
         collate, pad_id = run.loader.collate, run.tokenizer.pad_id
 

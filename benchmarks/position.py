@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,18 +32,19 @@ class Rows:
     def __getitem__(self, index: int):
         import numpy as np
 
-        from data.rows import Row, Sequence
+        from data.types import EncodedRow, TokenSequence
 
         ids = np.full(65, index % 6400, np.int32)
-        return Row((Sequence(ids, np.ones(65, bool)),), f"row {index}")
+        return EncodedRow((TokenSequence(ids, np.ones(65, bool)),), f"row {index}")
 
 
 def first_batch(step: int) -> dict[str, float]:
     """Seconds to the first batch from `step` on, and MiB this process takes with it."""
-    from data.loader import Single, StepLoader
-    from data.order import Order
+    from data.batching.batch import UnpackedWindows
+    from data.batching.loader import StepLoader
+    from data.batching.sampler import ShuffledSampler
 
-    loader, first = (StepLoader(Single(Rows()), Order(ROWS, BATCH, seed), batch_size=BATCH, pad_id=0, packed=False) for seed in (42, 7))
+    loader, first = (StepLoader(UnpackedWindows(Rows()), ShuffledSampler(ROWS, BATCH, seed), batch_size=BATCH, pad_id=0, packed=False) for seed in (42, 7))
     next(first.steps(0))  # imports and the first allocations
     before, began = resident(), time.perf_counter()
     batches = next(loader.steps(0, skip=step - 1))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, STEPS, WARM = 3, 7, 2

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kept import keep, tell
-from turns import ROOT, Case, beside, measure, spec_of, speed, started, work
+from lib.interleave import ROOT, Case, beside, measure, spec_of, speed, started, work
+from lib.results import keep, tell
 
 LINES, LENGTH = 4, 512
 CLOCKS = ("seconds", "cpu")  # processor time tells of a busy machine nothing; with OMP_NUM_THREADS=1 no thread waits for another in it
@@ -32,15 +32,15 @@ HEAD = (
 
 def neutral_files(asked: argparse.Namespace, folder: str) -> dict[str, str]:
     """The rows as the other trainers read them: MiniMind's conversations, TRL's messages, or texts."""
-    from data.formats import Source
-    from data.shapes import Chat, recognise
+    from data.schemas.schemas import ChatExample, detect_schema
+    from data.sources.files import Source
 
     source, rows = Source.open(asked.path), "text" if asked.stage == "pretrain" else "chat"
     files = {name: str(Path(folder) / f"{name}.jsonl") for name in ("rows", "messages")}
     with open(files["rows"], "w", encoding="utf-8") as theirs, open(files["messages"], "w", encoding="utf-8") as messages:
         for place, row in source.rows():
-            item = recognise(row, rows, source.where(place)).read(row, source.where(place))
-            if isinstance(item, Chat):
+            item = detect_schema(row, rows, source.where(place)).read(row, source.where(place))
+            if isinstance(item, ChatExample):
                 turns = [{"role": turn["role"], "content": turn["content"]} for turn in item.messages]
                 print(json.dumps({"messages": turns}, ensure_ascii=False), file=messages)
                 theirs_row: dict = {"conversations": [turn | dict.fromkeys(("reasoning_content", "tools", "tool_calls"), "") for turn in turns]}
@@ -95,7 +95,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 def told(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
     """What every case is told."""
-    from data.tokenizer import Tokenizer
+    from data.tokenize.tokenizer import Tokenizer
 
     tokenizer = str(Path(asked.tokenizer).resolve())
     places = {name: str(Path(path).resolve()) for name in CHECKOUTS.values() if (path := getattr(asked, name))}
@@ -106,7 +106,7 @@ def told(asked: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def chosen(asked: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, dict]], list[str]]:
     """The cases that can run here, and what is said of the others."""
-    from speed_cases import CASES, MORE
+    from lib.cases import CASES, MORE
 
     wanted, said = list[tuple[str, dict]](), list[str]()
     if unknown := set(asked.precision.split(",")) - {"fp32", "bf16"}:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import store
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 ROUNDS = 7

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,33 +37,33 @@ def words(folder: Path) -> list[str]:
 
 
 def config(folder: Path):
-    from runner.launch.compose import compose
+    from runner.config.compose import compose_config
 
-    return compose(words(folder))
+    return compose_config(words(folder))
 
 
 def make(folder: Path, size: int) -> int:
     """A file, and under its key a store of `size` bytes of tokens instead of the file's own. Returns the number of rows."""
     import numpy as np
 
-    from data.block import Block, Tally
-    from data.store_writer import Writer
-    from data.tokenizer import Tokenizer
-    from runner.engine.feed import open_feed
+    from data.store.block import EncodedBlock, RowStats
+    from data.store.writer import StoreWriter
+    from data.tokenize.tokenizer import Tokenizer
+    from runner.engine.data_pipeline import build_data_pipeline
 
     (folder / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     cfg = config(folder)
-    open_feed(cfg, Tokenizer.load(Path(cfg.data.tokenizer)))
+    build_data_pipeline(cfg, Tokenizer.load(Path(cfg.data.tokenizer)))
     [place] = {path.parent for path in (folder / "cache").rglob("rows.bin")}
     facts = json.loads((place / "MANIFEST.json").read_text())["facts"]
     draw, rows = np.random.default_rng(0), 0
-    with Writer(place, 1, 6399) as writer:
+    with StoreWriter(place, 1, 6399) as writer:
         while writer.tokens * 2 < size:
             lengths = np.clip(draw.lognormal(MEAN_LENGTH, 0.8, BLOCK // 250), 2, 513).astype(np.int64)
             count, tokens = len(lengths), draw.integers(0, 6400, lengths.sum()).astype(np.int32)
             spans = np.stack([np.ones(count, np.int64), lengths], 1).astype(np.int32)
-            told = Tally(read=count, kept=count, tokens=len(tokens), supervised=len(tokens) - count)
-            writer.append(Block(tokens, lengths, spans, np.ones(count, np.int64), np.arange(rows, rows + count), np.ones(count, np.float32), told))
+            told = RowStats(read=count, kept=count, tokens=len(tokens), supervised=len(tokens) - count)
+            writer.append(EncodedBlock(tokens, lengths, spans, np.ones(count, np.int64), np.arange(rows, rows + count), np.ones(count, np.float32), told))
             rows += count
         writer.finish(facts)
     return rows
@@ -71,17 +71,17 @@ def make(folder: Path, size: int) -> int:
 
 def first_batch(folder: Path, step: int) -> dict[str, float]:
     """Seconds from the configuration to the batch of `step`, and MiB this process holds then."""
-    from data.tokenizer import Tokenizer
-    from runner.engine.feed import loader_of, open_feed
+    from data.tokenize.tokenizer import Tokenizer
+    from runner.engine.data_pipeline import build_data_pipeline, build_loader
 
     for module in ("loader", "mixture", "packing", "build"):  # torch and all: a start pays for them whatever it reads
         importlib.import_module(f"data.{module}")
     cfg = config(folder)
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
     began = time.perf_counter()
-    feed = open_feed(cfg, tokenizer)
+    feed = build_data_pipeline(cfg, tokenizer)
     opened = time.perf_counter()
-    loader = loader_of(feed.train, cfg, tokenizer, 1)
+    loader = build_loader(feed.train, cfg, tokenizer, 1)
     next(loader.steps(0, skip=step - 1))
     return {"open": opened - began, "batch": time.perf_counter() - opened, "MiB": resident(), "steps": loader.steps_per_epoch}
 

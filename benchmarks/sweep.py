@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -46,10 +46,10 @@ def sweep(folder: Path, steps: int, workers: int) -> float:
 
 def finished(folder: Path) -> float:
     """Seconds until a sweep of 200 jobs that are all completed has said so."""
-    from runner.launch.ledger import Ledger
+    from runner.sweep.state import SweepState
 
     rates = [f"{n + 1}e-05" for n in range(FINISHED)]
-    with Ledger.create(folder, words=WORDS, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16) as ledger:
+    with SweepState.create(folder, words=WORDS, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16) as ledger:
         for rate in rates:
             job = ledger.add({"optimizer.lr": rate})
             job.update(status="completed", loss=3.0)

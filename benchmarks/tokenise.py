@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -30,13 +30,13 @@ KINDS = {"chat": "minimind chat", "text": "text"}
 
 def repeated(path: Path, count: int, folder: Path) -> tuple[str, Path]:
     """(text | chat, a JSONL file of `count` rows in MiniMind's shapes), all of them different as far as the file's are."""
-    from data.formats import Source
-    from data.rows import shape_of
-    from data.shapes import SHAPES
+    from data.schemas.schemas import SCHEMAS
+    from data.sources.files import Source
+    from data.tokenize.encoder import schema_of_source
 
     source = Source.open(path)
-    rows, shape = next(found for found in (_shape(source, rows, shape_of) for rows in KINDS) if found)
-    items = [SHAPES[shape].read(row, source.where(place)) for place, row in source.rows(lambda error: None)]
+    rows, shape = next(found for found in (_shape(source, rows, schema_of_source) for rows in KINDS) if found)
+    items = [SCHEMAS[shape].read(row, source.where(place)) for place, row in source.rows(lambda error: None)]
     to = folder / f"{rows}.jsonl"
     with open(to, "w", encoding="utf-8") as file:
         for number in range(count):
@@ -53,9 +53,9 @@ def _shape(source, rows: str, shape_of) -> tuple[str, str] | None:
 
 
 def _row(item, end: str) -> dict:
-    from data.shapes import Text
+    from data.schemas.schemas import TextExample
 
-    if isinstance(item, Text):
+    if isinstance(item, TextExample):
         return {"text": item.text + end}
     turns = [{**turn, "content": turn["content"] + end if turn["content"] else ""} for turn in item.messages]
     return {"conversations": turns, "tools": item.tools}
@@ -131,17 +131,17 @@ def in_getitem(samples: InGetItem, workers: int) -> tuple[float, float]:
 
 def in_store(path: Path, rows: str, workers: int, folder: Path) -> tuple[float, float]:
     """The same of building the store, with everything from starting the processes to the last fsync."""
-    from data.build import prepare
-    from data.formats import Source
-    from data.rows import Recipe
-    from data.tokenizer import Tokenizer
+    from data.sources.files import Source
+    from data.store.cache import load_or_build
+    from data.tokenize.tokenizer import Tokenizer
+    from data.types import EncodingConfig
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is a core; so is a single one
-    recipe = Recipe(rows, KINDS[rows], TOKENIZER, MAX_LENGTH, "split" if rows == "text" else "truncate", "assistant", "error")
+    recipe = EncodingConfig(rows, KINDS[rows], TOKENIZER, MAX_LENGTH, "split" if rows == "text" else "truncate", "assistant", "error")
     tokenizer, source = Tokenizer.load(TOKENIZER), Source.open(path)
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         began, busy = time.perf_counter(), cpu()
-        read = prepare(source, recipe, tokenizer, Path(cache), workers=workers).tally.read
+        read = load_or_build(source, recipe, tokenizer, Path(cache), workers=workers).tally.read
         return read / (time.perf_counter() - began), read / (cpu() - busy)
 
 

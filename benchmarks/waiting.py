@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from kept import tell
+from lib.results import tell
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -60,13 +60,13 @@ def trained(words: list[str], steps: int) -> str:
 
 def made_alone(words: list[str]) -> float:
     """Seconds of the processor that the data of a step cost, while nobody trains."""
-    from data.tokenizer import Tokenizer
-    from runner.engine.feed import loader_of, open_feed
-    from runner.launch.compose import compose
+    from data.tokenize.tokenizer import Tokenizer
+    from runner.config.compose import compose_config
+    from runner.engine.data_pipeline import build_data_pipeline, build_loader
 
-    cfg = compose([*words, "data.num_workers=0"])
+    cfg = compose_config([*words, "data.num_workers=0"])
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
-    loader = loader_of(open_feed(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps)
+    loader = build_loader(build_data_pipeline(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps)
     with closing(loader.onward(0, 1 + MADE)) as steps:
         next(steps)
         began = time.process_time()

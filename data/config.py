@@ -6,12 +6,13 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from data.shapes import SHAPES
+from common.errors import UserError
+from data.schemas.schemas import SCHEMAS
 
-TOO_LONG = ("auto", "truncate", "drop", "split")
-ON_BAD_ROW = ("error", "skip")
-TRAIN_ON = ("assistant", "last_assistant", "all")
-PACKING = ("none", "pack")
+TOO_LONG_CHOICES = ("auto", "truncate", "drop", "split")
+ON_BAD_ROW_CHOICES = ("error", "skip")
+LOSS_ON_CHOICES = ("assistant", "last_assistant", "all")
+PACKING_CHOICES = ("none", "pack")
 
 
 @dataclass
@@ -42,34 +43,34 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
-            raise ValueError("no text to train on", f"data.path={self.path}", "name a file, a folder, or a list: data.path=[a.jsonl,b.parquet]")
+            raise UserError("no text to train on", f"data.path={self.path}", "name a file, a folder, or a list: data.path=[a.jsonl,b.parquet]")
         self._check_weights()
-        if self.shape is not None and self.shape not in SHAPES:
-            near = difflib.get_close_matches(self.shape, SHAPES, n=1)
-            raise ValueError("no such shape of rows", f"data.shape={self.shape}", f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SHAPES)}")
-        for word, options in {"too_long": TOO_LONG, "on_bad_row": ON_BAD_ROW, "train_on": TRAIN_ON, "packing": PACKING}.items():
+        if self.shape is not None and self.shape not in SCHEMAS:
+            near = difflib.get_close_matches(self.shape, SCHEMAS, n=1)
+            raise UserError("no such shape of rows", f"data.shape={self.shape}", f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SCHEMAS)}")
+        for word, options in {"too_long": TOO_LONG_CHOICES, "on_bad_row": ON_BAD_ROW_CHOICES, "train_on": LOSS_ON_CHOICES, "packing": PACKING_CHOICES}.items():
             if getattr(self, word) not in options:
-                raise ValueError(f"unknown value of data.{word}", f"data.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
+                raise UserError(f"unknown value of data.{word}", f"data.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
         if self.max_length < 2:
-            raise ValueError("a row needs a token to read and one to predict", f"data.max_length={self.max_length}", "choose at least 2")
+            raise UserError("a row needs a token to read and one to predict", f"data.max_length={self.max_length}", "choose at least 2")
         if not 0 <= self.val_fraction < 1:
-            raise ValueError("a share of the rows lies in [0, 1)", f"data.val_fraction={self.val_fraction}", "choose e.g. 0.02")
+            raise UserError("a share of the rows lies in [0, 1)", f"data.val_fraction={self.val_fraction}", "choose e.g. 0.02")
         for word in ("max_bad_fraction", "system_prob", "empty_think_prob"):
             if not 0 <= getattr(self, word) <= 1:
-                raise ValueError("a probability or a share lies in [0, 1]", f"data.{word}={getattr(self, word)}", "choose e.g. 0.1")
+                raise UserError("a probability or a share lies in [0, 1]", f"data.{word}={getattr(self, word)}", "choose e.g. 0.1")
         if self.group_by_length and self.packing == "pack":
-            raise ValueError("packed windows are all of one length", "data.group_by_length=true", "add data.packing=none")
+            raise UserError("packed windows are all of one length", "data.group_by_length=true", "add data.packing=none")
         if self.system_prob and not self.system_prompts:
-            raise ValueError("there is no system prompt to choose from", f"data.system_prob={self.system_prob}", 'add data.system_prompts=["..."]')
+            raise UserError("there is no system prompt to choose from", f"data.system_prob={self.system_prob}", 'add data.system_prompts=["..."]')
         if self.num_workers < 0:
-            raise ValueError("a count cannot be negative", f"data.num_workers={self.num_workers}", "choose 0 or more")
+            raise UserError("a count cannot be negative", f"data.num_workers={self.num_workers}", "choose 0 or more")
 
     def _check_weights(self) -> None:
         if self.weights is None:
             return
         if len(self.weights) != len(self.paths):
-            raise ValueError(
+            raise UserError(
                 f"{len(self.weights)} weights for {len(self.paths)} paths", f"data.weights={self.weights}", "give one weight for each path, in their order"
             )
         if not all(0 < weight < float("inf") for weight in self.weights):
-            raise ValueError("a weight is a positive number", f"data.weights={self.weights}", "leave a path out instead of giving it 0")
+            raise UserError("a weight is a positive number", f"data.weights={self.weights}", "leave a path out instead of giving it 0")

@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.decoder import Decoder, KVCache
+from common.errors import UserError
+from models.decoder import Decoder
+from models.layers.attention_block import KVCache
 
-FILLER = 0  # stands where no token is: left of short prompts, and in rows that have ended; attention never sees it
+FILLER_ID = 0  # stands where no token is: left of short prompts, and in rows that have ended; attention never sees it
 
 
 def generate(
@@ -118,16 +120,16 @@ def _limits(prompts: list[list[int]], max_new_tokens: int, positions: int) -> li
     """How many tokens each row may get."""
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError("there is nothing to continue", f"prompt {row}", "begin it with the tokenizer's bos_id at least")
+            raise UserError("there is nothing to continue", f"prompt {row}", "begin it with the tokenizer's bos_id at least")
         if len(prompt) > positions:
-            raise ValueError(f"{len(prompt)} tokens are more than model.max_position_embeddings={positions}", f"prompt {row}", "shorten the prompt")
+            raise UserError(f"{len(prompt)} tokens are more than model.max_position_embeddings={positions}", f"prompt {row}", "shorten the prompt")
     return [min(max_new_tokens, positions - len(prompt)) for prompt in prompts]
 
 
 def _left_padded(prompts: list[list[int]], more: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids (B, T) that end together, and which positions of the cache (B, T + more) hold a token that counts."""
     T = max(map(len, prompts))
-    ids = torch.tensor([[FILLER] * (T - len(prompt)) + prompt for prompt in prompts], device=device)
+    ids = torch.tensor([[FILLER_ID] * (T - len(prompt)) + prompt for prompt in prompts], device=device)
     real = torch.arange(T + more, device=device) >= torch.tensor([T - len(prompt) for prompt in prompts], device=device).unsqueeze(1)
     return ids, real
 

@@ -9,17 +9,17 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
-from runner.launch.compose import AS_OF
-from runner.launch.small import find, refusing, start, typed
-from runner.trained.talk import ChatConfig, talk
+from runner.cli.subcommand import reporting_user_errors, resolve_model_run, run_subcommand, to_schema
+from runner.config.compose import HYDRA_VERSION_BASE
+from runner.inference.chat import ChatConfig, chat
 
 
-@hydra.main(**AS_OF, config_path="../conf", config_name="chat")
+@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="chat")
 def main(tree: DictConfig) -> None:
-    with refusing():
-        cfg = typed(tree, ChatConfig)
-        talk(cfg, find(cfg.run))
+    with reporting_user_errors():
+        cfg = to_schema(tree, ChatConfig)
+        chat(cfg, resolve_model_run(cfg.run))
 
 
 if __name__ == "__main__":
-    start(main, ChatConfig, free=("run", "prompt", "system"))
+    run_subcommand(main, ChatConfig, free=("run", "prompt", "system"))

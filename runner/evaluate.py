@@ -9,17 +9,17 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
-from runner.launch.compose import AS_OF
-from runner.launch.small import find, refusing, start, typed
-from runner.trained.score import EvaluateConfig, evaluate
+from runner.cli.subcommand import reporting_user_errors, resolve_model_run, run_subcommand, to_schema
+from runner.config.compose import HYDRA_VERSION_BASE
+from runner.inference.evaluate import EvaluateConfig, evaluate
 
 
-@hydra.main(**AS_OF, config_path="../conf", config_name="evaluate")
+@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="evaluate")
 def main(tree: DictConfig) -> None:
-    with refusing():
-        cfg = typed(tree, EvaluateConfig)
-        evaluate(cfg, find(cfg.run))
+    with reporting_user_errors():
+        cfg = to_schema(tree, EvaluateConfig)
+        evaluate(cfg, resolve_model_run(cfg.run))
 
 
 if __name__ == "__main__":
-    start(main, EvaluateConfig, free=("run", "data.path", "reference"))
+    run_subcommand(main, EvaluateConfig, free=("run", "data.path", "reference"))

@@ -9,18 +9,18 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
-from runner.launch import compare
-from runner.launch.compose import AS_OF
-from runner.launch.small import refusing, start, typed
+from runner.cli.subcommand import reporting_user_errors, run_subcommand, to_schema
+from runner.config.compose import HYDRA_VERSION_BASE
+from runner.reporting import leaderboard
 
 
-@hydra.main(**AS_OF, config_path="../conf", config_name="report")
+@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="report")
 def main(tree: DictConfig) -> None:
-    with refusing():
-        folder = compare.find(typed(tree, compare.ReportConfig).sweep)
-        compare.update(folder)
-        print(f"{compare.terminal(folder)}\n\npage: {folder / compare.PAGE}\ntable: {folder / compare.LEADERBOARD}")
+    with reporting_user_errors():
+        folder = leaderboard.resolve_sweep(to_schema(tree, leaderboard.ReportConfig).sweep)
+        leaderboard.update_report(folder)
+        print(f"{leaderboard.leaderboard_text(folder)}\n\npage: {folder / leaderboard.REPORT_FILE}\ntable: {folder / leaderboard.LEADERBOARD_FILE}")
 
 
 if __name__ == "__main__":
-    start(main, compare.ReportConfig, free=("sweep",))
+    run_subcommand(main, leaderboard.ReportConfig, free=("sweep",))

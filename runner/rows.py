@@ -6,8 +6,8 @@ import sys
 if not __package__:  # run by path: Python put runner/ first on the path, the repo root belongs there
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from runner.launch.beside import start
-from runner.trained.show import ShowConfig, show
+from runner.cli.train_subcommand import run_with_train_config
+from runner.inference.inspect_rows import ShowConfig, inspect_rows
 
 if __name__ == "__main__":
-    start("rows", __doc__, ShowConfig, show)
+    run_with_train_config("rows", __doc__, ShowConfig, inspect_rows)

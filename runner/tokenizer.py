@@ -15,21 +15,22 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from data.corpus import Measure, Survey, TokenizerConfig, corpus, measure
-from runner.launch.compose import AS_OF
-from runner.launch.small import refusing, start, typed
+from data.tokenize.tokenizer_corpus import CorpusStats, TokenizerConfig, TokenizerReport, iter_corpus, measure_tokenizer
+from runner.cli.subcommand import reporting_user_errors, run_subcommand, to_schema
+from runner.config.compose import HYDRA_VERSION_BASE
 
 
 def train_tokenizer(cfg: TokenizerConfig) -> None:
     """Train on the rows of `cfg.path` and write `cfg.to`, or take `cfg.tokenizer`; say what was left out and how held-out rows are cut."""
-    from data.chat import CHATML
-    from data.formats import find_sources
-    from data.tokenizer import Tokenizer, train_bpe
+    from data.sources.files import resolve_sources
+    from data.tokenize.chat_template import CHATML
+    from data.tokenize.tokenizer import Tokenizer
+    from data.tokenize.train import train_bpe
 
-    sources = [source for found in find_sources(cfg.path) for source in found]  # the last file is refused before the first is read
+    sources = [source for found in resolve_sources(cfg.path) for source in found]  # the last file is refused before the first is read
     other = Tokenizer.load(Path(cfg.compare)) if cfg.compare else None
-    survey = Survey()
-    texts = corpus(sources, cfg.max_lines, survey)
+    survey = CorpusStats()
+    texts = iter_corpus(sources, cfg.max_lines, survey)
     if cfg.tokenizer:
         tokenizer = Tokenizer.load(Path(cfg.tokenizer))
         read = sum(1 for _ in texts)
@@ -39,10 +40,10 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         print(f"{tokenizer.vocab_size} words from {survey.rows} rows in {cfg.to}")
     for reason, count in survey.bad.most_common():
         print(f"left out {count}: {reason}, first at {survey.first[reason]}")
-    print(table({str(each.folder): measure(each, survey.held_out) for each in (tokenizer, other) if each}, survey))
+    print(table({str(each.folder): measure_tokenizer(each, survey.held_out) for each in (tokenizer, other) if each}, survey))
 
 
-def table(measures: dict[str, Measure], survey: Survey) -> str:
+def table(measures: dict[str, TokenizerReport], survey: CorpusStats) -> str:
     """One column a tokenizer."""
     lines = [["", *measures], ["vocabulary", *(f"{each.vocabulary}" for each in measures.values())]]
     for name, texts in survey.held_out.items():
@@ -56,11 +57,11 @@ def table(measures: dict[str, Measure], survey: Survey) -> str:
     return "\n".join("  ".join([f"{line[0]:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))]) for line in lines)
 
 
-@hydra.main(**AS_OF, config_path="../conf", config_name="tokenizer")
+@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="tokenizer")
 def main(tree: DictConfig) -> None:
-    with refusing():
-        train_tokenizer(typed(tree, TokenizerConfig))
+    with reporting_user_errors():
+        train_tokenizer(to_schema(tree, TokenizerConfig))
 
 
 if __name__ == "__main__":
-    start(main, TokenizerConfig, free=("path", "to", "tokenizer", "compare"))
+    run_subcommand(main, TokenizerConfig, free=("path", "to", "tokenizer", "compare"))

@@ -9,19 +9,19 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
 import hydra
 from omegaconf import DictConfig
 
-from runner.launch import door
-from runner.launch.compose import AS_OF, typed
+from runner.cli import entrypoint
+from runner.config.compose import HYDRA_VERSION_BASE, to_config
 
 
-@hydra.main(**AS_OF, config_path="../conf", config_name="config")
+@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")
 def app(cfg: DictConfig) -> float:
     """What Hydra calls for a run, and for each job of a sweep; the loss it returns is what a sweep compares."""
-    from runner.launch.start import start
+    from runner.launch.run import run
 
-    config = typed(cfg)
-    with door.explained(), door.record_of(cfg) as record:
-        return start(config, record)
+    config = to_config(cfg)
+    with entrypoint.exiting_with_code(), entrypoint.open_run_metadata(cfg) as record:
+        return run(config, record)
 
 
 if __name__ == "__main__":
-    door.enter(app)
+    entrypoint.main(app)

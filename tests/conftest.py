@@ -11,6 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads only wait for each other, for minutes on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
 
+pytest_plugins = ("command_fixtures", "engine_fixtures")
+
 settings.register_profile("house", deadline=None)  # a loaded machine is no counterexample
 settings.load_profile("house")
 

@@ -9,83 +9,84 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from data.loader import StepLoader
-from data.rows import sides_of
-from data.tokenizer import Tokenizer
+from common.errors import UserError
+from data.batching.loader import StepLoader
+from data.tokenize.tokenizer import Tokenizer
+from data.types import sequences_per_row
 from models.decoder import Decoder
-from models.hub import load_into, load_weights
-from runner.engine.compiling import check_graphs, decide, keep_programs
+from models.formats.load import load_into, load_weights
+from runner.checkpoint.async_writer import AsyncWriter
+from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, saved_facts
 from runner.engine.config import Config
-from runner.engine.distributed import World, join_world
-from runner.engine.feed import loader_of, open_feed
-from runner.engine.identity import ROWS_OF_STEP, facts, remembered
-from runner.engine.memory import keep_what_is_freed
-from runner.engine.optim import build_optimizer
-from runner.engine.precision import Precision
-from runner.engine.randomness import seed_all
-from runner.engine.run import Run
-from runner.engine.stage import prepare
-from runner.engine.track import Track
-from runner.engine.writer import Writer
+from runner.engine.data_pipeline import build_data_pipeline, build_loader
+from runner.engine.device.compile import check_cuda_graphs, resolve_compile_mode, set_inductor_cache
+from runner.engine.device.cpu import disable_malloc_trim
+from runner.engine.device.distributed import DistributedContext, init_distributed
+from runner.engine.device.precision import Precision
+from runner.engine.device.rng import seed_all
+from runner.engine.objectives.stage import build_objective
+from runner.engine.optim.groups import build_optimizer
+from runner.engine.state import TrainState
+from runner.tracking.logger import RunLogger
 
 
-def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> Run:
+def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> TrainState:
     """All parts of a run, cheapest first, so that what cannot work is refused before the model is built.
 
     `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
     """
-    world = join_world(cfg.distributed, cfg.device)
+    world = init_distributed(cfg.distributed, cfg.device)
     if world.device.type == "cpu":
-        keep_what_is_freed()
+        disable_malloc_trim()
     precision = Precision(cfg.precision, world.device)
-    check_kernel(cfg, world.device)
-    tokenizer = fitting_tokenizer(cfg)
-    feed = open_feed(cfg, tokenizer)
+    check_attention_kernel(cfg, world.device)
+    tokenizer = load_tokenizer(cfg)
+    feed = build_data_pipeline(cfg, tokenizer)
     note(data=feed.files)
-    rows = rows_of_step(cfg, world, folder)
-    check_graphs(cfg.train.compile, world.device, math.ceil(rows / (world.size * cfg.train.batch_size)))
+    rows = resolve_rows_per_step(cfg, world, folder)
+    check_cuda_graphs(cfg.train.compile, world.device, math.ceil(rows / (world.size * cfg.train.batch_size)))
     seed_all(cfg.seed)  # every rank begins with the same weights ...
     model = build_model(cfg, needs_start=not has_checkpoints(folder)).to(world.device)
-    objective = prepare(cfg.stage, model)
+    objective = build_objective(cfg.stage, model)
     precision.fit(model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
-    known = facts(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
+    known = describe_run(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
     if world.rank:
         seed_all(cfg.seed + world.rank)  # ... and draws its own dropout
     for part in (model, *objective.beside):
         world.shard(part, part.model.layers, precision.dtype)
     place = (world.rank, world.size, world.device.type == "cuda")
-    loader = loader_of(feed.train, cfg, tokenizer, rows, *place)
-    compiled = decide(cfg.train.compile, planned(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
+    loader = build_loader(feed.train, cfg, tokenizer, rows, *place)
+    compiled = resolve_compile_mode(cfg.train.compile, planned_flops(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
     if cfg.train.compile == "auto":
         known["environment.compiled"] = compiled.mode  # a run that is made longer, or finds no compiler, may decide anew
-    return Run(
+    return TrainState(
         cfg=cfg,
         folder=folder,
         world=world,
         tokenizer=tokenizer,
         model=model,
         compiling=compiled,
-        wrapped=wrap(model, cfg, world, precision, compiled.mode),
+        wrapped=wrap_model(model, cfg, world, precision, compiled.mode),
         objective=objective,
         feed=feed,
         loader=loader,
-        val_loader=loader_of(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
+        val_loader=build_loader(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
-        track=Track(folder, cfg.tracker, world.leads),
-        writer=Writer(),
+        track=RunLogger(folder, cfg.tracker, world.leads),
+        writer=AsyncWriter(),
         attempt=attempt,
         note=note,
         facts=known,
     )
 
 
-def fitting_tokenizer(cfg: Config) -> Tokenizer:
+def load_tokenizer(cfg: Config) -> Tokenizer:
     """Raises ValueError(what, where, fix) where it has ids that the model does not know."""
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
     if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise ValueError(
+        raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}",
             f"model.vocab_size={cfg.model.vocab_size}",
             f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer",
@@ -93,24 +94,24 @@ def fitting_tokenizer(cfg: Config) -> Tokenizer:
     return tokenizer
 
 
-def rows_of_step(cfg: Config, world: World, folder: Path) -> int:
+def resolve_rows_per_step(cfg: Config, world: DistributedContext, folder: Path) -> int:
     """Windows of one optimizer step, over all ranks. A run that is continued on more or fewer ranks keeps the number it has:
     each rank then makes fewer or more micro-batches of them. Raises ValueError(what, where, fix)."""
-    train, before = cfg.train, remembered(folder)
+    train, before = cfg.train, saved_facts(folder)
     words = {"train.batch_size": train.batch_size, "train.accumulation_steps": train.accumulation_steps}
     asked = train.batch_size * train.accumulation_steps * world.size
-    rows = before.get(ROWS_OF_STEP, asked)
+    rows = before.get(ROWS_PER_STEP, asked)
     if asked != rows and any(before.get(word) != value for word, value in words.items()):
         if world.size == 1:
             return asked  # refused with all else that does not agree
         share = f"{rows // world.size}" if rows % world.size == 0 else f"{rows} on a number of ranks that divides it"
-        raise ValueError(
+        raise UserError(
             f"a step of this run has {rows} rows",
             " ".join(f"{word}={value}" for word, value in words.items()) + f" on {world.size} ranks",
             f"leave both words out, or give two whose product is {share}",
         )
     if rows < world.size:
-        raise ValueError(
+        raise UserError(
             f"a step of {rows} rows leaves ranks without work", f"distributed.nproc={cfg.distributed.nproc}", f"start at most {rows} ranks, or use larger steps"
         )
     return rows
@@ -132,26 +133,26 @@ def has_checkpoints(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("step-*"))
 
 
-def check_kernel(cfg: Config, device: torch.device) -> None:
+def check_attention_kernel(cfg: Config, device: torch.device) -> None:
     """Refuse an attention kernel that does not exist for this device and precision; torch would say so in mid-step."""
     kernel, where = cfg.model.attention, f"model.attention={cfg.model.attention}"
     if kernel == "efficient" and device.type == "cpu":
-        raise ValueError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
+        raise UserError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
     if kernel == "flash" and device.type == "cuda" and cfg.precision.name in ("fp32", "tf32"):
-        raise ValueError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
+        raise UserError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
 
 
-def planned(cfg: Config, model: Decoder, loader: StepLoader) -> float:
+def planned_flops(cfg: Config, model: Decoder, loader: StepLoader) -> float:
     """Floating-point operations of the whole run on each rank, as the words promise them: its batches may be shorter than they could be."""
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    positions = steps * loader.order.global_batch / loader.world * cfg.data.max_length * sides_of(cfg.stage.rows)
+    positions = steps * loader.order.global_batch / loader.world * cfg.data.max_length * sequences_per_row(cfg.stage.rows)
     return 6.0 * positions * sum(p.numel() for p in model.parameters())
 
 
-def wrap(model: Decoder, cfg: Config, world: World, precision: Precision, mode: str) -> nn.Module:
+def wrap_model(model: Decoder, cfg: Config, world: DistributedContext, precision: Precision, mode: str) -> nn.Module:
     if mode != "off":
-        keep_programs(Path(cfg.data.cache))
-        lines = cfg.train.batch_size * (sides_of(cfg.stage.rows) if cfg.data.packing == "none" else 1)
+        set_inductor_cache(Path(cfg.data.cache))
+        lines = cfg.train.batch_size * (sequences_per_row(cfg.stage.rows) if cfg.data.packing == "none" else 1)
         model.compile_layers(lone=lines == 1, mode=mode)
     with precision.autocast():
         return world.wrap(model)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
+from common.errors import UserError
 from data.config import DataConfig
-from data.shapes import SHAPES, STAGES
+from data.schemas.schemas import SCHEMAS, STAGE_OF_FORMAT
 from models.config import CHECKPOINTING, ModelConfig
-from runner.engine import compiling
-from runner.engine.distributed import DistributedConfig
-from runner.engine.optim import OptimizerConfig, ScheduleConfig
-from runner.engine.precision import PrecisionConfig
-from runner.engine.stage import StageConfig
-from runner.engine.track import TrackerConfig
+from runner.engine.device import compile as compile_module
+from runner.engine.device.distributed import DistributedConfig
+from runner.engine.device.precision import PrecisionConfig
+from runner.engine.objectives.stage import StageConfig
+from runner.engine.optim.config import OptimizerConfig
+from runner.engine.optim.schedules import ScheduleConfig
+from runner.tracking.logger import TrackerConfig
 
 
 @dataclass
@@ -41,21 +43,21 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
             if getattr(self, word) < 1:
-                raise ValueError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
+                raise UserError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
         for word in ("max_steps", "eval_every", "save_every", "sample_every", "keep_every", "patience"):
             if getattr(self, word) < 0:
-                raise ValueError("a count cannot be negative", f"train.{word}={getattr(self, word)}", "choose 0 (off) or more")
+                raise UserError("a count cannot be negative", f"train.{word}={getattr(self, word)}", "choose 0 (off) or more")
         if self.keep_checkpoints < 2:
             # Should the newest turn out torn or rotten, the one before it is what the run continues from.
-            raise ValueError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
+            raise UserError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
         # As it was called when it was a switch
         self.activation_checkpointing = {"true": "whole", "false": "none"}.get(self.activation_checkpointing.lower(), self.activation_checkpointing)
         if self.activation_checkpointing not in CHECKPOINTING:
-            raise ValueError(
+            raise UserError(
                 "unknown way to recompute", f"train.activation_checkpointing={self.activation_checkpointing}", f"choose one of {', '.join(CHECKPOINTING)}"
             )
-        if self.compile not in compiling.MODES:
-            raise ValueError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compiling.MODES)}, e.g. auto")
+        if self.compile not in compile_module.COMPILE_MODES:
+            raise UserError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compile_module.COMPILE_MODES)}, e.g. auto")
 
 
 @dataclass
@@ -69,7 +71,7 @@ class SweepConfig:
     def __post_init__(self) -> None:
         for word, options in (("fix", ("auto", "tokens", "steps", "epochs")), ("lr_scale", ("none", "linear", "sqrt"))):
             if getattr(self, word) not in options:
-                raise ValueError("unknown way to sweep", f"sweep.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
+                raise UserError("unknown way to sweep", f"sweep.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
 
 
 @dataclass
@@ -91,31 +93,33 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.data.max_length > self.model.max_position_embeddings:
-            raise ValueError(
+            raise UserError(
                 f"rows of {self.data.max_length} tokens do not fit a model of {self.model.max_position_embeddings} positions",
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
-        if self.data.shape and SHAPES[self.data.shape].rows != self.stage.rows:
-            rows = SHAPES[self.data.shape].rows
-            raise ValueError(f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.shape={self.data.shape}", f"such rows are for {STAGES[rows]}")
+        if self.data.shape and SCHEMAS[self.data.shape].rows != self.stage.rows:
+            rows = SCHEMAS[self.data.shape].rows
+            raise UserError(
+                f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.shape={self.data.shape}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
+            )
         if self.data.too_long == "split" and self.stage.rows != "text":
-            raise ValueError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
+            raise UserError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
         if self.precision.name == "fp8":
             self._check_fp8()
         if not 0 <= self.seed < 2**32:
-            raise ValueError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
+            raise UserError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
-            raise ValueError(
+            raise UserError(
                 "patience counts evaluations, and there are none",
                 f"train.patience={self.train.patience}",
                 "set train.eval_every, and data.val_path or data.val_fraction",
             )
         if self.train.max_steps and self.schedule.warmup_steps > self.train.max_steps:
-            raise ValueError(
+            raise UserError(
                 "the warmup is longer than the run",
                 f"schedule.warmup_steps={self.schedule.warmup_steps}",
                 f"choose at most train.max_steps={self.train.max_steps}",
@@ -131,4 +135,4 @@ class Config:
         }  # fmt: skip
         for where, what in unfit.items():
             if what:
-                raise ValueError(what, f"precision=fp8 {where}", "use precision=bf16")
+                raise UserError(what, f"precision=fp8 {where}", "use precision=bf16")

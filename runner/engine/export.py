@@ -7,41 +7,41 @@ from pathlib import Path
 
 import safetensors.torch
 
-from models import hub
+from common.filesystem import sync_dir, sync_tree
 from models.decoder import Decoder
-from runner.engine import randomness
+from models.formats import save
+from runner.checkpoint.manager import load_strict, newest_checkpoint, trainable_parameters
 from runner.engine.build import build_model
-from runner.engine.checkpoint import fill, learning, newest_of
-from runner.engine.disk import sync_folder, sync_tree
-from runner.engine.run import Run
-from runner.engine.stage import prepare
+from runner.engine.device import rng
+from runner.engine.objectives.stage import build_objective
+from runner.engine.state import TrainState
 
 
-def export(run: Run) -> None:
+def export_model(run: TrainState) -> None:
     """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays.
 
     By the leading rank, once its last checkpoint is committed."""
-    model = _gathered(run) if run.world.sharded else run.model
+    model = _unsharded_model(run) if run.world.sharded else run.model
     target, fresh, former = (run.folder / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (fresh, former):
         shutil.rmtree(leftover, ignore_errors=True)
     if run.cfg.stage.lora is not None:
-        hub.save_adapter(fresh, model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
+        save.save_adapter(fresh, model, run.cfg.stage.lora, run.cfg.init_from, Path(run.cfg.data.tokenizer))
     else:
-        hub.save_model(fresh, model, run.cfg.model, Path(run.cfg.data.tokenizer))
+        save.save_model(fresh, model, run.cfg.model, Path(run.cfg.data.tokenizer))
     sync_tree(fresh)
     if target.exists():
         target.rename(former)
     fresh.rename(target)
-    sync_folder(run.folder)
+    sync_dir(run.folder)
     shutil.rmtree(former, ignore_errors=True)
 
 
-def _gathered(run: Run) -> Decoder:
+def _unsharded_model(run: TrainState) -> Decoder:
     """The bare model of ranks that hold it between them, from the checkpoint they have just saved together."""
-    randomness.seed_all(run.cfg.seed)
+    rng.seed_all(run.cfg.seed)
     model = build_model(run.cfg, needs_start=False)
-    prepare(run.cfg.stage, model)
-    folder = newest_of(run.folder)
-    fill(learning(model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
+    build_objective(run.cfg.stage, model)
+    folder = newest_checkpoint(run.folder)
+    load_strict(trainable_parameters(model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
     return model

@@ -19,37 +19,38 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
+from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST
+from common.paths import REPO_ROOT
 from runner.engine.config import Config
-from runner.engine.distributed import MEETING, DistributedConfig
-from runner.engine.signals import StopFlag
-from runner.launch import ranklog
-from runner.launch.carry import as_rank, handed_over
-from runner.launch.processes import begin, end_with_parent, surroundings
-from runner.launch.record import RECORD, Record
-from runner.launch.refusal import ALONE, DONE, FAILED, INTERRUPTED
-from runner.launch.words import ROOT
+from runner.engine.device.distributed import RENDEZVOUS_ENV, DistributedConfig
+from runner.launch import rank_logs
+from runner.launch.signals import StopFlag
+from runner.launch.subprocesses import child_env, die_with_parent, spawn
+from runner.launch.train_process import config_from_json, train_as_rank
+from runner.run_dir.metadata import RUN_FILE, RunMetadata
 
-RUN_ID, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-JOB = "RUNNER_JOB"  # which job of a sweep this process is
-LOOK = 0.1  # seconds between two looks at the store
-GRACE = 30.0  # seconds a rank of a job may outlive the first
-PLACE = "place"  # what a restart continues
+RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
+JOB_ENV = "RUNNER_JOB"  # which job of a sweep this process is
+STORE_POLL_SECONDS = 0.1  # seconds between two looks at the store
+JOB_GRACE = 30.0  # seconds a rank of a job may outlive the first
+RESTART_DIR_KEY = "place"  # what a restart continues
 
-_said = 0  # messages of this process
-_jobs = 0  # jobs this process has announced
+_messages_sent = 0  # messages of this process
+_jobs_announced = 0  # jobs this process has announced
 
 
-def started_us() -> bool:
+def under_torchrun() -> bool:
     return RUN_ID in os.environ
 
 
-def is_on() -> bool:
+def is_multi_process() -> bool:
     """Whether we are one of several that torchrun has started."""
-    return started_us() and _number("WORLD_SIZE", 1) > 1
+    return under_torchrun() and _number("WORLD_SIZE", 1) > 1
 
 
-def leads() -> bool:
-    return is_on() and _number("RANK", 0) == 0
+def is_rank_zero() -> bool:
+    return is_multi_process() and _number("RANK", 0) == 0
 
 
 def _number(name: str, otherwise: int) -> int:
@@ -58,141 +59,141 @@ def _number(name: str, otherwise: int) -> int:
 
 def _prefix() -> str:
     """Keys of this attempt, and within a sweep of this job."""
-    return "/".join([os.environ.get(RESTART, "0"), *filter(None, [os.environ.get(JOB)])])
+    return "/".join([os.environ.get(RESTART_COUNT, "0"), *filter(None, [os.environ.get(JOB_ENV)])])
 
 
 @cache
 def _store() -> Any:
-    from runner.engine.distributed import open_store
+    from runner.engine.device.distributed import open_store
 
     return open_store("torchrun:runner", _number("WORLD_SIZE", 1), timedelta(minutes=5))
 
 
-def _say(**message: Any) -> None:
-    global _said
-    _store().set(f"{_prefix()}/{_said}", json.dumps(message))
-    _said += 1
+def _send(**message: Any) -> None:
+    global _messages_sent
+    _store().set(f"{_prefix()}/{_messages_sent}", json.dumps(message))
+    _messages_sent += 1
 
 
-def check(wanted: DistributedConfig) -> None:
+def check_world(wanted: DistributedConfig) -> None:
     """Refuse words that do not fit how many processes there are."""
     line = f"torchrun --nnodes={wanted.nnodes} --nproc-per-node={'<GPUs of a node>' if wanted.nproc == 'auto' else wanted.nproc}"
     said = f"distributed={wanted.name} distributed.nproc={wanted.nproc} distributed.nnodes={wanted.nnodes}"
-    if not started_us():
+    if not under_torchrun():
         if wanted.nnodes > 1:
             meeting = "--rdzv-backend=c10d --rdzv-endpoint=<first node>:29500"
-            raise ValueError("torchrun starts what runs on several nodes", said, f"on every node: {line} {meeting} runner/train.py distributed={wanted.name}")
+            raise UserError("torchrun starts what runs on several nodes", said, f"on every node: {line} {meeting} runner/train.py distributed={wanted.name}")
         return
     world, nodes = _number("WORLD_SIZE", 1), _number("GROUP_WORLD_SIZE", 1)
     if wanted.name == "single" and world > 1:
-        raise ValueError(f"torchrun has started {world} processes, and a single one is meant to train", said, "add distributed=ddp or distributed=fsdp")
+        raise UserError(f"torchrun has started {world} processes, and a single one is meant to train", said, "add distributed=ddp or distributed=fsdp")
     if (wanted.nnodes > 1 and wanted.nnodes != nodes) or (wanted.name != "single" and wanted.nproc != "auto" and int(wanted.nproc) * wanted.nnodes != world):
-        raise ValueError(
+        raise UserError(
             f"torchrun has started {world} processes on {nodes} {'node' if nodes == 1 else 'nodes'}",
             said,
             f"{line} runner/train.py ..., or take those that are there: distributed.nproc=auto distributed.nnodes={nodes}",
         )
 
 
-def check_launcher(name: str, options: Mapping[str, Any]) -> None:
+def check_sweep_launcher(name: str, options: Mapping[str, Any]) -> None:
     """Refuse a sweep that would start its jobs elsewhere, or several at once: each of them needs all ranks."""
-    if not is_on():
+    if not is_multi_process():
         return
     if name != "local":
-        raise ValueError("a sweep of torchrun's processes goes through our own launcher", f"hydra/launcher={name}", "leave the word out, or leave out torchrun")
+        raise UserError("a sweep of torchrun's processes goes through our own launcher", f"hydra/launcher={name}", "leave the word out, or leave out torchrun")
     for word in ("workers", "devices"):
         if options[word] not in (None, 1):
-            raise ValueError("under torchrun one job at a time trains, on all ranks", f"hydra.launcher.{word}={options[word]}", "leave the word out")
+            raise UserError("under torchrun one job at a time trains, on all ranks", f"hydra.launcher.{word}={options[word]}", "leave the word out")
 
 
 # The first rank
 
 
 @contextmanager
-def leading() -> Iterator[None]:
+def releasing_workers() -> Iterator[None]:
     """Around all that the first rank does: however it ends, nobody waits for it any longer."""
-    if not leads():
+    if not is_rank_zero():
         yield
         return
-    end_with_parent(os.getppid())()
+    die_with_parent(os.getppid())()
     try:
         yield
     finally:
-        _say(leave=True)
+        _send(leave=True)
 
 
-def former() -> Path | None:
+def previous_run_dir() -> Path | None:
     """The run or sweep of before, where torchrun has started us again."""
-    if not leads() or JOB in os.environ or _number(RESTART, 0) == 0:
+    if not is_rank_zero() or JOB_ENV in os.environ or _number(RESTART_COUNT, 0) == 0:
         return None
-    return Path(_store().get(PLACE).decode()) if _store().check([PLACE]) else None
+    return Path(_store().get(RESTART_DIR_KEY).decode()) if _store().check([RESTART_DIR_KEY]) else None
 
 
-def keep(place: Path) -> None:
+def set_restart_dir(place: Path) -> None:
     """`place` is what a restart continues."""
-    if leads() and JOB not in os.environ:
-        _store().set(PLACE, str(place))
+    if is_rank_zero() and JOB_ENV not in os.environ:
+        _store().set(RESTART_DIR_KEY, str(place))
 
 
-def call_the_others(config: Config, record: Record) -> None:
+def broadcast_config(config: Config, record: RunMetadata) -> None:
     """They train with us from here on."""
-    if not leads():
+    if not is_rank_zero():
         return
-    keep(record.folder)
+    set_restart_dir(record.folder)
     record.share(keep=2)
-    _meet()
-    _say(config=dataclasses.asdict(config), folder=str(record.folder), attempt=record.attempt)
+    _set_rendezvous()
+    _send(config=dataclasses.asdict(config), folder=str(record.folder), attempt=record.attempt)
 
 
-def _meet() -> None:
-    os.environ[MEETING] = f"torchrun:runner/{_prefix()}/group"
+def _set_rendezvous() -> None:
+    os.environ[RENDEZVOUS_ENV] = f"torchrun:runner/{_prefix()}/group"
 
 
-def announce() -> dict[str, str]:
+def begin_job() -> dict[str, str]:
     """A job of a sweep is about to start: what its process finds in its environment."""
-    global _jobs
-    if not leads():
+    global _jobs_announced
+    if not is_rank_zero():
         return {}
-    _jobs += 1
-    _say(job=str(_jobs))
-    return {JOB: f"job{_jobs}"}
+    _jobs_announced += 1
+    _send(job=str(_jobs_announced))
+    return {JOB_ENV: f"job{_jobs_announced}"}
 
 
-def job_ended() -> None:
-    if leads():
-        _say(ended=str(_jobs))
+def end_job() -> None:
+    if is_rank_zero():
+        _send(ended=str(_jobs_announced))
 
 
 # All the others
 
 
-def follows() -> bool:
-    return is_on() and not leads()
+def is_worker() -> bool:
+    return is_multi_process() and not is_rank_zero()
 
 
-def follow() -> int:
+def worker_main() -> int:
     """Do what the first rank says; returns the exit code."""
-    end_with_parent(os.getppid())()
+    die_with_parent(os.getppid())()
     jobs: dict[str, subprocess.Popen] = {}
     code = INTERRUPTED
     with StopFlag() as stop:
-        for message in _heard(stop, jobs):
+        for message in _messages(stop, jobs):
             if "config" in message:
-                return _train(message, stop)
+                return _train_rank(message, stop)
             if "leave" in message:
-                code = DONE  # whether or not torchrun, which has seen the first rank leave, tells us to as well
+                code = OK  # whether or not torchrun, which has seen the first rank leave, tells us to as well
                 break
             if "job" in message:
                 number = message["job"]
-                jobs[number] = begin([str(ROOT / "runner" / "train.py")], surroundings() | {JOB: f"job{number}"}, None)
+                jobs[number] = spawn([str(REPO_ROOT / "runner" / "train.py")], child_env() | {JOB_ENV: f"job{number}"}, None)
             if "ended" in message:
-                _wait(jobs.pop(message["ended"]), GRACE)
+                _wait_for_job(jobs.pop(message["ended"]), JOB_GRACE)
         for job in jobs.values():
-            _wait(job, None if stop() else GRACE)
+            _wait_for_job(job, None if stop() else JOB_GRACE)
     return code
 
 
-def _heard(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
+def _messages(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
     """What the first rank says, until we are asked to stop; then the jobs are asked to, and save."""
     store, prefix, number = _store(), _prefix(), 0
     while True:
@@ -202,12 +203,12 @@ def _heard(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[s
         elif stop():
             break
         else:
-            time.sleep(LOOK)
+            time.sleep(STORE_POLL_SECONDS)
     for job in jobs.values():
         job.send_signal(signal.SIGTERM)
 
 
-def _wait(job: subprocess.Popen, seconds: float | None) -> None:
+def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
     try:
         job.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -215,15 +216,15 @@ def _wait(job: subprocess.Popen, seconds: float | None) -> None:
         job.wait()
 
 
-def _train(message: dict[str, Any], stop: StopFlag) -> int:
+def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
     folder, rank = Path(message["folder"]), _number("RANK", 0)
-    _meet()
-    config = handed_over(message["config"], folder)
-    if not (folder / RECORD).is_file():  # a folder of another node: we speak where we are
-        return as_rank(config, Record.of_another_node(folder, message["attempt"]), stop)
-    log = ranklog.RankLog(folder, rank, _number("WORLD_SIZE", 1), message["attempt"])
-    with Record.attach(folder, rank) as record, ranklog.instead_of_the_terminal(log) as terminal:
-        code = as_rank(config, record, stop)
-        if code in (FAILED, ALONE):  # what it refuses the first rank refuses too, and has said
-            ranklog.tell(rank, log.ending(), terminal)
+    _set_rendezvous()
+    config = config_from_json(message["config"], folder)
+    if not (folder / RUN_FILE).is_file():  # a folder of another node: we speak where we are
+        return train_as_rank(config, RunMetadata.of_another_node(folder, message["attempt"]), stop)
+    log = rank_logs.RankLog(folder, rank, _number("WORLD_SIZE", 1), message["attempt"])
+    with RunMetadata.attach(folder, rank) as record, rank_logs.redirect_stdio_to(log) as terminal:
+        code = train_as_rank(config, record, stop)
+        if code in (FAILED, PEER_LOST):  # what it refuses the first rank refuses too, and has said
+            rank_logs.print_rank_lines(rank, log.ending(), terminal)
         return code

@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from data.build import prepare
-from data.chat import ChatTemplate
-from data.formats import Source
-from data.mixture import Part, Rows, mixture
-from data.rows import Recipe, shape_of
-from data.tokenizer import Tokenizer
+from data.batching.mixture import MixedRows, WeightedSource, mix_sources
+from data.sources.files import Source
+from data.store.cache import load_or_build
+from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.encoder import schema_of_source
+from data.tokenize.tokenizer import Tokenizer
+from data.types import EncodingConfig
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
@@ -40,10 +41,10 @@ def write(tmp_path):
 def build(tokenizer, tmp_path):
     """build(rows, path) is what a file becomes: `rows` is text, chat or preference; `options` are those of a Recipe."""
 
-    def build(rows: str, path: Path, **options) -> Rows:
+    def build(rows: str, path: Path, **options) -> MixedRows:
         plain = {"max_length": 64, "too_long": "split" if rows == "text" else "truncate", "train_on": "assistant", "on_bad_row": "error"}
         source = Source.open(path)
-        recipe = Recipe(rows=rows, tokenizer=tokenizer.folder, **{"shape": options.get("shape") or shape_of(source, rows), **plain, **options})
-        return mixture([[Part(source, prepare(source, recipe, tokenizer, tmp_path / "cache"))]], None)
+        recipe = EncodingConfig(rows=rows, tokenizer=tokenizer.folder, **{"shape": options.get("shape") or schema_of_source(source, rows), **plain, **options})
+        return mix_sources([[WeightedSource(source, load_or_build(source, recipe, tokenizer, tmp_path / "cache"))]], None)
 
     return build

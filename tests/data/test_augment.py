@@ -3,20 +3,20 @@ import random
 import numpy as np
 import pytest
 
-from data.augment import EMPTY_THINK, augment
-from data.shapes import Chat, Pair
+from data.schemas.augment import EMPTY_THINK, augment_row
+from data.schemas.schemas import ChatExample, PreferencePair
 
 PROMPTS = ("Be brief.", "Be kind.", "你是助手。")
 USER = {"role": "user", "content": "2 + 2?"}
-CHAT = Chat([USER, {"role": "assistant", "content": "4"}], None)
+CHAT = ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
 def many(row, system_prob, empty_think_prob, seed=1, rows=2000):
-    return [augment(row, system_prob, PROMPTS, empty_think_prob, seed, identity) for identity in range(rows)]
+    return [augment_row(row, system_prob, PROMPTS, empty_think_prob, seed, identity) for identity in range(rows)]
 
 
 def test_off_is_the_very_row():
-    assert augment(CHAT, 0.0, (), 0.0, 1, 7) is CHAT
+    assert augment_row(CHAT, 0.0, (), 0.0, 1, 7) is CHAT
 
 
 def test_certain_options_change_every_row():
@@ -48,24 +48,24 @@ def test_one_option_does_not_move_the_draws_of_the_other():
 
 def test_the_row_that_was_given_is_left_alone():
     many(CHAT, 1.0, 1.0, rows=1)
-    assert CHAT == Chat([USER, {"role": "assistant", "content": "4"}], None)
+    assert CHAT == ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
-@pytest.mark.parametrize("chat", [Chat([{"role": "system", "content": "Mine."}, *CHAT.messages], None), Chat(CHAT.messages, [{"name": "f"}])])
+@pytest.mark.parametrize("chat", [ChatExample([{"role": "system", "content": "Mine."}, *CHAT.messages], None), ChatExample(CHAT.messages, [{"name": "f"}])])
 def test_a_system_message_or_tools_are_not_talked_over(chat):
-    assert augment(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
+    assert augment_row(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
 
 
 @pytest.mark.parametrize(
     "answer", [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}, {"role": "assistant", "content": "<think>hm</think>4"}]
 )
 def test_an_answer_with_reasoning_keeps_it(answer):
-    chat = Chat([USER, answer], None)
-    assert augment(chat, 0.0, (), 1.0, 1, 0) == chat
+    chat = ChatExample([USER, answer], None)
+    assert augment_row(chat, 0.0, (), 1.0, 1, 0) == chat
 
 
 def test_both_sides_of_a_pair_get_the_same():
-    pair = Pair(CHAT, Chat([USER, {"role": "assistant", "content": "5"}], None))
+    pair = PreferencePair(CHAT, ChatExample([USER, {"role": "assistant", "content": "5"}], None))
     for row in many(pair, 0.5, 0.5, rows=200):
         assert row.chosen.messages[:-1] == row.rejected.messages[:-1]
         assert row.chosen.messages[-1]["content"][:-1] == row.rejected.messages[-1]["content"][:-1]

@@ -6,15 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from made_rows import MadeRows, loader, names, singles
+from row_fixtures import MadeRows, loader, names, singles
 
-from data.loader import IGNORE, Single, StepLoader, ahead, collate
-from data.order import SORTED_STEPS, ByLength
-from data.rows import Row, Sequence
+from data.batching.batch import IGNORE_INDEX, UnpackedWindows, collate
+from data.batching.loader import StepLoader, prefetch
+from data.batching.sampler import SORT_WINDOW_STEPS, LengthGroupedSampler
+from data.types import EncodedRow, TokenSequence
 
 
 def grouped(rows: MadeRows, batch_size: int = 4, seed: int = 0, **more: int) -> StepLoader:
-    return StepLoader(Single(rows), ByLength(rows, batch_size, seed), batch_size=batch_size, pad_id=0, packed=False, **more)
+    return StepLoader(UnpackedWindows(rows), LengthGroupedSampler(rows, batch_size, seed), batch_size=batch_size, pad_id=0, packed=False, **more)
 
 
 @given(size=st.integers(1, 60), batch_size=st.integers(1, 8), accumulation_steps=st.integers(1, 4), epoch=st.integers(0, 3))
@@ -55,24 +56,24 @@ def test_grouping_by_length_loses_no_row_and_may_be_entered_anywhere(size, batch
 
 
 def test_grouping_by_length_pads_little_and_keeps_steps_of_all_lengths_mixed():
-    rows = MadeRows([1 + (7 * i) % 61 for i in range(4 * SORTED_STEPS)])
+    rows = MadeRows([1 + (7 * i) % 61 for i in range(4 * SORT_WINDOW_STEPS)])
 
     def fill(it: StepLoader) -> float:
         batches = [batch for step in it.steps(0) for batch in step]
         return sum(int(batch.lengths.sum()) for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
 
-    assert fill(grouped(rows)) > 0.85 > 0.7 > fill(loader(Single(rows)))
+    assert fill(grouped(rows)) > 0.85 > 0.7 > fill(loader(UnpackedWindows(rows)))
     longest = [int(step[0].lengths.max()) for step in grouped(rows).steps(0)]
     assert abs(np.corrcoef(longest, np.arange(len(longest)))[0, 1]) < 0.3
 
 
-class NamedByTheirMaker(Single):
+class NamedByTheirMaker(UnpackedWindows):
     """Rows whose name is that of the process and the thread they were made in."""
 
     def __init__(self, size: int) -> None:
         super().__init__(MadeRows([1] * size))
 
-    def __getitem__(self, index: int) -> list[Row]:
+    def __getitem__(self, index: int) -> list[EncodedRow]:
         return [row._replace(name=f"{os.getpid()} {threading.current_thread().name}") for row in super().__getitem__(index)]
 
 
@@ -104,18 +105,18 @@ def test_opening_a_loader_draws_nothing_from_the_random_state():
 
 
 def test_labels_are_the_next_tokens_where_they_are_learned():
-    row = Row((Sequence(np.array([1, 5, 6, 7, 2], dtype=np.int32), np.array([False, False, True, True, False])),), "row")
+    row = EncodedRow((TokenSequence(np.array([1, 5, 6, 7, 2], dtype=np.int32), np.array([False, False, True, True, False])),), "row")
     batch = collate([[row]], pad_id=0, packed=False)
     assert batch.input_ids[0, :4].tolist() == [1, 5, 6, 7]
-    assert batch.labels[0, :4].tolist() == [IGNORE, 6, 7, IGNORE]
+    assert batch.labels[0, :4].tolist() == [IGNORE_INDEX, 6, 7, IGNORE_INDEX]
     assert batch.lengths.tolist() == [4] and batch.supervised == 2
-    assert (batch.labels[0, 4:] == IGNORE).all() and (batch.input_ids[0, 4:] == 0).all()
+    assert (batch.labels[0, 4:] == IGNORE_INDEX).all() and (batch.input_ids[0, 4:] == 0).all()
 
 
 def test_preference_pairs_lie_all_chosen_then_all_rejected():
-    def pair(n: int) -> Row:
-        sides = tuple(Sequence(np.array([n, n + 1, n + 2], dtype=np.int32), np.array([False, True, True])) for n in (n, n + 50))
-        return Row(sides, f"row:{n}")
+    def pair(n: int) -> EncodedRow:
+        sides = tuple(TokenSequence(np.array([n, n + 1, n + 2], dtype=np.int32), np.array([False, True, True])) for n in (n, n + 50))
+        return EncodedRow(sides, f"row:{n}")
 
     batch = collate([[pair(10)], [pair(20)]], pad_id=0, packed=False)
     assert batch.input_ids[:, 0].tolist() == [10, 20, 60, 70]
@@ -126,7 +127,7 @@ def test_a_step_that_is_made_ahead_breaks_where_it_is_used():
         yield 1
         raise ZeroDivisionError
 
-    steps = ahead(made())
+    steps = prefetch(made())
     assert next(steps) == 1
     with pytest.raises(ZeroDivisionError):
         next(steps)
@@ -142,7 +143,7 @@ def test_what_is_left_early_is_closed_and_its_thread_ends():
             closed.append(threading.current_thread().name)
 
     before = threading.active_count()
-    steps = ahead(made())
+    steps = prefetch(made())
     assert next(steps) == 1
     steps.close()
     assert closed and threading.active_count() == before

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from data.samples.make import SEED, write
-from data.samples.wordings import load
-from data.samples.world import LANGUAGES, build_world
+from scripts.sample_world.make import SEED, write
+from scripts.sample_world.wordings import load
+from scripts.sample_world.world import LANGUAGES, build_world
 
 FOLDER = Path(__file__).parents[2] / "data" / "samples"
 TRAINING = ("pretrain", "sft", "lora_identity", "dpo")

@@ -3,7 +3,7 @@ import time
 import pytest
 from jinja2 import TemplateError
 
-from data.sandbox import MOST_CHARACTERS, compiled
+from data.tokenize.jinja_sandbox import MAX_CHARACTERS, compile_template
 
 HOSTILE = {
     "loops in loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
@@ -28,14 +28,14 @@ HOSTILE = {
 def test_a_hostile_template_ends_soon_and_with_a_refusal(source):
     began = time.monotonic()
     with pytest.raises(TemplateError):
-        compiled(source)()
+        compile_template(source)()
     assert time.monotonic() - began < 20  # a second or two on a quiet machine
 
 
 @pytest.mark.parametrize("source", ["{{ lipsum() }}", "{{ [1, 2, 3] | random }}"])
 def test_a_template_cannot_throw_dice(source):
     with pytest.raises(TemplateError):
-        compiled(source)()
+        compile_template(source)()
 
 
 def test_what_public_templates_use_is_there():
@@ -46,14 +46,14 @@ def test_what_public_templates_use_is_there():
         "{{ 'on' if enable_thinking is defined else 'off' }}{{ documents is none }}{{ dict(a=1).items() | list }}{{ strftime_now('%d %B %Y') }}{{ 3 * 2 + 1 }}"
     )
     messages = [{"role": role, "content": f" {role} "} for role in ("system", "user", "assistant", "user")]
-    rendered = compiled(source)(messages=messages, tools={"b": "<é>", "a": 1}, documents=None)
+    rendered = compile_template(source)(messages=messages, tools={"b": "<é>", "a": 1}, documents=None)
     assert rendered == '2USER3ASSISTANTuser,assistant,user{\n  "a":1,\n  "b":"<é>"\n}offTrue[(\'a\', 1)]26 July 20247'
 
 
 def test_a_conversation_of_ten_thousand_turns_renders():
     messages = [{"role": "user", "content": "x" * 100}] * 10_000
     assert (
-        len(compiled("{% for m in messages[::-1] %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}")(messages=messages))
+        len(compile_template("{% for m in messages[::-1] %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}")(messages=messages))
         == 1_000_000
-        < MOST_CHARACTERS
+        < MAX_CHARACTERS
     )

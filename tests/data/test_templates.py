@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data.badrow import BadRow
-from data.chat import ChatTemplate
-from data.tokenizer import Tokenizer
+from data.schemas.errors import BadRowError
+from data.tokenize.chat_template import ChatTemplate
+from data.tokenize.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 TEMPLATES = Path(__file__).with_name("templates")
@@ -156,7 +156,7 @@ def test_a_call_without_words_is_learned_and_its_result_is_not(families, name, w
 def test_qwen_drops_earlier_thoughts_so_only_the_last_answer_can_be_learned(families):
     template = families("qwen3")
     talk = [QUESTION, says("four", reasoning_content="2 and 2"), AGAIN, says("4", reasoning_content="again")]
-    with pytest.raises(BadRow, match="message 1") as refusal:
+    with pytest.raises(BadRowError, match="message 1") as refusal:
         template.encode(talk)
     assert refusal.value.args[2].startswith("data.train_on=last_assistant; or ")
     assert learned(template, talk, train_on="last_assistant") == ["<think>\nagain\n</think>\n\n4<|im_end|>"]
@@ -184,7 +184,7 @@ def test_a_system_message_is_kept(families, name):
 
 def test_mistral_moves_the_system_message_so_only_the_last_answer_can_be_learned(families):
     talk = [{"role": "system", "content": "Be brief."}, QUESTION, says("four"), AGAIN, says("4")]
-    with pytest.raises(BadRow) as refusal:
+    with pytest.raises(BadRowError) as refusal:
         families("mistral").encode(talk)
     assert refusal.value.reason == "turns rewritten by the chat template"
     assert learned(families("mistral"), talk, train_on="last_assistant") == [" 4</s>"]
@@ -192,7 +192,7 @@ def test_mistral_moves_the_system_message_so_only_the_last_answer_can_be_learned
 
 @pytest.mark.parametrize("name, talk", [("gemma", [{"role": "system", "content": "x"}, QUESTION, says("4")]), ("llama2", [QUESTION, AGAIN, says("4")])])
 def test_a_conversation_that_the_template_refuses_is_a_bad_row(families, name, talk):
-    with pytest.raises(BadRow, match="refuses the conversation") as refusal:
+    with pytest.raises(BadRowError, match="refuses the conversation") as refusal:
         families(name).encode(talk)
     assert refusal.value.reason == "refused by the chat template"
 
@@ -206,7 +206,7 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_row(families, name, t
     ],
 )
 def test_what_a_template_would_silently_leave_out_is_a_bad_row(families, field, talk, tools):
-    with pytest.raises(BadRow, match=f"leaves out {field}") as refusal:
+    with pytest.raises(BadRowError, match=f"leaves out {field}") as refusal:
         families("chatml").encode(talk, tools)
     assert refusal.value.reason == f"{field} lost by the chat template"
 
@@ -219,7 +219,7 @@ def test_what_a_template_would_silently_leave_out_is_a_bad_row(families, field, 
     ],
 )
 def test_words_that_a_template_would_silently_leave_out_are_a_bad_row(families, name, talk, lost):
-    with pytest.raises(BadRow, match=f"leaves out {lost}"):
+    with pytest.raises(BadRowError, match=f"leaves out {lost}"):
         families(name).encode(talk, train_on="last_assistant")
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.chat import CHATML
-from data.tokenizer import SMALLEST, SPECIAL, TAGS, Tokenizer, train_bpe
+from data.tokenize.chat_template import CHATML
+from data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
+from data.tokenize.train import MIN_VOCAB_SIZE, RESERVED_TAGS, train_bpe
 
 SHIPPED = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 TEXTS = ["Hello world 123", "  indented\n\n\ttext  ", "你好，世界！今天天气很好。", "naïve café 🙂 \u2028 line", "def f(x):\n    return x < 3", ""]
@@ -22,7 +23,7 @@ def auto():
 def test_the_shipped_tokenizer_has_6400_words_and_its_control_tokens_first(tokenizer):
     assert tokenizer.vocab_size == 6400
     assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
-    assert list(tokenizer.control_ids) == [*SPECIAL, *TAGS] and list(tokenizer.control_ids.values()) == list(range(9))
+    assert list(tokenizer.control_ids) == [*SPECIAL_TOKENS, *RESERVED_TAGS] and list(tokenizer.control_ids.values()) == list(range(9))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -40,7 +41,7 @@ def test_any_text_comes_back_from_its_ids(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
 
 
-@pytest.mark.parametrize("token", [*SPECIAL, *TAGS])
+@pytest.mark.parametrize("token", [*SPECIAL_TOKENS, *RESERVED_TAGS])
 def test_a_control_token_in_plain_text_stays_text(tokenizer, token):
     ids = tokenizer.encode(f"a {token}{token} b")
     assert not set(ids) & set(tokenizer.control_ids.values())
@@ -63,7 +64,7 @@ def test_a_batch_is_cut_like_its_texts(tokenizer):
 
 def test_training_knows_all_bytes_and_keeps_the_fixed_ids_even_when_the_text_holds_the_tokens(tmp_path):
     trained = train_bpe(["<|im_end|> abc <think> " * 50], 300, tmp_path / "new", CHATML.read_text())
-    assert SMALLEST < trained.vocab_size <= 300 and (trained.bos_id, trained.eos_id, trained.pad_id) == (1, 2, 0)
+    assert MIN_VOCAB_SIZE < trained.vocab_size <= 300 and (trained.bos_id, trained.eos_id, trained.pad_id) == (1, 2, 0)
     assert not set(trained.encode("<|im_end|> <think>")) & set(range(9))
     assert trained.decode(trained.encode("\x00 日本 🙂")) == "\x00 日本 🙂"
 
@@ -77,7 +78,7 @@ def test_the_fingerprint_changes_with_the_chat_template(tmp_path, tokenizer):
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="taken by the control tokens"):
-        train_bpe(["a"], SMALLEST - 1, tmp_path, "")
+        train_bpe(["a"], MIN_VOCAB_SIZE - 1, tmp_path, "")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -5,11 +5,11 @@ import multiprocessing
 import pytest
 import torch
 
-from runner.engine.found import read
-from runner.engine.judging import evaluate
-from runner.engine.loop import Interrupted, take_step, train, train_step
-from runner.engine.optim import lr_at
-from runner.engine.run import RunFailed
+from common.errors import Interrupted, TrainingError
+from runner.engine.evaluation import evaluate_loss
+from runner.engine.loop import step_with_retries, train, train_step
+from runner.engine.optim.schedules import lr_at
+from runner.engine.step_output import fetch_results
 
 STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
 PACKED = ["data.packing=pack"]
@@ -52,14 +52,14 @@ def test_accumulation_changes_nothing_but_memory(make_run, stage, extra):
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
 def test_the_first_loss_is_that_of_a_guess(make_run, stage):
     run = make_run(stage)
-    (result,) = read(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
+    (result,) = fetch_results(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
     assert result.means["loss"] == pytest.approx(math.log(run.cfg.model.vocab_size), rel=0.02)
 
 
 @pytest.mark.parametrize("stage", ["dpo", "dpo_lora"])
 def test_dpo_starts_from_its_reference_at_ln_2(make_run, stage):
     run = make_run(stage)
-    (result,) = read(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
+    (result,) = fetch_results(run.world, [train_step(run, next(run.loader.steps(0)), lr=1e-9)])
     assert result.means["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.means["reward_margin"] == 0
 
 
@@ -76,7 +76,7 @@ def test_tokens_that_rot_while_a_run_reads_them_fail_it(make_run, workers):
     run = make_run("pretrain", f"data.num_workers={workers}")
     (tokens,) = (run.folder.parent / "cache").glob("*/tokens.bin")
     tokens.write_bytes(bytes(b ^ 1 for b in tokens.read_bytes()))
-    with pytest.raises(RunFailed, match="damaged"):
+    with pytest.raises(TrainingError, match="damaged"):
         train(run)
     assert multiprocessing.active_children() == []
 
@@ -86,7 +86,7 @@ def test_a_run_that_fails_leaves_no_data_worker_behind_to_be_waited_for(make_run
     run = make_run("pretrain", "data.num_workers=2", "train.max_nonfinite_steps=1")
     with torch.no_grad():
         run.model.model.norm.weight.fill_(torch.nan)
-    with pytest.raises(RunFailed, match="not finite") as failed:
+    with pytest.raises(TrainingError, match="not finite") as failed:
         train(run)
     assert failed.traceback and multiprocessing.active_children() == []
 
@@ -95,13 +95,13 @@ def test_an_evaluation_that_breaks_leaves_no_data_worker_behind(make_run):
     run = make_run("pretrain", "data.num_workers=1", "data.val_fraction=0.3")
     run.objective.count = lambda batch: 1 // 0
     with pytest.raises(ZeroDivisionError) as failed:
-        evaluate(run)
+        evaluate_loss(run)
     assert failed.traceback and multiprocessing.active_children() == []
 
 
 def test_a_run_that_ends_far_worse_than_guessing_has_failed(make_run):
     run = make_run("pretrain", "optimizer.lr=5", "train.max_steps=8", "schedule=constant")
-    with pytest.raises(RunFailed, match="diverged: the loss ends at"):
+    with pytest.raises(TrainingError, match="diverged: the loss ends at"):
         train(run)
     assert not (run.folder / "model").exists()
 
@@ -148,7 +148,7 @@ def test_held_out_rows_are_never_trained_on(make_run):
 
 
 def test_evaluation_weighs_every_token_alike_however_rows_are_batched(make_run):
-    losses = [evaluate(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"] for size in (1, 3, 18)]
+    losses = [evaluate_loss(make_run("sft", "data.val_fraction=0.5", f"train.batch_size={size}", folder=str(size)))["loss"] for size in (1, 3, 18)]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
@@ -185,7 +185,7 @@ def test_a_step_that_is_not_finite_moves_no_weight_and_its_rows_are_named(make_r
 
 def test_too_many_such_steps_in_a_row_fail_the_run(make_run):
     run = poisoned(make_run("pretrain", "train.max_nonfinite_steps=2"), steps={1, 3, 4})
-    with pytest.raises(RunFailed, match="2 steps in a row"):
+    with pytest.raises(TrainingError, match="2 steps in a row"):
         train(run)
     assert run.progress.step == 5 and run.progress.nonfinite == 3
 
@@ -202,7 +202,7 @@ def test_fp16_tries_an_overflowing_step_again_with_a_smaller_scale(make_run, log
 
 def test_fp16_that_overflows_at_any_scale_stops_with_advice(make_run):
     run = poisoned(make_run("pretrain", "precision=fp16"), steps={1})
-    with pytest.raises(RunFailed, match="precision=bf16"):
+    with pytest.raises(TrainingError, match="precision=bf16"):
         train(run)
     assert run.precision.scale > 0
     assert all(torch.isfinite(weight).all() for weight in weights(run).values())
@@ -212,7 +212,7 @@ def test_fp16_scales_down_for_a_loss_that_overflows_though_its_gradients_do_not(
     run = make_run("pretrain", "precision=fp16")
     honest = run.objective.loss
     run.objective.loss = lambda model, batch: {"loss": honest(model, batch)["loss"] + (math.inf if run.precision.scale > 2.0**10 else 0.0)}
-    take_step(run, next(run.loader.steps(0)), 1e-3, stop=lambda: False)
+    step_with_retries(run, next(run.loader.steps(0)), 1e-3, stop=lambda: False)
     assert run.precision.scale == 2.0**10 and run.progress.step == 1 and run.progress.overflows == 6
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.optim import OptimizerConfig, ScheduleConfig, build_optimizer, lr_at
-from runner.engine.update import Muon
+from runner.engine.optim.config import OptimizerConfig
+from runner.engine.optim.groups import build_optimizer
+from runner.engine.optim.muon import Muon
+from runner.engine.optim.schedules import ScheduleConfig, lr_at
 
 
 def schedule(name: str, warmup_steps: int = 0, min_lr_ratio: float = 0.1, decay_fraction: float = 0.2) -> ScheduleConfig:

@@ -4,16 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_rows import MadeRows
+from row_fixtures import MadeRows
 from tiny_models import BEST_TWO, config
 
-from data.loader import Batch, collate
-from data.packing import best_fit
-from models.attention import attend, confined
+from data.batching.batch import Batch, collate
+from data.batching.packing import best_fit_plan
 from models.config import LoraConfig
 from models.decoder import Decoder
-from runner.engine.objective import Objective
-from runner.engine.stage import StageConfig, prepare
+from models.layers.attention import attention, document_mask
+from runner.engine.objectives.objective import Objective
+from runner.engine.objectives.stage import StageConfig, build_objective
 
 CAPACITY = 96
 STAGES = {"pretrain": ("text", "next_token"), "dpo": ("preference", "dpo"), "dpo_lora": ("preference", "dpo")}
@@ -22,7 +22,7 @@ STAGES = {"pretrain": ("text", "next_token"), "dpo": ("preference", "dpo"), "dpo
 def objective_of(stage: str, model: Decoder) -> Objective:
     rows, objective = STAGES[stage]
     lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"]) if stage == "dpo_lora" else None
-    made = prepare(StageConfig(name=stage, rows=rows, objective=objective, beta=0.5, lora=lora, after=None, prompts=[]), model)
+    made = build_objective(StageConfig(name=stage, rows=rows, objective=objective, beta=0.5, lora=lora, after=None, prompts=[]), model)
     with torch.no_grad():  # away from the reference, where the loss is flat
         for p in model.parameters():
             if p.requires_grad:
@@ -31,7 +31,7 @@ def objective_of(stage: str, model: Decoder) -> Objective:
 
 
 def batches_of(rows: MadeRows) -> tuple[Batch, Batch]:
-    packed = [[rows[i] for i in window] for window in best_fit(rows.sizes, CAPACITY)]
+    packed = [[rows[i] for i in window] for window in best_fit_plan(rows.sizes, CAPACITY)]
     return collate([[rows[i]] for i in range(len(rows))], pad_id=0, packed=False), collate(packed, pad_id=0, packed=True)
 
 
@@ -74,15 +74,15 @@ def test_queries_in_blocks_see_what_the_whole_mask_shows(T):
     torch.manual_seed(0)
     sequences = torch.cat([torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1)
     q, k, v = torch.randn(2, 4, T, 16), torch.randn(2, 2, T, 16), torch.randn(2, 2, T, 16)
-    mask = confined(sequences, dropout=0.0)
+    mask = document_mask(sequences, dropout=0.0)
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(attend(q, k, v, mask, 0.0, "auto"), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(attention(q, k, v, mask, 0.0, "auto"), whole, rtol=0, atol=1e-6)
 
 
 def test_the_mask_for_the_gpu_lets_through_what_the_mask_for_the_cpu_does():
     from torch.nn.attention.flex_attention import create_mask
 
-    from models.attention import may_look
+    from models.layers.attention import document_mask_mod
 
     sequences = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
-    assert torch.equal(create_mask(may_look(sequences), 2, None, 6, 6, device="cpu"), confined(sequences, 0.0))
+    assert torch.equal(create_mask(document_mask_mod(sequences), 2, None, 6, 6, device="cpu"), document_mask(sequences, 0.0))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from models.fp8 import Fp8Linear
-from runner.engine import compiling
-from runner.engine.precision import Precision, PrecisionConfig
+from models.layers.fp8 import Fp8Linear
+from runner.engine.device import compile
+from runner.engine.device.precision import Precision, PrecisionConfig
 
 
 @pytest.fixture
@@ -65,9 +65,9 @@ def test_fp8_is_for_the_layers_and_neither_for_head_nor_embedding(gpu, make_run)
 
 
 def test_cuda_graphs_and_gradients_that_are_added_up_do_not_go_together():
-    for word in compiling.GRAPHS:
-        compiling.check_graphs(word, torch.device("cuda"), batches=1)
-        compiling.check_graphs(word, torch.device("cpu"), batches=4)  # there it records none
+    for word in compile.CUDA_GRAPH_MODES:
+        compile.check_cuda_graphs(word, torch.device("cuda"), batches=1)
+        compile.check_cuda_graphs(word, torch.device("cpu"), batches=4)  # there it records none
         with pytest.raises(ValueError, match="several micro-batches"):
-            compiling.check_graphs(word, torch.device("cuda"), batches=2)
-    compiling.check_graphs("default", torch.device("cuda"), batches=4)
+            compile.check_cuda_graphs(word, torch.device("cuda"), batches=2)
+    compile.check_cuda_graphs("default", torch.device("cuda"), batches=4)

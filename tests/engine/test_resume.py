@@ -8,9 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from runner.engine import checkpoint, durable
-from runner.engine.loop import Interrupted, train
-from runner.engine.verify import differences
+from common.errors import Interrupted
+from runner.checkpoint import atomic_dir, manager
+from runner.engine.loop import train
+from runner.engine.verify_resume import diff_run_dirs
 
 # 18 rows in steps of 3: six steps an epoch, two epochs.
 TWO_EPOCHS = [
@@ -47,23 +48,23 @@ def test_a_stop_after_any_step_of_two_epochs_changes_no_bit(stop_and_go):
     words = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
     whole = stop_and_go("sft", *words, cuts=[], folder="whole")
     for cut in range(1, 12):
-        assert differences(whole, stop_and_go("sft", *words, cuts=[cut], folder=f"stopped{cut}")) == [], cut
+        assert diff_run_dirs(whole, stop_and_go("sft", *words, cuts=[cut], folder=f"stopped{cut}")) == [], cut
 
 
 def test_two_stops_in_one_epoch_change_no_bit(stop_and_go):
     words = ["model.dropout=0.1"]
-    assert differences(stop_and_go("pretrain", *words, cuts=[], folder="whole"), stop_and_go("pretrain", *words, cuts=[2, 4])) == []
+    assert diff_run_dirs(stop_and_go("pretrain", *words, cuts=[], folder="whole"), stop_and_go("pretrain", *words, cuts=[2, 4])) == []
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
 def test_a_stop_among_packed_windows_changes_no_bit(stop_and_go, stage):
     words = ["data.packing=pack", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
-    assert differences(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[2, 5])) == []
+    assert diff_run_dirs(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[2, 5])) == []
 
 
 def test_a_stop_among_rows_grouped_by_length_changes_no_bit(stop_and_go):
     words = ["data.group_by_length=true", "model.dropout=0.1"]
-    assert differences(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[4])) == []
+    assert diff_run_dirs(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[4])) == []
 
 
 def cells():
@@ -97,14 +98,14 @@ def test_whatever_the_switches_a_stop_changes_no_bit(stop_and_go, cell):
     stage, words = cell["stage"], [f"{word}={value}" for word, value in cell.items() if word != "stage"]
     if cell["train.accumulation_steps"] == 3:
         words.append("train.batch_size=1")
-    assert differences(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[7])) == []
+    assert diff_run_dirs(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[7])) == []
 
 
 @pytest.mark.slow
 def test_with_all_that_makes_a_step_cheap_a_stop_changes_no_bit(stop_and_go):
     fast = ["train.compile=default", "data.packing=pack", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
     words = [*fast, "train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
-    assert differences(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[2, 5])) == []
+    assert diff_run_dirs(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[2, 5])) == []
 
 
 def changed_state(change):
@@ -162,23 +163,23 @@ def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch,
     """`None` leaves nothing out: the others fail for what they miss, not for how they are made."""
     words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
     # The first is the best: what is forgotten of it stays forgotten.
-    monkeypatch.setattr("runner.engine.judging.evaluate", lambda run: {"loss": float(run.progress.step)})
+    monkeypatch.setattr("runner.engine.evaluation.evaluate_loss", lambda run: {"loss": float(run.progress.step)})
     whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
     half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
     with pytest.raises(Interrupted):
         train(half, stop=lambda: half.progress.step == 7)
-    monkeypatch.setattr(durable, "verify", lambda folder: None)  # the checksums would notice
+    monkeypatch.setattr(atomic_dir, "verify_dir", lambda folder: None)  # the checksums would notice
     unnoticed = []
     for item in [None, *MUTANTS]:
         folder = shutil.copytree(half.folder, tmp_path / "rest")
         if item:
-            MUTANTS[item](checkpoint.newest_of(folder))
+            MUTANTS[item](manager.newest_checkpoint(folder))
         rest = make_run("pretrain", *TWO_EPOCHS, *words, folder="rest", rows=20, attempt=2)
         try:
             train(rest)
         except ValueError:
             assert item  # refused: noticed as well
         else:
-            unnoticed += [] if differences(whole, folder) else [item]
+            unnoticed += [] if diff_run_dirs(whole, folder) else [item]
         shutil.rmtree(folder)
     assert unnoticed == [None]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny_models import random_model, tokens
 from torch import Tensor
 
-from models.attention import confined
-from models.attention_cpu import attention
+from models.layers.attention import document_mask
+from models.layers.attention_cpu import cpu_attention
 
 
 def packed_lines(T: int) -> Tensor:
@@ -23,8 +23,8 @@ def packed_lines(T: int) -> Tensor:
 def test_blocks_give_what_the_whole_gives_forwards_and_backwards(T: int, packed: bool, keep: bool) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, T, 16, requires_grad=True) for heads in (4, 2, 2))
-    mask = confined(packed_lines(T), dropout=0.0) if packed else None
-    found = attention(q, k, v, mask, keep)[0]
+    mask = document_mask(packed_lines(T), dropout=0.0) if packed else None
+    found = cpu_attention(q, k, v, mask, keep)[0]
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
     weigh = torch.randn_like(expected)
@@ -35,8 +35,8 @@ def test_blocks_give_what_the_whole_gives_forwards_and_backwards(T: int, packed:
 def test_a_score_that_overflows_spoils_no_other_sequence() -> None:
     q, k = torch.full((1, 2, 8, 16), 60.0).half(), torch.ones(1, 2, 8, 16).half()
     k[:, :, :4] = 20_000.0
-    mask = confined((torch.arange(8) // 4).unsqueeze(0), dropout=0.0)
-    found = attention(q, k, k, mask, False)[0]
+    mask = document_mask((torch.arange(8) // 4).unsqueeze(0), dropout=0.0)
+    found = cpu_attention(q, k, k, mask, False)[0]
     assert not found[:, :, :4].isfinite().all() and found[:, :, 4:].isfinite().all()
 
 

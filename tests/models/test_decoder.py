@@ -14,10 +14,11 @@ from tiny_models import BEST_TWO, EXPERTS, LLAMA, YARN, V, apart, config, random
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.decoder import IGNORE, Decoder
+from models.decoder import Decoder
+from models.formats.hf_config import to_hf_config
 from models.generate import generate
-from models.hub_config import config_json
-from runner.launch.compose import compose
+from models.layers.chunked_loss import IGNORE_LABEL
+from runner.config.compose import compose_config
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
 PARAMETERS = {
@@ -33,7 +34,7 @@ def reference(cfg: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
     """The transformers model of the same weights; its experts lie in one tensor a layer."""
     import transformers
 
-    settings = config_json(cfg, {})
+    settings = to_hf_config(cfg, {})
     name = settings["architectures"][0]
     theirs = getattr(transformers, name)(getattr(transformers, name.replace("ForCausalLM", "Config"))(**settings))
     fused = dict(weights)
@@ -49,7 +50,7 @@ def reference(cfg: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
 @pytest.mark.parametrize("name", [path.stem for path in sorted(MODELS.glob("*.yaml"))])
 def test_each_model_has_the_parameters_its_name_promises(name: str) -> None:
     with torch.device("meta"):
-        model = Decoder(compose([f"model={name}"]).model)
+        model = Decoder(compose_config([f"model={name}"]).model)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
@@ -75,11 +76,11 @@ def test_an_untrained_model_knows_nothing() -> None:
 def test_the_loss_of_a_position_is_its_labels_and_zero_without_one() -> None:
     model, ids = random_model(), tokens(2, 33)
     labels = ids[:, 1:].clone()
-    labels[0, 5:] = IGNORE
+    labels[0, 5:] = IGNORE_LABEL
     nll = model(ids[:, :-1], labels=labels).nll
     expected = -model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     assert torch.equal(nll[0, 5:], torch.zeros(27))
-    torch.testing.assert_close(nll[labels != IGNORE], expected[labels != IGNORE])
+    torch.testing.assert_close(nll[labels != IGNORE_LABEL], expected[labels != IGNORE_LABEL])
 
 
 def test_no_position_sees_a_later_one() -> None:

@@ -11,7 +11,7 @@ from tiny_models import random_model, tokens
 from torch import Tensor, nn
 
 from models.decoder import Decoder
-from models.fp8 import GRADIENTS, WEIGHTS, Fp8Linear, product, rounded, use_fp8
+from models.layers.fp8 import GRADIENTS, WEIGHTS, Fp8Linear, product, rounded, use_fp8
 
 # Half a last digit of three (e4m3) or two (e5m2) is at most 6.25 and 12.5 %, on average less than half of that; products of two roundings add up.
 FORWARD, BACKWARD = 0.05, 0.08

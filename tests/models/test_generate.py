@@ -11,7 +11,7 @@ from tiny_models import BEST_TWO, YARN, random_model, tokens
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.generate import Sampler, generate
-from models.lora import adapter_state, adapters_off, add_lora
+from models.lora import adapter_state_dict, add_lora, disable_adapters
 
 PROMPTS = [tokens(5).tolist(), tokens(17, seed=2).tolist(), tokens(1, seed=3).tolist()]
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, "stop_ids": []}
@@ -35,10 +35,10 @@ def test_a_batch_of_unequal_prompts_is_each_prompt_by_itself(changes: dict[str, 
 def test_greedy_is_transformers_greedy_token_for_token(penalty: float) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from models.hub_config import config_json
+    from models.formats.hf_config import to_hf_config
 
     model = random_model()
-    theirs = Qwen3ForCausalLM(Qwen3Config(**config_json(model.cfg, {}))).eval()
+    theirs = Qwen3ForCausalLM(Qwen3Config(**to_hf_config(model.cfg, {}))).eval()
     theirs.load_state_dict(model.state_dict())
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
@@ -108,10 +108,10 @@ def test_an_adapter_is_heard_and_can_be_switched_off() -> None:
     model = random_model()
     bare = generate(model, PROMPTS, **GREEDY)
     add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"]))
-    for p in adapter_state(model).values():
+    for p in adapter_state_dict(model).values():
         torch.nn.init.normal_(p, std=0.3)
     assert generate(model, PROMPTS, **GREEDY) != bare
-    with adapters_off(model):
+    with disable_adapters(model):
         assert generate(model, PROMPTS, **GREEDY) == bare
 
 

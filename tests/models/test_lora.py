@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.config import LoraConfig
 from models.decoder import Decoder
-from models.lora import AdaptedLinear, adapter_state, adapters_off, add_lora, load_adapter, merge, unmerge, use_adapter
+from models.lora import LoraLinear, adapter_state_dict, add_lora, disable_adapters, load_adapter, merge_adapters, unmerge_adapters, use_adapter
 
 IDS = tokens(2, 16)
 
@@ -29,7 +29,7 @@ def adapted(**changes: Any) -> Decoder:
 
 
 def shake(model: Decoder, std: float, name: str = "default") -> None:
-    for path, p in adapter_state(model).items():
+    for path, p in adapter_state_dict(model).items():
         if f".{name}." in path:
             torch.nn.init.normal_(p, std=std)
 
@@ -50,27 +50,27 @@ def test_the_base_keeps_its_names_and_only_the_adapter_learns() -> None:
     names = set(model.state_dict())
     add_lora(model, lora())
     assert set(weights(model)) == names
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(adapter_state(model))
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(adapter_state_dict(model))
     model(IDS, labels=IDS).nll.sum().backward()
     assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
 
 
 def test_linears_that_are_not_square_are_adapted_too() -> None:
     model = adapted()
-    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, AdaptedLinear)}
+    shapes = {(m.in_features, m.out_features) for m in model.modules() if isinstance(m, LoraLinear)}
     assert shapes == {(48, 64), (48, 32), (80, 48)}
-    assert sum(p.numel() for p in adapter_state(model).values()) == 2 * 4 * (48 + 64 + 48 + 32 + 80 + 48)
+    assert sum(p.numel() for p in adapter_state_dict(model).values()) == 2 * 4 * (48 + 64 + 48 + 32 + 80 + 48)
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "moe"])
 def test_merged_weights_say_what_the_adapter_said(changes: dict[str, Any]) -> None:
     model = adapted(std=0.05, **changes)
     before, said = weights(model), model(IDS).logits
-    merge(model)
+    merge_adapters(model)
     assert apart(model(IDS).logits, said) < 1e-6
-    merge(model)  # nothing is left to merge
+    merge_adapters(model)  # nothing is left to merge
     assert apart(model(IDS).logits, said) < 1e-6
-    unmerge(model)
+    unmerge_adapters(model)
     assert apart(model(IDS).logits, said) < 1e-6
     assert max(apart(p, before[name]) for name, p in weights(model).items()) < 1e-6
 
@@ -79,7 +79,7 @@ def test_switching_adapters_off_is_the_base_and_comes_back() -> None:
     model = adapted(dropout=0.3)
     said = model(IDS).logits
     model.train()
-    with adapters_off(model):
+    with disable_adapters(model):
         assert torch.equal(model(IDS).logits, random_model()(IDS).logits)
     assert model.training
     assert torch.equal(model.eval()(IDS).logits, said)
@@ -88,7 +88,7 @@ def test_switching_adapters_off_is_the_base_and_comes_back() -> None:
 def test_adapters_come_back_after_a_failure() -> None:
     model = adapted()
     said = model(IDS).logits
-    with pytest.raises(RuntimeError), adapters_off(model):
+    with pytest.raises(RuntimeError), disable_adapters(model):
         raise RuntimeError
     assert torch.equal(model(IDS).logits, said)
 
@@ -128,7 +128,7 @@ def test_a_target_that_is_no_layer_is_refused_with_those_that_are(targets: list[
 
 
 def test_a_saved_adapter_fits_its_like_alone() -> None:
-    model, state = adapted(), {name: p.clone() for name, p in adapter_state(adapted()).items()}
+    model, state = adapted(), {name: p.clone() for name, p in adapter_state_dict(adapted()).items()}
     shake(model, 0.5)
     load_adapter(model, state)
     assert torch.equal(model(IDS).logits, adapted()(IDS).logits)

@@ -1,0 +1,89 @@
+"""Exceptions with a meaning for the user, and how they are printed."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+from common.exit_codes import USER_ERROR
+
+
+class Outcome(StrEnum):
+    """How a run ended; field `outcome` of run.json."""
+
+    COMPLETED = "completed"
+    INTERRUPTED = "interrupted"
+    DIVERGED = "diverged"
+    FAILED = "failed"
+
+
+class UserError(ValueError):
+    """Invalid settings or data: printed in three lines without traceback, exit code 2, nothing is trained.
+
+    `message` says what was given and what is allowed, `setting` is the override, file or row it concerns, `fix` what to type or to change.
+    """
+
+    def __init__(self, message: str, setting: str, fix: str) -> None:
+        super().__init__(message, setting, fix)
+        self.message, self.setting, self.fix = message, setting, fix
+
+
+class AlreadyReported(UserError):
+    """A user error that another process of the run has printed."""
+
+
+class TrainingError(Exception):
+    """Training cannot go on; the last valid checkpoint is intact."""
+
+    outcome = Outcome.FAILED
+
+
+class DivergedError(TrainingError):
+    """The loss is not finite, or far above that of a model that guesses."""
+
+    outcome = Outcome.DIVERGED
+
+
+class Interrupted(Exception):
+    """Training was asked to stop, and the step `step` is saved in `folder`."""
+
+    outcome = Outcome.INTERRUPTED
+
+    def __init__(self, step: int, folder: Path) -> None:
+        super().__init__(f"stopped after step {step}, saved")
+        self.folder = folder
+
+
+def is_user_error(error: BaseException | None) -> bool:
+    return isinstance(error, UserError)
+
+
+def report_user_error(error: BaseException) -> int:
+    """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
+    assert isinstance(error, UserError)
+    if not isinstance(error, AlreadyReported):
+        print(f"error: {error.message}\n  where: {error.setting}\n  fix:   {error.fix}", file=sys.stderr)
+    return USER_ERROR
+
+
+def resume_command(folder: Path) -> str:
+    """Return the shell command that resumes the run or sweep in `folder`."""
+    return shlex.join(["python", "runner/train.py", f"resume={folder}"])
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return a hint with the nearest of the `known` names, or `otherwise`."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"did you mean {nearest[0]}?" if nearest else otherwise
+
+
+def did_you_mean_path(path: str | Path) -> str:
+    """Return a hint with the sibling of `path` that has the most similar name. Only the last component is compared."""
+    wanted = Path(path).absolute()
+    siblings = [other.name for other in wanted.parent.glob("*")] if wanted.parent.is_dir() else []
+    nearest = difflib.get_close_matches(wanted.name, siblings, n=1, cutoff=0.75)
+    return f"did you mean {wanted.parent / nearest[0]}?" if nearest else "check the path; a relative path starts at the current directory"

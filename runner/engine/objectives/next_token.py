@@ -1,0 +1,28 @@
+"""FIXME runner.engine.objectives.next_token."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from data.batching.batch import IGNORE_INDEX, Batch
+from models.decoder import Decoder
+from runner.engine.objectives.objective import LossSums
+
+
+class NextToken:
+    """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
+
+    frozen: dict[str, Tensor] = {}
+    beside: list[Decoder] = []
+
+    def count(self, batch: Batch) -> int:
+        return batch.supervised
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossSums:
+        out = model(**batch.inputs, summed=True)
+        loss = out.nll
+        if out.aux is None:
+            return {"loss": loss}
+        # Weighted by its labels, a sequence's balance loss is divided by the same count as its cross-entropy.
+        aux = (out.aux * batch.of_sequences((batch.labels != IGNORE_INDEX).float())).sum()
+        return {"loss": loss + aux, "aux_loss": aux}

@@ -1,0 +1,128 @@
+"""What a person sees while a run goes on: a pinned bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+MetricValues = Mapping[str, int | float | None]
+
+# How a number is shown; one that is not named here is shown as `name value`.
+VALUE_FORMATS = {
+    "loss": "loss {:.3f}",
+    "lr": "lr {:.1e}",
+    "grad_norm": "gnorm {:.2f}",
+    "perplexity": "perplexity {:.4g}",
+}
+BAR_FIELDS = ("loss", "lr", "tokens_per_second")
+HIDDEN_FIELDS = ("epoch", "tokens", "tokens_per_second", "data_wait", "save_stall")
+# Format characters (direction overrides among them), surrogates and unassigned codes may rewrite a terminal as control codes do.
+CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
+def strip_control(text: str) -> str:
+    """Text of any origin, safe to print: line ends and tabs stay, other control and format characters become escapes."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text
+    )
+
+
+def format_values(numbers: MetricValues, validation: str) -> str:
+    """`loss 3.412 | val 3.50@100 | lr 4.9e-04 | 41.2k tok/s`; `validation` stands right behind the loss."""
+    parts = []
+    for name, value in numbers.items():
+        if name in HIDDEN_FIELDS:
+            continue
+        parts.append(f"{name} not finite" if value is None else VALUE_FORMATS.get(name, name + " {:.4g}").format(value))
+        if name == "loss" and validation:
+            parts.append(validation)
+    speed = numbers.get("tokens_per_second")
+    if speed is not None:
+        parts.append(f"{speed / 1000:.1f}k tok/s" if speed >= 1000 else f"{speed:.0f} tok/s")
+    return " | ".join(parts)
+
+
+def format_seconds(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:{seconds:02d}"
+
+
+class NullConsole:
+    """No output; the files of the run say everything. Also the interface of a console."""
+
+    def begin(self, total_steps: int) -> None: ...
+
+    def progress(self, step: int, line: str, shown: str) -> None:
+        """One logged step: `line` is the whole plain line, `shown` the few numbers that fit beside a bar."""
+
+    def say(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class PlainConsole(NullConsole):
+    """One line a message, no control codes: for pipes, files and logs."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+
+    def progress(self, step: int, line: str, shown: str) -> None:
+        self.say(line)
+
+    def say(self, text: str) -> None:
+        if self._stream is None:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
+        except (OSError, ValueError):
+            # The reader went away (a closed pipe, a lost terminal). Training does not: train.log has every line.
+            self._stream = None
+
+
+class RichConsole(NullConsole):
+    """One pinned progress bar; messages scroll past above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+
+        self._console = Console(file=stream, force_terminal=True, highlight=False)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def begin(self, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        # Four turns a second are enough for the eye and leave the cores to the training.
+        steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
+        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))  # it gives way, the numbers do not
+        numbers = TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True))
+        self._bar = Progress(steps, bar, numbers, console=self._console, refresh_per_second=4, expand=True)
+        self._task = self._bar.add_task("train", total=total_steps, shown="")
+        self._bar.start()
+
+    def progress(self, step: int, line: str, shown: str) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, shown=shown)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def open_console(mode: str, stream: TextIO | None = None) -> NullConsole:
+    stream = stream or sys.stdout
+    if mode == "quiet":
+        return NullConsole()
+    if mode == "rich" or (mode == "auto" and stream.isatty()):
+        return RichConsole(stream)
+    return PlainConsole(stream)
