@@ -49,14 +49,14 @@ def finished(folder: Path) -> float:
     from runner.sweep.state import SweepState
 
     rates = [f"{n + 1}e-05" for n in range(FINISHED)]
-    with SweepState.create(folder, words=WORDS, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16) as ledger:
+    with SweepState.create(folder, overrides=WORDS, swept={"optimizer.lr": rates}, sweeper="grid", launcher="local", base_rows=16) as state:
         for rate in rates:
-            job = ledger.add({"optimizer.lr": rate})
+            job = state.add({"optimizer.lr": rate})
             job.update(status="completed", loss=3.0)
             (folder / job["name"]).mkdir()
             run = {"status": "completed", "attempt": 1, "step": 100, "metrics": {"loss": 3.0}, "code": {"commit": "0" * 40}, "data": ["x" * 200]}
             (folder / job["name"] / "run.json").write_text(json.dumps(run))
-        ledger.finish("completed")
+        state.set_status("completed")
     return command(f"resume={folder}")
 
 

@@ -62,16 +62,16 @@ class TrainConfig:
 
 @dataclass
 class SweepConfig:
-    """Words of the sweep a run may be a job of; nothing of its training depends on them."""
+    """Rules of the sweep that a run is a job of. Training does not read them: they become overrides of each job."""
 
-    fix: str
-    lr_scale: str
-    zip: list[str]
+    match_budget: str  # what all jobs have in common: auto, tokens, steps or epochs
+    lr_scale: str  # how optimizer.lr follows the batch size: none, linear or sqrt
+    zip: list[str]  # swept keys whose values are paired instead of combined
 
     def __post_init__(self) -> None:
-        for word, options in (("fix", ("auto", "tokens", "steps", "epochs")), ("lr_scale", ("none", "linear", "sqrt"))):
-            if getattr(self, word) not in options:
-                raise UserError("unknown way to sweep", f"sweep.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
+        for key, allowed in (("match_budget", ("auto", "tokens", "steps", "epochs")), ("lr_scale", ("none", "linear", "sqrt"))):
+            if (value := getattr(self, key)) not in allowed:
+                raise UserError(f"sweep.{key} must be one of {', '.join(allowed)}, got {value}", f"sweep.{key}={value}", f"e.g. sweep.{key}={allowed[0]}")
 
 
 @dataclass
@@ -98,10 +98,10 @@ class Config:
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
-        if self.data.shape and SCHEMAS[self.data.shape].rows != self.stage.rows:
-            rows = SCHEMAS[self.data.shape].rows
+        if self.data.schema and SCHEMAS[self.data.schema].rows != self.stage.rows:
+            rows = SCHEMAS[self.data.schema].rows
             raise UserError(
-                f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.shape={self.data.shape}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
+                f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.schema={self.data.schema}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
             )
         if self.data.too_long == "split" and self.stage.rows != "text":
             raise UserError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")

@@ -147,7 +147,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         folder=folder,
         status=str(stated.get("status") or "unknown"),
         created=str(stated.get("created") or ""),
-        shared=[str(word) for word in _as_list(stated.get("words"))],
+        shared=[str(word) for word in _as_list(stated.get("overrides"))],
         words=[word for word in words if word != SEED_KEY],
         jobs=jobs,
         judged=judged,
@@ -156,7 +156,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
 
 
 def _read_job(folder: Path, stated: dict[str, Any]) -> JobResult:
-    name, words = str(stated.get("name") or ""), stated.get("words")
+    name, words = str(stated.get("name") or ""), stated.get("overrides")
     job = JobResult(name, {str(word): str(value) for word, value in words.items()} if isinstance(words, dict) else {})
     job.status = stated["status"] if stated.get("status") in JOB_STATUSES else "new"
     job.attempt = int(finite_number(stated.get("attempt")) or 1)
@@ -170,7 +170,7 @@ def _read_job(folder: Path, stated: dict[str, Any]) -> JobResult:
         job.status, job.error, job.last_lines, stated = status, "", [], {}
     if job.status == "failed":
         job.error = job.error or str(record.get("error") or "")
-    job.by_hand = _manual_overrides(folder / name, [str(word) for word in _as_list(stated.get("given"))])
+    job.by_hand = _manual_overrides(folder / name, [str(word) for word in _as_list(stated.get("applied_overrides"))])
     job.data = same_data.data_identity(record)
     job.logged = read_run_metrics(folder / name / "metrics.jsonl")
     _mark_comparable(job, record, stated.get("loss"))

@@ -21,7 +21,7 @@ def rows_per_step(config: Config) -> int:
 
 
 def resolve_budget_rule(fix: str, swept: Iterable[str]) -> str:
-    """What `sweep.fix` means for a sweep over these words."""
+    """What `sweep.match_budget` means for a sweep over these words."""
     if fix != "auto":
         return fix
     return "tokens" if set(ROW_KEYS) & set(swept) else "epochs"
@@ -37,13 +37,13 @@ def matching_overrides(config: Config, base: int, fix: str) -> dict[str, str]:
         return {}
     if fix == "steps" and not train.max_steps:
         raise UserError(
-            "steps cannot be kept equal: their number comes from the epochs", "sweep.fix=steps", "add train.max_steps=N, or choose sweep.fix=tokens"
+            "steps cannot be kept equal: their number comes from the epochs", "sweep.match_budget=steps", "add train.max_steps=N, or choose sweep.match_budget=tokens"
         )
     if fix == "epochs" and train.max_steps:
         raise UserError(
             "epochs cannot be kept equal: train.max_steps sets the length",
-            f"sweep.fix=epochs train.max_steps={train.max_steps}",
-            "set train.max_steps=0, or choose sweep.fix=tokens",
+            f"sweep.match_budget=epochs train.max_steps={train.max_steps}",
+            "set train.max_steps=0, or choose sweep.match_budget=tokens",
         )
     found = (
         {}
@@ -57,7 +57,7 @@ def matching_overrides(config: Config, base: int, fix: str) -> dict[str, str]:
 
 def budget_warning(configs: Iterable[Config], base: int, swept: Iterable[str]) -> str | None:
     """One line on jobs that should see the same rows and cannot: a step is not divided."""
-    alike = [config for config in configs if config.train.max_steps and resolve_budget_rule(config.sweep.fix, swept) == "tokens"]
+    alike = [config for config in configs if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"]
     for length in sorted({config.train.max_steps for config in alike}):  # one that is swept differs because it should
         jobs = {
             rows_per_step(config): matching_overrides(config, base, "tokens").get("train.max_steps", length)

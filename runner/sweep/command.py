@@ -40,101 +40,101 @@ def start_sweep(typed: list[str], flags: list[str], app: Callable[[], None]) -> 
     configs = [*_checked_configs(composer, points)] or [composer.config({})]
     base = min(map(budget.rows_per_step, configs))
     for config in configs:
-        budget.matching_overrides(config, base, budget.resolve_budget_rule(config.sweep.fix, swept))
+        budget.matching_overrides(config, base, budget.resolve_budget_rule(config.sweep.match_budget, swept))
     _warn_unequal_budget(configs, base, swept)
     if not any(word.startswith(SWEEP_DIR_KEY) for word in typed):
         naming.create_unique(sweep=True)
     folder = Path(composer.tree(points[0] if points else {}).hydra.sweep.dir).absolute()
-    with SweepState.create(folder, words=validation.storable_overrides(shared), swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as ledger:
+    with SweepState.create(folder, overrides=validation.storable_overrides(shared), swept=swept, sweeper=sweeper, launcher=launcher, base_rows=base) as state:
         for point in points:
-            ledger.add(point)
+            state.add(point)
         for first, groups in zip([True, *[False] * len(composer.choices)], composer.choices, strict=False):
             words = [*(word for word in shared if not word.lstrip("+~").startswith(HYDRA_PREFIXES)), *groups]
             config_snapshot.save_snapshot(folder, words) if first else config_snapshot.extend_snapshot(folder, words, paths.CONF_DIR)
-        ledger.write()  # from here on the sweep can be continued, with all its jobs
+        state.write()  # from here on the sweep can be continued, with all its jobs
         with config_snapshot.as_config_dir(folder) as conf:
-            sweep = SweepSession(ledger, conf)
-            for job in ledger.jobs:
-                sweep.changed(job)  # where weights come from is decided before the first job
+            sweep = SweepSession(state, conf)
+            for job in state.jobs:
+                sweep.derived_overrides(job)  # where weights come from is decided before the first job
             _run_jobs(sweep, typed, flags, app)
 
 
 def resume_sweep(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
     """Run what is not finished of the sweep in `folder`, and what the extra words add to it."""
-    with SweepState.open(folder) as ledger, config_snapshot.as_config_dir(folder) as conf:
-        more, added = parse_additions(ledger, extra, conf)
-        if not (added or more or any(map(needs_run, ledger.jobs)) or ledger.fields["sweeper"] not in FINITE_SWEEPERS):
-            return _finish(SweepSession(ledger), stopped=False)
+    with SweepState.open(folder) as state, config_snapshot.as_config_dir(folder) as conf:
+        more, added = parse_additions(state, extra, conf)
+        if not (added or more or any(map(needs_run, state.jobs)) or state.fields["sweeper"] not in FINITE_SWEEPERS):
+            return _finish(SweepSession(state), stopped=False)
         changed = config_snapshot.changed_files(folder)
         for line in changed:
             print(f"resume: {line}", file=sys.stderr)
         if added or more:
-            _extend(ledger, more, added, conf)
-        sweep = SweepSession(ledger, conf)
+            _extend(state, more, added, conf)
+        sweep = SweepSession(state, conf)
         typed = [
             *grid.merge_overrides(sweep.shared, (word for word in more if word.lstrip("+~").startswith(HYDRA_PREFIXES))),
-            *(f"{key}={','.join(values)}" for key, values in ledger.fields["swept"].items()),
+            *(f"{key}={','.join(values)}" for key, values in state.fields["swept"].items()),
         ]
         from_copy = ["--config-path", str(conf)] if changed else []  # a swept choice may be of a file that is gone from today's
         _run_jobs(sweep, typed, ["--multirun", *(flag for flag in flags if flag not in MULTIRUN_FLAG_NAMES), *from_copy], app)
 
 
-def parse_additions(ledger: SweepState, extra: list[str], conf: Path) -> tuple[list[str], dict[str, list[str]]]:
+def parse_additions(state: SweepState, extra: list[str], conf: Path) -> tuple[list[str], dict[str, list[str]]]:
     """(words for all jobs, values of swept words) of what is typed behind resume=. Refuses what this sweep cannot take."""
     more, added, _ = grid.split_swept(extra, conf)
-    stored = ledger.fields["swept"]
-    validation.check_stored_overrides(ledger)
-    chosen = [f"hydra/{part}={ledger.fields[part]}" for part in ("sweeper", "launcher") if part in ledger.fields]
-    external.check_plugins(grid.merge_overrides(grid.merge_overrides(chosen, ledger.fields["words"]), extra))
+    stored = state.fields["swept"]
+    validation.check_stored_overrides(state)
+    chosen = [f"hydra/{part}={state.fields[part]}" for part in ("sweeper", "launcher") if part in state.fields]
+    external.check_plugins(grid.merge_overrides(grid.merge_overrides(chosen, state.fields["overrides"]), extra))
     added |= {key: [value] for key, value in map(grid.split_override, more) if key in stored}
     added = {key: grid.canonicalize(key, values, known=stored.get(key, ())) for key, values in added.items()}
     more = [word for word in more if word.partition("=")[0] not in stored]
-    validation.check_additions(ledger, more, added, conf)
+    validation.check_additions(state, more, added, conf)
     return more, added
 
 
 def pending_overrides(sweep: SweepSession, job: SweepJob, plain: list[str]) -> list[str]:
     """What a job that has begun is continued with: these words for all jobs, by its share, and those it still waits for."""
     keys = {word.partition("=")[0] for word in plain}
-    share = grid.merge_overrides(plain, [f"{key}={value}" for key, value in sweep.changed(job).items() if key in keys])
-    return grid.merge_overrides(job.get("pending", []), share)
+    share = grid.merge_overrides(plain, [f"{key}={value}" for key, value in sweep.derived_overrides(job).items() if key in keys])
+    return grid.merge_overrides(job.get("pending_overrides", []), share)
 
 
 def _run_jobs(sweep: SweepSession, typed: list[str], flags: list[str], app: Callable[[], None]) -> None:
-    ledger, stopped = sweep.ledger, False
-    torchrun.set_restart_dir(ledger.folder)
-    naming.set_swept_keys(ledger.fields["swept"])
+    state, stopped = sweep.state, False
+    torchrun.set_restart_dir(state.folder)
+    naming.set_swept_keys(state.fields["swept"])
     current_sessions.append(sweep)
-    sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(SWEEP_DIR_KEY)), SWEEP_DIR_KEY + hydra_quote(str(ledger.folder))]
+    sys.argv[1:] = [*flags, *(word for word in typed if not word.startswith(SWEEP_DIR_KEY)), SWEEP_DIR_KEY + hydra_quote(str(state.folder))]
     register_configs()
-    ledger.finish("running")
-    print(f"{len(ledger.jobs) or 'a sampler chooses the'} jobs -> {ledger.folder}", flush=True)
+    state.set_status("running")
+    print(f"{len(state.jobs) or 'a sampler chooses the'} jobs -> {state.folder}", flush=True)
     try:
         app()
     except (SweepStopped, KeyboardInterrupt):
         stopped = True
     except SweepJobFailed:
-        pass  # it stands in the ledger, and has been said
+        pass  # it stands in the state, and has been said
     _finish(sweep, stopped)
 
 
 def _finish(sweep: SweepSession, stopped: bool) -> None:
     """The last word, and the exit code."""
-    ledger = sweep.ledger
-    ledger.catch_up()
-    found = {status: sum(job["status"] == status for job in ledger.jobs) for status in ("new", *ENDED_STATUSES)}
+    state = sweep.state
+    state.refresh_from_runs()
+    found = {status: sum(job["status"] == status for job in state.jobs) for status in ("new", *ENDED_STATUSES)}
     left = found["new"] + found["interrupted"] > 0
     status = "interrupted" if stopped else "failed" if found["failed"] else "interrupted" if left else "completed"
-    if status != ledger.fields["status"] or ledger.behind:
-        ledger.finish(status)
+    if status != state.fields["status"] or state.stale:
+        state.set_status(status)
         sweep.report()
         if sys.stdout.isatty():
-            print(leaderboard.leaderboard_text(ledger.folder))
-    print(f"{ledger.folder}: {len(ledger.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in found.items() if count)}")
+            print(leaderboard.leaderboard_text(state.folder))
+    print(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in found.items() if count)}")
     if status == "completed":
         return
-    if any(map(needs_run, ledger.jobs)):
-        print(f"continue with: {resume_command(ledger.folder)}", file=sys.stderr)
+    if any(map(needs_run, state.jobs)):
+        print(f"continue with: {resume_command(state.folder)}", file=sys.stderr)
     sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
 
@@ -155,36 +155,36 @@ def _warn_unequal_budget(configs: list[Config], base: int, swept: Iterable[str])
         print(f"warning: {odd}", file=sys.stderr)
 
 
-def _extend(ledger: SweepState, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
+def _extend(state: SweepState, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
     """New points, and new words for all jobs. Checked as a whole before anything is written."""
-    swept = ledger.fields["swept"]
-    shared = grid.merge_overrides(ledger.fields["words"], more)
+    swept = state.fields["swept"]
+    shared = grid.merge_overrides(state.fields["overrides"], more)
     composer = PointComposer(shared, conf)
-    first = composer.tree(ledger.jobs[0]["words"] if ledger.jobs else {})
+    first = composer.tree(state.jobs[0]["overrides"] if state.jobs else {})
     validation.check_hydra_choices(first, True, more)
     points = (
         grid.cartesian_points({key: added.get(key, values) for key, values in swept.items()}, first.sweep.zip)
-        if added and ledger.fields["sweeper"] in FINITE_SWEEPERS
+        if added and state.fields["sweeper"] in FINITE_SWEEPERS
         else []
     )
     _checked_configs(composer, points)
     _warn_unequal_budget(
-        [composer.config(point) for point in [*(job["words"] for job in ledger.jobs if not has_failed(job)), *points]], ledger.fields["base_rows"], swept
+        [composer.config(point) for point in [*(job["overrides"] for job in state.jobs if not has_failed(job)), *points]], state.fields["base_rows"], swept
     )
     plain = [word for word in more if not word.lstrip("+~").startswith(HYDRA_PREFIXES)]
-    jobs = [job for job in ledger.jobs if not has_failed(job) and has_started(read_run_metadata(ledger.folder / job["name"]))]
-    _checked_configs(composer, [job["words"] for job in jobs] if plain else [])
-    former = SweepSession(ledger, conf)
-    given = {job["name"]: int(former.changed(job).get("train.max_steps", former.config(job).train.max_steps)) for job in jobs}
-    ledger.fields["words"] = validation.storable_overrides(shared)
-    ledger.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
+    jobs = [job for job in state.jobs if not has_failed(job) and has_started(read_run_metadata(state.folder / job["name"]))]
+    _checked_configs(composer, [job["overrides"] for job in jobs] if plain else [])
+    former = SweepSession(state, conf)
+    given = {job["name"]: int(former.derived_overrides(job).get("train.max_steps", former.config(job).train.max_steps)) for job in jobs}
+    state.fields["overrides"] = validation.storable_overrides(shared)
+    state.fields["swept"] = {key: [*dict.fromkeys([*values, *added.get(key, [])])] for key, values in swept.items()}
     for point in points:
-        ledger.add(point)
-    sweep = SweepSession(ledger, conf)
+        state.add(point)
+    sweep = SweepSession(state, conf)
     for point in points:
-        sweep.changed(ledger.add(point))  # refuses what cannot be fair
+        sweep.derived_overrides(state.add(point))  # refuses what cannot be fair
     for job in jobs if plain else ():
-        if words := extend.overrides_for_job(ledger.folder / job["name"], job, pending_overrides(sweep, job, plain), given[job["name"]]):
-            job["pending"] = words
-            job["given"] = [*dict.fromkeys([*job.get("given", []), *words])]  # what else the job was continued with came from elsewhere
-    ledger.write()
+        if words := extend.overrides_for_job(state.folder / job["name"], job, pending_overrides(sweep, job, plain), given[job["name"]]):
+            job["pending_overrides"] = words
+            job["applied_overrides"] = [*dict.fromkeys([*job.get("applied_overrides", []), *words])]  # what else the job was continued with came from elsewhere
+    state.write()

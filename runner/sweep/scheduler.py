@@ -53,8 +53,8 @@ class RunningJob:
 class LocalScheduler:
     """Runs the jobs of a sweep. `words_of(job)` is the command line of a job, `report` is called when one has ended."""
 
-    def __init__(self, ledger: SweepState, words_of: Callable[[SweepJob], list[str]], report: Callable[[], None]) -> None:
-        self.ledger, self.words_of, self.report = ledger, words_of, report
+    def __init__(self, state: SweepState, words_of: Callable[[SweepJob], list[str]], report: Callable[[], None]) -> None:
+        self.state, self.words_of, self.report = state, words_of, report
         self.running: list[RunningJob] = []
         self.tries: Counter[str] = Counter()
 
@@ -85,19 +85,19 @@ class LocalScheduler:
     def _next(self, waiting: deque[SweepJob]) -> SweepJob | None:
         """The next job to start. One that an earlier, killed driver has left behind is still saving: the others go first."""
         for job in list(waiting):
-            if not lock.is_locked(self.ledger.folder / job["name"]):
+            if not lock.is_locked(self.state.folder / job["name"]):
                 waiting.remove(job)
                 return job
         return None
 
     def _start(self, job: SweepJob, slot: Slot) -> RunningJob:
-        folder = self.ledger.folder / job["name"]
+        folder = self.state.folder / job["name"]
         begun = metadata.has_started(metadata.read_run_metadata(folder))
         words = self.words_of(job)
         make_dirs(folder)
         self.tries[job["name"]] += 1
         job.pop("last_lines", None)
-        self.ledger.mark(job, status="running", attempt=job["attempt"] + 1, error=None, started=metadata.timestamp(), ended=None, loss=None)
+        self.state.update_job(job, status="running", attempt=job["attempt"] + 1, error=None, started=metadata.timestamp(), ended=None, loss=None)
         log = folder / CONSOLE_LOG
         with open(log, "ab") as out:
             child = RunningJob(job, slot, spawn_job(words, slot, out.fileno()), log, out.tell())
@@ -106,19 +106,19 @@ class LocalScheduler:
 
     def _ended(self, child: RunningJob, code: int, told: bool) -> bool:
         """Write down how a job ended; returns whether trying again could help."""
-        job, run = child.job, metadata.read_run_metadata(self.ledger.folder / child.job["name"])
+        job, run = child.job, metadata.read_run_metadata(self.state.folder / child.job["name"])
         child.tell(f"[{self._number(job)}] ")
         torchrun.end_job()
         ended = {"ended": metadata.timestamp()}
         if code == OK:
-            job.pop("pending", None)
-            self.ledger.mark(job, status="completed", loss=metadata.final_loss(run), **ended)
+            job.pop("pending_overrides", None)
+            self.state.update_job(job, status="completed", loss=metadata.final_loss(run), **ended)
         elif code == INTERRUPTED or (told and code in (-signal.SIGTERM, -signal.SIGKILL)):
-            self.ledger.mark(job, status="interrupted" if metadata.has_started(run) else "new", **ended)
+            self.state.update_job(job, status="interrupted" if metadata.has_started(run) else "new", **ended)
         else:
             lines = last_lines(child.log)
             diverged = metadata.has_diverged(run)
-            self.ledger.mark(job, status="failed", error=failure_reason(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
+            self.state.update_job(job, status="failed", error=failure_reason(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
             print(f"[{self._number(job)}] {job['name']} failed: {job['error']}", file=sys.stderr, flush=True)
             self.report()
             return code != USER_ERROR and not diverged
@@ -126,7 +126,7 @@ class LocalScheduler:
         return False
 
     def _number(self, job: SweepJob) -> str:
-        return f"{self.ledger.jobs.index(job) + 1}/{len(self.ledger.jobs)}"
+        return f"{self.state.jobs.index(job) + 1}/{len(self.state.jobs)}"
 
 
 def make_slots(workers: int | None, devices: list[str] | None) -> list[Slot]:

@@ -25,24 +25,24 @@ current_sessions: list[SweepSession] = []  # the sweep of this process, for Hydr
 
 
 class SweepSession:
-    """A sweep that is being run: what stands in its ledger, and the words of its jobs."""
+    """A sweep that is being run: what stands in its state, and the words of its jobs."""
 
-    def __init__(self, ledger: SweepState, conf: Path = paths.CONF_DIR) -> None:
-        self.ledger, self.conf = ledger, conf  # conf: the sweep's own copy, laid out; today's may be another before the next job begins
-        self.shared: list[str] = ledger.fields["words"]
+    def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR) -> None:
+        self.state, self.conf = state, conf  # conf: the sweep's own copy, laid out; today's may be another before the next job begins
+        self.shared: list[str] = state.fields["overrides"]
         self.composer = PointComposer(self.shared, conf)
         self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
         self._complained = False
 
     def config(self, job: SweepJob) -> Config:
-        return self.composer.config(job["words"])
+        return self.composer.config(job["overrides"])
 
-    def changed(self, job: SweepJob) -> dict[str, str]:
-        """What `sweep.fix` and `sweep.lr_scale` make different in this job, and what init_from=auto has come to."""
+    def derived_overrides(self, job: SweepJob) -> dict[str, str]:
+        """What `sweep.match_budget` and `sweep.lr_scale` make different in this job, and what init_from=auto has come to."""
         if job["name"] not in self._changed:
             config = self.config(job)
-            fix = budget.resolve_budget_rule(config.sweep.fix, self.ledger.fields["swept"])
-            self._changed[job["name"]] = budget.matching_overrides(config, self.ledger.fields["base_rows"], fix) | self._weights(config)
+            fix = budget.resolve_budget_rule(config.sweep.match_budget, self.state.fields["swept"])
+            self._changed[job["name"]] = budget.matching_overrides(config, self.state.fields["base_rows"], fix) | self._weights(config)
         return self._changed[job["name"]]
 
     def _weights(self, config: Config) -> dict[str, str]:
@@ -51,26 +51,26 @@ class SweepSession:
             return {}
         shared = initial_weights.compatibility_fingerprints(config)
         asked = " ".join([config.stage.after, *shared.values()])
-        found = self.ledger.fields.setdefault("init_from", {})
+        found = self.state.fields.setdefault("init_from", {})
         if asked not in found:
-            found[asked] = initial_weights.resolve_init_from(config, self.ledger.folder, shared)
+            found[asked] = initial_weights.resolve_init_from(config, self.state.folder, shared)
         return {"init_from": hydra_quote(found[asked])}
 
     def job_of(self, words: Sequence[str]) -> SweepJob:
         """The job that a sweeper means; one that it has only now thought of is new."""
         pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
-        return self.ledger.add({key: pairs[key] for key in self.ledger.fields["swept"] if key in pairs})
+        return self.state.add({key: pairs[key] for key in self.state.fields["swept"] if key in pairs})
 
-    def plain_words(self, job: SweepJob) -> list[str]:
+    def job_overrides(self, job: SweepJob) -> list[str]:
         """What one would type for this job alone."""
         mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
-        return grid.merge_overrides(mine, [f"{key}={value}" for key, value in (job["words"] | self.changed(job)).items()])
+        return grid.merge_overrides(mine, [f"{key}={value}" for key, value in (job["overrides"] | self.derived_overrides(job)).items()])
 
     def child_words(self, job: SweepJob) -> list[str]:
         """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
-        folder = self.ledger.folder / job["name"]
+        folder = self.state.folder / job["name"]
         if has_started(read_run_metadata(folder)):
-            return [f"resume={folder}", *job.get("pending", [])]
+            return [f"resume={folder}", *job.get("pending_overrides", [])]
         try:
             self._lay(job, folder)
         except (ValueError, OSError) as error:  # another trains there, or the disk is full: the job will say so itself, and its sweep goes on
@@ -79,7 +79,7 @@ class SweepSession:
 
     def _lay(self, job: SweepJob, folder: Path) -> None:
         """A run that has not begun, composed from the files and words of the sweep, whatever conf/ says by now."""
-        words, tree = self.plain_words(job), self.composer.of_the_job(job["words"] | self.changed(job))
+        words, tree = self.job_overrides(job), self.composer.of_the_job(job["overrides"] | self.derived_overrides(job))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with RunMetadata.open(folder):
             make_dirs(folder / ".hydra")
@@ -88,12 +88,12 @@ class SweepSession:
             write_atomic_file(folder / saved_config.CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
 
     def children(self) -> LocalScheduler:
-        return LocalScheduler(self.ledger, self.child_words, self.report)
+        return LocalScheduler(self.state, self.child_words, self.report)
 
     def report(self) -> None:
         """Leaderboard and page as of now. No disk trouble there ends a sweep."""
         try:
-            leaderboard.update_report(self.ledger.folder)
+            leaderboard.update_report(self.state.folder)
         except OSError as error:
             if not self._complained:
                 self._complained = True
@@ -102,7 +102,7 @@ class SweepSession:
 
 def needs_run(job: SweepJob) -> bool:
     """Not completed, or to be continued with more words."""
-    return not has_failed(job) and (bool(job.get("pending")) or job["status"] != "completed")
+    return not has_failed(job) and (bool(job.get("pending_overrides")) or job["status"] != "completed")
 
 
 def has_failed(job: SweepJob) -> bool:

@@ -31,7 +31,7 @@ class SweepState:
 
     def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
         self.folder, self.fields, self._lock = folder, fields, lock
-        self.behind = False  # whether a job has got on without this sweep
+        self.stale = False  # whether a job has got on without this sweep
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
@@ -50,19 +50,19 @@ class SweepState:
         """The sweep of `folder`, each job as it stands by now."""
         lock = _acquire_sweep_lock(folder)
         try:
-            ledger = cls(folder, lock, _read_state(folder / SWEEP_STATE_FILE))
-            ledger.catch_up()
+            state = cls(folder, lock, _read_state(folder / SWEEP_STATE_FILE))
+            state.refresh_from_runs()
         except BaseException:
             _release_sweep_lock(folder, lock)
             raise
-        return ledger
+        return state
 
     @classmethod
-    def peek(cls, folder: Path) -> SweepState:
+    def open_readonly(cls, folder: Path) -> SweepState:
         """The same to look at: no lock is taken, so it is not to be written."""
-        ledger = cls(folder, -1, _read_state(folder / SWEEP_STATE_FILE))
-        ledger.catch_up()
-        return ledger
+        state = cls(folder, -1, _read_state(folder / SWEEP_STATE_FILE))
+        state.refresh_from_runs()
+        return state
 
     @property
     def jobs(self) -> list[SweepJob]:
@@ -71,7 +71,7 @@ class SweepState:
     def find(self, words: Mapping[str, str]) -> SweepJob | None:
         """The job of these swept words, in whatever order, however a number in them is written."""
         asked = _canonical_overrides(words)
-        return next((job for job in self.jobs if _canonical_overrides(job["words"]) == asked), None)
+        return next((job for job in self.jobs if _canonical_overrides(job["overrides"]) == asked), None)
 
     def add(self, words: Mapping[str, str]) -> SweepJob:
         """The job of these swept words; a new one where there is none. Nothing is written yet."""
@@ -79,7 +79,7 @@ class SweepState:
             return known
         job: SweepJob = {
             "name": job_dirname_of(words),
-            "words": dict(words),
+            "overrides": dict(words),
             "status": "new",
             "attempt": 0,
             "error": None,
@@ -90,17 +90,17 @@ class SweepState:
         self.jobs.append(job)
         return job
 
-    def mark(self, job: SweepJob, **fields: Any) -> None:
+    def update_job(self, job: SweepJob, **fields: Any) -> None:
         job.update(fields)
         self.write()
 
-    def catch_up(self) -> None:
+    def refresh_from_runs(self) -> None:
         for job in self.jobs:
             now_is = job_status(job, read_run_metadata(self.folder / job["name"]))
-            self.behind |= any(now_is.get(word, job[word]) != job[word] for word in ("status", "loss"))
+            self.stale |= any(now_is.get(word, job[word]) != job[word] for word in ("status", "loss"))
             job.update(now_is)
 
-    def finish(self, status: str) -> None:
+    def set_status(self, status: str) -> None:
         self.fields["status"] = status
         self.write()
 
@@ -121,7 +121,7 @@ def _canonical_overrides(words: Mapping[str, str]) -> dict[str, object]:
 def job_status(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
     """What a job's run.json knows better than sweep.json."""
     status = run.get("status", "new")
-    refused = job["status"] == "failed" and bool(job.get("pending"))  # more words for a completed run: it says what it was before
+    refused = job["status"] == "failed" and bool(job.get("pending_overrides"))  # more words for a completed run: it says what it was before
     if status == "completed" and not refused:
         return {"status": status, "error": None, "loss": final_loss(run), "ended": run.get("ended")}
     if job["status"] == "failed":  # a killed job still says running
@@ -156,7 +156,7 @@ def _release_sweep_lock(folder: Path, lock: int) -> None:
 def _read_state(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        words, swept = fields["words"], fields["swept"]
+        words, swept = fields["overrides"], fields["swept"]
         if not (
             _are_overrides(words)
             and _are_overrides([*fields.get("init_from", {}).values()])
@@ -164,9 +164,9 @@ def _read_state(path: Path) -> dict[str, Any]:
         ):
             raise ValueError("its words are no words")
         for job in fields["jobs"]:
-            if job["status"] not in RUN_STATUSES or not _are_overrides([*job["words"].values()]):
+            if job["status"] not in RUN_STATUSES or not _are_overrides([*job["overrides"].values()]):
                 raise ValueError(f"no such job: {job}")
-            if job["name"] != job_dirname_of(job["words"]):  # it is a path we shall write to
+            if job["name"] != job_dirname_of(job["overrides"]):  # it is a path we shall write to
                 raise ValueError(f"a job has a name that is not its own: {job['name']}")
         return fields
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -59,20 +59,20 @@ def storable_overrides(words: list[str]) -> list[str]:
     return [word for word in words if is_safe_override(word)]
 
 
-def check_stored_overrides(ledger: SweepState) -> None:
+def check_stored_overrides(state: SweepState) -> None:
     """sweep.json is data."""
-    for word in [*ledger.fields["words"], *(f"{key}={value}" for key, values in ledger.fields["swept"].items() for value in values)]:
+    for word in [*state.fields["overrides"], *(f"{key}={value}" for key, values in state.fields["swept"].items() for value in values)]:
         if not is_safe_override(word):
-            raise UserError("a sweep's words reach outside", f"{ledger.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
+            raise UserError("a sweep's words reach outside", f"{state.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
 
 
-def check_additions(ledger: SweepState, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
+def check_additions(state: SweepState, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
     overrides.check_overrides([*more, *(f"{key}={value}" for key, values in added.items() for value in values)], conf)
-    if strange := next((key for key in added if key not in ledger.fields["swept"]), None):
+    if strange := next((key for key in added if key not in state.fields["swept"]), None):
         raise UserError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
-    begun = any(read_run_metadata(ledger.folder / job["name"]).get("attempt") for job in ledger.jobs)
+    begun = any(read_run_metadata(state.folder / job["name"]).get("attempt") for job in state.jobs)
     if begun and (word := next((word for word in more if word.partition("=")[0] in resume.FIXED_KEYS), None)):
-        fix = f"start another sweep with init_from={ledger.folder}/<job>"
+        fix = f"start another sweep with init_from={state.folder}/<job>"
         raise UserError(f"the jobs of a sweep keep their {word.partition('=')[0]}", word, fix)
     if word := next((word for word in more if word.startswith(("sweep.", SWEEP_DIR_KEY))), None):
         raise UserError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")

@@ -27,16 +27,16 @@ def falling(best: float, steps: int = 40, every: int = 10) -> list[dict[str, Any
 
 
 def job(words: dict[str, str], lines: list[dict[str, Any]] | None = None, status: str = "completed", **stated: Any) -> dict[str, Any]:
-    return {"words": words, "lines": lines, "status": status, **stated}
+    return {"overrides": words, "lines": lines, "status": status, **stated}
 
 
 def made_sweep(folder: Path, jobs: list[dict[str, Any]], words: tuple[str, ...] = (), status: str = "completed") -> Path:
     swept: dict[str, list[str]] = {}
     stated = []
     for each in jobs:
-        for word, value in each["words"].items():
+        for word, value in each["overrides"].items():
             swept.setdefault(word, []).append(value)
-        name = each.get("name") or ",".join(f"{word}={value}" for word, value in sorted(each["words"].items()))
+        name = each.get("name") or ",".join(f"{word}={value}" for word, value in sorted(each["overrides"].items()))
         fields = {"name": name, "attempt": 1, "error": None, "started": None, "ended": None, "loss": None, **each}
         lines = fields.pop("lines")
         stated.append(fields)
@@ -48,6 +48,6 @@ def made_sweep(folder: Path, jobs: list[dict[str, Any]], words: tuple[str, ...] 
             )
     folder.mkdir(parents=True, exist_ok=True)
     swept = {word: list(dict.fromkeys(values)) for word, values in swept.items()}
-    content = {"words": list(words), "swept": swept, "status": status, "created": "2026-11-21T10:00:00+00:00", "sweeper": "basic", "launcher": "local"}
+    content = {"overrides": list(words), "swept": swept, "status": status, "created": "2026-11-21T10:00:00+00:00", "sweeper": "basic", "launcher": "local"}
     (folder / "sweep.json").write_text(json.dumps(content | {"jobs": stated}))
     return folder

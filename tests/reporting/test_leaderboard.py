@@ -206,7 +206,7 @@ def test_a_damaged_file_of_one_job_harms_neither_the_update_nor_the_others(tmp_p
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"jobs": 3, "swept": [], "words": null}', b'{"jobs": [1, {}, {"name": 5, "words": [], "attempt": "x"}]}']
+    "content", [b"", b"{", b"[]", b'{"jobs": 3, "swept": [], "overrides": null}', b'{"jobs": [1, {}, {"name": 5, "overrides": [], "attempt": "x"}]}']
 )
 def test_a_damaged_sweep_json_is_no_error_either(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "sweep.json").write_bytes(content)
@@ -251,7 +251,7 @@ def test_the_best_again_is_what_its_folder_was_started_with(tmp_path: Path) -> N
     again = "python runner/train.py 'data.path=/my data/it'\"'\"'s.jsonl' train.max_steps=5 optimizer.lr=1"
     assert f"the best again: {again}\n" in f"{leaderboard_module.leaderboard_text(folder)}\n"
     (folder / f"{LR}=1" / ".hydra").mkdir()
-    (folder / f"{LR}=1" / ".hydra" / "overrides.yaml").write_text("- train.max_steps=20\n- optimizer.lr=1\n- hydra.run.dir=/x\n")  # sweep.fix has spoken
+    (folder / f"{LR}=1" / ".hydra" / "overrides.yaml").write_text("- train.max_steps=20\n- optimizer.lr=1\n- hydra.run.dir=/x\n")  # sweep.match_budget has spoken
     assert "the best again: python runner/train.py train.max_steps=20 optimizer.lr=1\n" in f"{leaderboard_module.leaderboard_text(folder)}\n"
 
 
@@ -373,7 +373,7 @@ def test_a_job_whose_data_had_changed_when_it_began_is_marked_wherever_it_stands
 def test_words_of_the_sweep_are_no_mark(tmp_path: Path) -> None:
     """`resume=SWEEP train.max_steps=80` gives a job its share of them, and sweep.json says which; a number tried by hand in between counts."""
     given = ["train.max_steps=20", "train.max_steps=30"]
-    jobs = [job({LR: str(number), "seed": "1"}, falling(1.0 + number), given=given) for number in (1, 2)] + [job({LR: "1", "seed": "2"}, falling(1.0))]
+    jobs = [job({LR: str(number), "seed": "1"}, falling(1.0 + number), applied_overrides=given) for number in (1, 2)] + [job({LR: "1", "seed": "2"}, falling(1.0))]
     folder = made_sweep(tmp_path, jobs)
     launched(folder / f"{LR}=1,seed=1", "train.max_steps=10", "train.max_steps=20", "train.max_steps=25", "train.max_steps=30")
     launched(folder / f"{LR}=2,seed=1", "train.max_steps=10", "train.max_steps=20", "train.max_steps=30")

@@ -20,7 +20,7 @@ def base() -> Config:
 
 def job(base: Config, **words: object) -> Config:
     """`base` with words of train, and with `fix` and `lr_scale` of sweep."""
-    rules = {name: words.pop(name) for name in ("fix", "lr_scale") if name in words}
+    rules = {name: words.pop(name) for name in ("match_budget", "lr_scale") if name in words}
     return dataclasses.replace(base, train=dataclasses.replace(base.train, **words), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]  # values of many types in one dict
 
 
@@ -51,7 +51,7 @@ def test_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
 def test_rows_that_cannot_be_made_equal_are_told_with_their_numbers(base: Config) -> None:
     def told(*lengths: int, fix: str = "tokens") -> str | None:
         return budget.budget_warning(
-            [job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, fix=fix) for steps in lengths for rows in (1, 4, 16)], 1, []
+            [job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=fix) for steps in lengths for rows in (1, 4, 16)], 1, []
         )
 
     assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(told(30))
@@ -87,8 +87,8 @@ def test_auto_keeps_tokens_where_the_rows_of_a_step_are_swept() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    for word in ("sweep.fix=rows", "sweep.lr_scale=cubic"):
-        with pytest.raises(ValueError, match="unknown way to sweep"):
+    for word in ("sweep.match_budget=rows", "sweep.lr_scale=cubic"):
+        with pytest.raises(ValueError, match="must be one of"):
             compose_config([word])
 
 

@@ -101,10 +101,10 @@ class Starter(Launcher):
 @pytest.fixture
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`launched(act)`: a sweep over three seeds through a starter whose jobs do `act(name)`; returns what a sweeper gets."""
-    with SweepState.create(tmp_path, words=[], swept={"seed": ["0", "1", "2"]}) as ledger:
+    with SweepState.create(tmp_path, overrides=[], swept={"seed": ["0", "1", "2"]}) as state:
         sweep = SimpleNamespace(
-            ledger=ledger,
-            job_of=lambda words: ledger.add({"seed": words[0].removeprefix("seed=")}),
+            state=state,
+            job_of=lambda words: state.add({"seed": words[0].removeprefix("seed=")}),
             child_words=lambda job: ["a", "b"],
             report=lambda: None,
         )
@@ -116,7 +116,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             around.setup(hydra_context=None, task_function=None, config=None)
             return around.launch([[f"seed={n}"] for n in range(3)], 0), starter
 
-        launched.ledger = ledger  # type: ignore[attr-defined]  # a function that carries what tests look at
+        launched.state = state  # type: ignore[attr-defined]  # a function that carries what tests look at
         yield launched
 
 
@@ -136,7 +136,7 @@ def trains(folder: Path) -> Callable[[str], Any]:
 def test_how_jobs_ended_is_read_from_their_folders_and_only_those_due_are_started(launched: Any, tmp_path: Path) -> None:
     returns, starter = launched(trains(tmp_path))
     assert [type(found._return_value) for found in returns] == [float, SweepJobFailed, float]
-    jobs = launched.ledger.jobs
+    jobs = launched.state.jobs
     assert [(job["status"], job["loss"]) for job in jobs] == [("completed", 2.5), ("failed", None), ("completed", 2.5)]
     assert jobs[1]["error"].startswith("killed by SIGKILL") and jobs[1]["last_lines"] == ["one", "two"]
     assert starter.task.words == dict.fromkeys(("seed=0", "seed=1", "seed=2"), ["a", "b"])
@@ -152,8 +152,8 @@ def test_a_launcher_that_gives_up_ends_no_sweep(launched: Any, tmp_path: Path, c
         return trains(tmp_path)(name)
 
     returns, _ = launched(act)
-    assert [job["status"] for job in launched.ledger.jobs] == ["completed", "failed", "failed"] and len(returns) == 3
-    assert launched.ledger.jobs[2]["error"] == "the launcher gave up: the cluster is gone"
+    assert [job["status"] for job in launched.state.jobs] == ["completed", "failed", "failed"] and len(returns) == 3
+    assert launched.state.jobs[2]["error"] == "the launcher gave up: the cluster is gone"
     assert "the cluster is gone" in capsys.readouterr().err
 
 
@@ -187,7 +187,7 @@ def test_no_job_of_a_sweep_is_trained_inside_a_launcher(monkeypatch: pytest.Monk
         with pytest.raises(ValueError, match="past the books") as refused:
             external.check_plugins(words)
         assert refused.value.args[2] == "leave out hydra/sweeper=basic"
-    told = {"words": [], "swept": {"seed": ["1"]}, "sweeper": "basic", "launcher": "local", "status": "interrupted", "base_rows": 1, "jobs": []}
+    told = {"overrides": [], "swept": {"seed": ["1"]}, "sweeper": "basic", "launcher": "local", "status": "interrupted", "base_rows": 1, "jobs": []}
     (tmp_path / "sweep.json").write_text(json.dumps(told))
     with pytest.raises(ValueError, match="past the books"):
         command_module.resume_sweep(tmp_path, ["hydra/launcher=joblib"], [], lambda: pytest.fail("it went on"))

@@ -36,7 +36,7 @@ def test_more_than_a_loss_is_read_from_the_last_line_of_metrics(tmp_path: Path, 
     (tmp_path / "good" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     class Sweep:
-        class ledger:
+        class state:
             folder = tmp_path
 
         def job_of(self, words: list[str]) -> dict:
@@ -109,7 +109,7 @@ def test_a_point_that_diverges_ends_no_study_and_counts_as_infinite(program: Any
         "--multirun", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "optimizer.lr=1e-3,1e30", *TINY, "hydra.sweep.dir=sweep", "hydra.launcher.workers=2", "hydra.sweeper.n_jobs=2"
     )  # fmt: skip
     assert ran.returncode == 1, ran.stderr
-    assert sorted((job["words"]["optimizer.lr"], job["status"]) for job in books(tmp_path / "sweep")) == [("0.001", "completed"), ("1e+30", "failed")]
+    assert sorted((job["overrides"]["optimizer.lr"], job["status"]) for job in books(tmp_path / "sweep")) == [("0.001", "completed"), ("1e+30", "failed")]
     assert sorted(trial.value for trial in trials(tmp_path / "sweep"))[1] == float("inf")
 
 

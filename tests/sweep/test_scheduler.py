@@ -62,11 +62,11 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(scheduler, "spawn_job", spawn)
 
     def run(scripts: list[str], workers: int = 1, fail_fast: bool = False, retries: int = 0) -> tuple[bool, list[SweepJob]]:
-        with SweepState.create(tmp_path / "sweep", words=[], swept={"seed": [str(n) for n in range(len(scripts))]}) as ledger:
+        with SweepState.create(tmp_path / "sweep", overrides=[], swept={"seed": [str(n) for n in range(len(scripts))]}) as state:
             for number in range(len(scripts)):
-                ledger.add({"seed": str(number)})
-            group = LocalScheduler(ledger, lambda job: [scripts[int(job["words"]["seed"])], job["name"]], lambda: None)
-            return group.run(list(ledger.jobs), make_slots(workers, None), fail_fast, retries), ledger.jobs
+                state.add({"seed": str(number)})
+            group = LocalScheduler(state, lambda job: [scripts[int(job["overrides"]["seed"])], job["name"]], lambda: None)
+            return group.run(list(state.jobs), make_slots(workers, None), fail_fast, retries), state.jobs
 
     run.started = started  # type: ignore[attr-defined]  # a function that carries what tests look at
     run.folder = tmp_path / "sweep"  # type: ignore[attr-defined]  # the same
@@ -162,10 +162,10 @@ def test_a_slot_reaches_its_job_and_our_own_wish_for_tracebacks_does_not(sweep: 
     def seen() -> dict:
         return json.loads((sweep.folder / "seen.json").read_text())
 
-    with SweepState.create(sweep.folder, words=[], swept={"seed": ["0"]}) as ledger:
-        job = ledger.add({"seed": "0"})
+    with SweepState.create(sweep.folder, overrides=[], swept={"seed": ["0"]}) as state:
+        job = state.add({"seed": "0"})
         script = f"{GOOD}; json.dump({{name: os.environ.get(name) for name in {names}}}, open('../seen.json', 'w'))"
-        LocalScheduler(ledger, lambda job: [script, job["name"]], lambda: None).run([job], [Slot(3, ["2", "5"])], False, 0)
+        LocalScheduler(state, lambda job: [script, job["name"]], lambda: None).run([job], [Slot(3, ["2", "5"])], False, 0)
     assert seen() == {"CUDA_VISIBLE_DEVICES": "2,5", "OMP_NUM_THREADS": "3", "HYDRA_FULL_ERROR": None}
 
 
@@ -212,9 +212,9 @@ runpy.run_path('runner/train.py', run_name='__main__')
 
 def test_the_line_to_continue_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = tmp_path / "it's a sweep"
-    with SweepState.create(folder, words=[], swept={"seed": ["0"]}) as ledger, pytest.raises(SystemExit):
-        ledger.add({"seed": "0"})
-        _finish(SweepSession(ledger), stopped=True)
+    with SweepState.create(folder, overrides=[], swept={"seed": ["0"]}) as state, pytest.raises(SystemExit):
+        state.add({"seed": "0"})
+        _finish(SweepSession(state), stopped=True)
     with pytest.raises(SystemExit):
         entrypoint.exit_with_code_of(Interrupted(3, folder))
     lines = [line.partition("continue with: ")[2] for line in capsys.readouterr().err.splitlines()]

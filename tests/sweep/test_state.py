@@ -23,10 +23,10 @@ POINTS = [{"optimizer.lr": lr, "seed": seed} for lr in ("0.1", "0.2") for seed i
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Path:
-    with SweepState.create(tmp_path / "sweep", words=[], swept={"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2"]}) as ledger:
+    with SweepState.create(tmp_path / "sweep", overrides=[], swept={"optimizer.lr": ["0.1", "0.2"], "seed": ["1", "2"]}) as state:
         for point in POINTS:
-            ledger.add(point)
-        ledger.write()
+            state.add(point)
+        state.write()
     return tmp_path / "sweep"
 
 
@@ -36,51 +36,51 @@ def says(folder: Path, **fields: Any) -> None:
 
 
 def test_a_job_is_known_by_its_words_in_whatever_order(sweep: Path) -> None:
-    with SweepState.open(sweep) as ledger:
-        before = [job["name"] for job in ledger.jobs]
+    with SweepState.open(sweep) as state:
+        before = [job["name"] for job in state.jobs]
         for point in reversed(POINTS):
-            ledger.add(dict(reversed(point.items())))
-            ledger.add({"optimizer.lr": point["optimizer.lr"] + "0", "seed": f"0{point['seed']}"})  # as Hydra's own sweeper may hand it on
-        assert [job["name"] for job in ledger.jobs] == before and before[1] == "optimizer.lr=0.1,seed=2"
+            state.add(dict(reversed(point.items())))
+            state.add({"optimizer.lr": point["optimizer.lr"] + "0", "seed": f"0{point['seed']}"})  # as Hydra's own sweeper may hand it on
+        assert [job["name"] for job in state.jobs] == before and before[1] == "optimizer.lr=0.1,seed=2"
 
 
 def test_what_a_killed_driver_could_not_write_is_learnt_from_the_jobs(sweep: Path) -> None:
-    with SweepState.open(sweep) as ledger:
-        for job in ledger.jobs[:3]:
-            ledger.mark(job, status="running")
-        names = [job["name"] for job in ledger.jobs]
+    with SweepState.open(sweep) as state:
+        for job in state.jobs[:3]:
+            state.update_job(job, status="running")
+        names = [job["name"] for job in state.jobs]
     says(sweep / names[0], status="completed", attempt=1, metrics={"loss": 2.0, "val_loss": 1.5})
     says(sweep / names[1], status="running", attempt=1)
     says(sweep / names[2], status="new", attempt=0)
-    with SweepState.open(sweep) as ledger:
-        assert [(job["status"], job["loss"]) for job in ledger.jobs] == [("completed", 1.5), ("interrupted", None), ("new", None), ("new", None)]
+    with SweepState.open(sweep) as state:
+        assert [(job["status"], job["loss"]) for job in state.jobs] == [("completed", 1.5), ("interrupted", None), ("new", None), ("new", None)]
 
 
 def test_a_job_whose_folder_is_gone_is_new_again(sweep: Path) -> None:
-    with SweepState.open(sweep) as ledger:
-        ledger.mark(ledger.jobs[0], status="completed", loss=1.0)
-    with SweepState.open(sweep) as ledger:
-        assert ledger.jobs[0]["status"] == "new"
+    with SweepState.open(sweep) as state:
+        state.update_job(state.jobs[0], status="completed", loss=1.0)
+    with SweepState.open(sweep) as state:
+        assert state.jobs[0]["status"] == "new"
 
 
 def test_a_completed_job_without_a_finite_loss_has_an_infinite_one(sweep: Path) -> None:
     says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": None, "val_loss": None})
-    with SweepState.open(sweep) as ledger:
-        assert ledger.jobs[0]["loss"] == "inf"
+    with SweepState.open(sweep) as state:
+        assert state.jobs[0]["loss"] == "inf"
 
 
 def test_a_completed_job_that_refused_more_words_stays_failed(sweep: Path) -> None:
-    with SweepState.open(sweep) as ledger:
-        ledger.mark(ledger.jobs[0], status="failed", pending=["data.path=other.jsonl"])
+    with SweepState.open(sweep) as state:
+        state.update_job(state.jobs[0], status="failed", pending_overrides=["data.path=other.jsonl"])
     says(sweep / "optimizer.lr=0.1,seed=1", status="completed", attempt=1, metrics={"loss": 2.0})
-    with SweepState.open(sweep) as ledger:
-        assert ledger.jobs[0]["status"] == "failed" and needs_run(ledger.jobs[0])
+    with SweepState.open(sweep) as state:
+        assert state.jobs[0]["status"] == "failed" and needs_run(state.jobs[0])
 
 
 def test_a_job_that_diverged_is_left_alone_whatever_words_it_waits_for(sweep: Path) -> None:
-    with SweepState.open(sweep) as ledger:
-        ledger.mark(ledger.jobs[0], status="failed", loss="inf", pending=["train.max_steps=8"])
-        assert not needs_run(ledger.jobs[0])
+    with SweepState.open(sweep) as state:
+        state.update_job(state.jobs[0], status="failed", loss="inf", pending_overrides=["train.max_steps=8"])
+        assert not needs_run(state.jobs[0])
 
 
 def test_every_end_that_asks_for_a_smaller_lr_counts_as_diverged() -> None:
@@ -140,10 +140,10 @@ def test_a_folder_with_a_sweep_or_a_run_takes_no_other(sweep: Path, tmp_path: Pa
     "change",
     [
         lambda fields: fields["jobs"][0].update(name="../../outside"),
-        lambda fields: fields["jobs"][0].update(words={"seed": 1}),
+        lambda fields: fields["jobs"][0].update(overrides={"seed": 1}),
         lambda fields: fields["jobs"][0].update(status="done"),
         lambda fields: fields.pop("swept"),
-        lambda fields: fields.update(words="seed=1"),
+        lambda fields: fields.update(overrides="seed=1"),
     ],
 )
 def test_a_sweep_json_that_is_none_of_ours_is_refused(sweep: Path, change) -> None:

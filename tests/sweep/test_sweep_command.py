@@ -155,7 +155,7 @@ def test_a_job_continued_by_hand_is_marked_once_the_sweep_looks_again_and_the_sw
     monkeypatch.setattr(session, "current_sessions", [])
     command.resume_sweep(folder, ["train.max_steps=80"], [], lambda: None)
     for job in sweep_of(folder)["jobs"]:
-        with resume.persisting_overrides(resume.plan_resume(folder / job["name"], job["pending"])):
+        with resume.persisting_overrides(resume.plan_resume(folder / job["name"], job["pending_overrides"])):
             pass
     assert {job.name: job.by_hand for job in results.read_sweep_results(folder).jobs} == {name: ["train.max_steps=70"] * (name == first.name) for name in NAMES}
     assert "continued with train.max_steps=70" in leaderboard.leaderboard_text(folder)
@@ -210,7 +210,7 @@ def test_points_that_are_added_are_told_where_they_cannot_see_the_same_rows(
         assert warned in said and ("do not see the same rows" in said) == bool(warned)
 
 
-REFUSED = (["seed=1,2"], ["optimizer.lrr=1"], ["optimizer.lr=1e-3,x"], ["sweep.fix=steps"], ["hydra.sweep.dir=elsewhere"], ["train.max_steps=x"])
+REFUSED = (["seed=1,2"], ["optimizer.lrr=1"], ["optimizer.lr=1e-3,x"], ["sweep.match_budget=steps"], ["hydra.sweep.dir=elsewhere"], ["train.max_steps=x"])
 
 
 def test_words_a_sweep_cannot_take_change_nothing(whole: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,7 @@ def test_a_length_behind_which_jobs_stand_is_refused_but_for_one_that_was_contin
     with resume.persisting_overrides(resume.plan_resume(first, ["train.max_steps=90"])):
         (first / "run.json").write_text(json.dumps({**record(first), "step": 90}))
     command.resume_sweep(folder, ["train.max_steps=80"], [], lambda: None)
-    assert {job["name"]: [word for word in job.get("pending", []) if "max_steps" in word] for job in sweep_of(folder)["jobs"]} == {
+    assert {job["name"]: [word for word in job.get("pending_overrides", []) if "max_steps" in word] for job in sweep_of(folder)["jobs"]} == {
         name: [] if name == first.name else [f"train.max_steps={80 if name.endswith('=1') else 20}"] for name in NAMES
     }
     assert "was continued by hand to step 90" in capsys.readouterr().err
@@ -277,7 +277,7 @@ def test_nothing_in_a_sweep_s_folder_can_reach_outside(whole: Path, tmp_path: Pa
 
     shutil.copy(whole / "sweep.json", tmp_path)
     told = sweep_of(tmp_path)
-    (tmp_path / "sweep.json").write_text(json.dumps({**told, "words": [*told["words"], word]}))
+    (tmp_path / "sweep.json").write_text(json.dumps({**told, "overrides": [*told["overrides"], word]}))
     with pytest.raises(ValueError, match="reach outside"):
         command.resume_sweep(tmp_path, [], [], lambda: pytest.fail("it went on"))
 
@@ -326,8 +326,8 @@ def app():
     now = underway.current[-1]
     file.write_text(before.replace("weight_decay: 0.1", "weight_decay: 0.7"))
     assert file.read_text() != before
-    words = [now.child_words(job) for job in now.ledger.jobs]
-    print(json.dumps([words, [yaml.safe_load((folder / job["name"] / ".hydra" / "config.yaml").read_text())["optimizer"]["weight_decay"] for job in now.ledger.jobs]]))
+    words = [now.child_words(job) for job in now.state.jobs]
+    print(json.dumps([words, [yaml.safe_load((folder / job["name"] / ".hydra" / "config.yaml").read_text())["optimizer"]["weight_decay"] for job in now.state.jobs]]))
 try:
     sweep.enter(["optimizer=adamw", "seed=1,2", f"hydra.sweep.dir={folder}"], ["-m"], app)
 finally:
@@ -361,7 +361,7 @@ def test_all_jobs_of_a_sweep_start_from_the_same_weights_whatever_run_ends_meanw
 
     def app() -> None:
         finished(f"2026-11-22T0{len(began)}:00:00+00:00")
-        for job in command.current_sessions[-1].ledger.jobs:
+        for job in command.current_sessions[-1].state.jobs:
             command.current_sessions[-1].child_words(job)
             began.append(yaml.safe_load((tmp_path / "it's" / job["name"] / ".hydra" / "config.yaml").read_text())["init_from"])
 
@@ -397,7 +397,7 @@ def test_a_mistake_in_any_job_is_found_before_the_first_is_started(checkout: Pat
     for swept in (
         ["optimizer.lr=1e-3,x"],
         ["data.path=data/samples/pretrain.jsonl,nowhere.jsonl"],
-        ["train.batch_size=1,2", "train.max_steps=0", "sweep.fix=steps"],
+        ["train.batch_size=1,2", "train.max_steps=0", "sweep.match_budget=steps"],
         ["optimizer.lr=1e-3,1e-4", "seed=1,2,3", "sweep.zip=[optimizer.lr,seed]"],
         ["optimizer.lr=interval(1e-5,1e-3)"],
         ["optimizer.lr=1e-3,1e-4", "hydra.launcher.workers=0"],

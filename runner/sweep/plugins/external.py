@@ -24,7 +24,7 @@ from common.paths import REPO_ROOT
 from runner.config.overrides import hydra_quote
 from runner.launch import subprocesses
 from runner.run_dir import lock, metadata
-from runner.sweep import scheduler, state
+from runner.sweep import scheduler
 from runner.sweep.plugins import local
 from runner.sweep.plugins.remote_job import RemoteJobFailed, RemoteJobs
 from runner.sweep.state import SweepJob
@@ -65,7 +65,7 @@ class ExternalLauncher(Launcher):
         return [local.job_return(job, words) for job, words in zip(jobs, job_overrides, strict=True)]
 
     def _is_busy(self, sweep: Any, job: SweepJob) -> bool:
-        if busy := lock.is_locked(sweep.ledger.folder / job["name"]):
+        if busy := lock.is_locked(sweep.state.folder / job["name"]):
             print(f"{job['name']} is still being trained, it is left alone", file=sys.stderr)
         return busy
 
@@ -75,7 +75,7 @@ class ExternalLauncher(Launcher):
         for job in jobs:
             job.pop("last_lines", None)
             job.update(status="running", attempt=job["attempt"] + 1, error=None, started=metadata.timestamp(), ended=None, loss=None)
-        sweep.ledger.write()
+        sweep.state.write()
         # Hydra composes each once more where it lands, for nothing: it shall write nothing into the folder of a run
         words = [[f"hydra.sweep.subdir={hydra_quote(job['name'])}", "hydra.output_subdir=null"] for job in jobs]
         stopped, returns, why = False, [None] * len(jobs), None
@@ -90,7 +90,7 @@ class ExternalLauncher(Launcher):
                 why = RemoteJobFailed(f"the launcher gave up: {error}")
         for job, found in zip(jobs, returns, strict=True):
             _record_job_end(sweep, job, found or why)
-        sweep.ledger.write()
+        sweep.state.write()
         sweep.report()
         return stopped
 
@@ -99,7 +99,7 @@ class ExternalLauncher(Launcher):
         if ray := sys.modules.get("ray"):
             ray.shutdown()  # its workers would go on for as long as we are here
         end = time.monotonic() + SAVE_TIMEOUT
-        while any(held := [job["name"] for job in jobs if lock.is_locked(sweep.ledger.folder / job["name"])]) and time.monotonic() < end:
+        while any(held := [job["name"] for job in jobs if lock.is_locked(sweep.state.folder / job["name"])]) and time.monotonic() < end:
             time.sleep(0.2)
         for name in held:
             print(f"{name} goes on without us", file=sys.stderr)
@@ -107,10 +107,10 @@ class ExternalLauncher(Launcher):
 
 def _record_job_end(sweep: Any, job: SweepJob, found: Any) -> None:
     """What became of a job: its run.json knows, unless it was killed or refused."""
-    folder = sweep.ledger.folder / job["name"]
+    folder = sweep.state.folder / job["name"]
     job.update(state.job_status(job, metadata.read_run_metadata(folder)))
     if job["status"] == "completed":
-        job.pop("pending", None)
+        job.pop("pending_overrides", None)
     elif isinstance(found, RemoteJobFailed) and not lock.is_locked(folder):
         log = folder / scheduler.CONSOLE_LOG
         job.update(
@@ -127,12 +127,12 @@ def _refreshing_report(sweep: Any, jobs: list[SweepJob]) -> Iterator[None]:
     def look() -> None:
         while not done.wait(WATCH_SECONDS):
             ended = [
-                job for job in jobs if job["status"] == "running" and metadata.read_run_metadata(sweep.ledger.folder / job["name"]).get("status") == "completed"
+                job for job in jobs if job["status"] == "running" and metadata.read_run_metadata(sweep.state.folder / job["name"]).get("status") == "completed"
             ]
             for job in ended:
-                job.update(state.job_status(job, metadata.read_run_metadata(sweep.ledger.folder / job["name"])))
+                job.update(state.job_status(job, metadata.read_run_metadata(sweep.state.folder / job["name"])))
             if ended:
-                sweep.ledger.write()
+                sweep.state.write()
                 sweep.report()
 
     watcher = threading.Thread(target=look, daemon=True)

@@ -73,7 +73,7 @@ class GridSweeper(Sweeper):
         from runner.sweep.session import current_sessions, needs_run
 
         sweep = current_sessions[-1]
-        batch = [[f"{key}={value}" for key, value in job["words"].items()] for job in sweep.ledger.jobs if needs_run(job)]
+        batch = [[f"{key}={value}" for key, value in job["overrides"].items()] for job in sweep.state.jobs if needs_run(job)]
         return self.starter.launch(batch, initial_job_idx=0) if batch else []
 
 

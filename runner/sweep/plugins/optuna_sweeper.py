@@ -86,7 +86,7 @@ class MetricLauncher(Launcher):
         sweep, returns = current_sessions[-1], self.starter.launch(job_overrides, initial_job_idx)
         for words, found in zip(job_overrides, returns, strict=True):
             if isinstance(found._return_value, float):
-                logged = {**_last_metrics(sweep.ledger.folder / sweep.job_of(words)["name"]), "loss": found._return_value}
+                logged = {**_last_metrics(sweep.state.folder / sweep.job_of(words)["name"]), "loss": found._return_value}
                 found._return_value = [logged.get(name) for name in self.objectives]
         return returns
 
@@ -115,7 +115,7 @@ def _requeue_unfinished(study: Any) -> None:
     for trial in study.get_trials(states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
     asked: list[dict[str, Any]] = [trial.system_attrs.get("fixed_params", {}) for trial in study.get_trials(states=(TrialState.WAITING,))]
-    known = [job["words"] for job in sweep.ledger.jobs if needs_run(job)]
+    known = [job["overrides"] for job in sweep.state.jobs if needs_run(job)]
     for trial in study.get_trials(states=(TrialState.FAIL,)):
         if trial.params not in asked and {key: str(value) for key, value in trial.params.items()} in known:
             study.enqueue_trial(trial.params)
