@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path
-from common.paths import REPO_ROOT
+from common.paths import outputs_dir
 from models.config import ModelConfig
 from runner.engine.config import Config
 from runner.run_dir.naming import find_runs
@@ -45,10 +45,10 @@ def check_init_from(config: Config) -> None:
 
 
 def _newest_finished_run(config: Config, folder: Path, shared: dict[str, str]) -> str:
-    before = config.stage.after
+    before = config.stage.init_from_stage
     if before is None:
         return "scratch"
-    runs = [*find_runs(REPO_ROOT / "outputs"), *(record.parent for record in folder.parent.glob("*/run.json"))]  # one placed by hand has its kin beside it
+    runs = [*find_runs(outputs_dir()), *(record.parent for record in folder.parent.glob("*/run.json"))]  # one placed by hand has its kin beside it
     found = [(record["ended"], run) for run in runs if _is_compatible(record := _read_metadata(run), before, shared) and (run / "model").is_dir()]
     if not found:
         print(f"warning: no finished {before} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)

@@ -10,7 +10,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from common.paths import REPO_ROOT
+from common.paths import outputs_dir
 
 NAME_LENGTH = 120  # of a job's folder; file systems end at 255 bytes
 
@@ -25,7 +25,7 @@ def run_id() -> str:
 
 def create_unique(sweep: bool) -> None:
     """Take a folder of outputs/ for this launch by making it: of two launches in one second the later gets a suffix."""
-    root = REPO_ROOT / "outputs" / "multirun" if sweep else REPO_ROOT / "outputs"
+    root = outputs_dir() / "multirun" if sweep else outputs_dir()
     now = run_id()
     for n in count(1):
         name = now if n == 1 else f"{now}-{n}"

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path
-from common.paths import REPO_ROOT
+from common.paths import outputs_dir
 from runner.checkpoint.atomic_dir import verify_dir
 from runner.config.flags import flag_value
 from runner.run_dir import saved_config
@@ -24,7 +24,7 @@ def is_sweep_dir(folder: Path) -> bool:
 def resolve_run(name: str) -> Path:
     """The run or sweep that `resume=` names: its folder, anything inside it, or `last`. A file of a sweep that is in no job means the sweep."""
     if name == "last":
-        runs = find_runs(REPO_ROOT / "outputs")
+        runs = find_runs(outputs_dir())
         if not runs:
             raise UserError("there is no run yet", "resume=last", "start one: python runner/train.py")
         return max(runs, key=_newest_launched)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from common import filesystem
+from common.errors import Outcome
 from runner.run_dir import provenance
 from runner.run_dir.metadata import RunMetadata
 
@@ -34,13 +35,13 @@ def snapshot(folder: Path) -> dict[str, tuple]:
 
 
 def start(program: str, *args: object) -> subprocess.Popen:
-    prelude = f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\nfrom runner.run_dir.metadata import Record\nfolder = Path(sys.argv[1])\n"
+    prelude = f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\nfrom runner.run_dir.metadata import RunMetadata\nfolder = Path(sys.argv[1])\n"
     return subprocess.Popen([sys.executable, "-c", prelude + program, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 HOLD = """
-record = Record.open(folder, resume=len(sys.argv) > 2)
-record.running()
+metadata = RunMetadata.open(folder, resume=len(sys.argv) > 2)
+metadata.mark_running()
 print("trains", flush=True)
 time.sleep(60)
 """
@@ -57,22 +58,22 @@ def holder(tmp_path):
 
 
 def test_a_run_goes_from_new_through_running_to_completed(tmp_path):
-    with RunMetadata.open(tmp_path / "a" / "run") as record:
-        folder = record.folder
-        assert said(folder)["status"] == record.status == "new" and record.attempt == 0
-        record.running(init_from=tmp_path)
-        assert said(folder)["status"] == record.status == "running" and record.attempt == 1
+    with RunMetadata.open(tmp_path / "a" / "run") as metadata:
+        folder = metadata.folder
+        assert said(folder)["status"] == metadata.status == "new" and metadata.attempt == 0
+        metadata.mark_running(init_from=tmp_path)
+        assert said(folder)["status"] == metadata.status == "running" and metadata.attempt == 1
         assert (said(folder)["pid"], said(folder)["init_from"], said(folder)["exact"]) == (os.getpid(), str(tmp_path), True)
-        record.update(step=7, tokens=900)
+        metadata.update(step=7, tokens=900)
         assert (said(folder)["step"], said(folder)["tokens"], said(folder)["status"]) == (7, 900, "running")
-        record.finish("completed", metrics={"loss": 1.5})
+        metadata.finish(Outcome.COMPLETED, metrics={"loss": 1.5})
     assert said(folder)["status"] == "completed" and said(folder)["metrics"] == {"loss": 1.5} and "ended" in said(folder)
     assert not (folder / ".owner.json").exists()
 
 
 def test_what_json_cannot_say_is_null(tmp_path):
-    with RunMetadata.open(tmp_path) as record:
-        record.update(metrics={"loss": float("nan"), "norms": (float("inf"), 1.0)})
+    with RunMetadata.open(tmp_path) as metadata:
+        metadata.update(metrics={"loss": float("nan"), "norms": (float("inf"), 1.0)})
     assert said(tmp_path)["metrics"] == {"loss": None, "norms": [None, 1.0]}
 
 
@@ -101,20 +102,20 @@ def test_a_kill_frees_the_folder_and_the_run_counts_as_interrupted(tmp_path, hol
     holder.kill()
     holder.wait()
     assert said(tmp_path / "run")["status"] == "running"
-    with RunMetadata.open(tmp_path / "run", resume=True) as record:
-        assert record.status == "interrupted" and record.attempt == 1
-        record.running()
-        assert record.status == "running" and said(tmp_path / "run")["attempt"] == 2
+    with RunMetadata.open(tmp_path / "run", resume=True) as metadata:
+        assert metadata.status == "interrupted" and metadata.attempt == 1
+        metadata.mark_running()
+        assert metadata.status == "running" and said(tmp_path / "run")["attempt"] == 2
 
 
-RANK = "record = Record.attach(folder, int(sys.argv[2]))\nprint(record.attempt, flush=True)\ntime.sleep(60)"
+RANK = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nprint(metadata.attempt, flush=True)\ntime.sleep(60)"
 
 
 @pytest.fixture
 def launch(tmp_path):
     """A launch of two ranks, all in processes of their own; the first of the three is the one that started them."""
-    share = HOLD.replace("record.running()", "record.running(); record.share()").replace(
-        "time.sleep(60)", "record.name_ranks([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)"
+    share = HOLD.replace("metadata.mark_running()", "metadata.mark_running(); metadata.allow_ranks()").replace(
+        "time.sleep(60)", "metadata.set_rank_pids([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)"
     )
     children = [start(share, tmp_path / "run")]
     assert children[0].stdout.readline() == "trains\n"
@@ -137,8 +138,8 @@ def test_a_folder_is_held_until_the_last_process_of_its_launch_is_gone(tmp_path,
             RunMetadata.open(tmp_path / "run", resume=True)
         launch[number].kill()
         launch[number].wait()
-    with RunMetadata.open(tmp_path / "run", resume=True) as record:
-        assert record.status == "interrupted"
+    with RunMetadata.open(tmp_path / "run", resume=True) as metadata:
+        assert metadata.status == "interrupted"
 
 
 def test_whoever_is_refused_is_told_which_ranks_are_left(tmp_path, launch):
@@ -156,7 +157,7 @@ def test_a_rank_that_comes_too_late_finds_the_folder_taken(tmp_path, holder):
 
 def test_the_first_rank_alone_writes(tmp_path, launch):
     before = snapshot(tmp_path / "run")
-    writes = "record = Record.attach(folder, int(sys.argv[2]))\nrecord.update(step=int(sys.argv[2]))\nrecord.close()"
+    writes = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nmetadata.update(step=int(sys.argv[2]))\nmetadata.close()"
     launch[2].kill(), launch[2].wait()
     assert start(writes, tmp_path / "run", 1).wait() == 0 and snapshot(tmp_path / "run") == before
     launch[1].kill(), launch[1].wait()
@@ -165,7 +166,7 @@ def test_the_first_rank_alone_writes(tmp_path, launch):
 
 
 def test_workers_that_outlive_a_killed_trainer_do_not_hold_its_folder(tmp_path):
-    forks = "record = Record.open(folder)\nworker = os.fork()\nif worker == 0:\n    time.sleep(60)\nprint(worker, flush=True)\ntime.sleep(60)"
+    forks = "metadata = RunMetadata.open(folder)\nworker = os.fork()\nif worker == 0:\n    time.sleep(60)\nprint(worker, flush=True)\ntime.sleep(60)"
     trainer = start(forks, tmp_path)
     worker = int(trainer.stdout.readline())
     try:
@@ -186,8 +187,8 @@ def test_of_twenty_starts_at_once_exactly_one_trains(tmp_path):
 while time.time() < float(sys.argv[2]):
     pass
 try:
-    record = Record.open(folder)
-    record.running()
+    metadata = RunMetadata.open(folder)
+    metadata.mark_running()
     print("trains", flush=True)
     sys.stdin.read()
 except ValueError as refusal:
@@ -204,9 +205,9 @@ except ValueError as refusal:
 
 
 def test_a_plain_start_does_not_fall_into_a_run_that_is_there(tmp_path):
-    with RunMetadata.open(tmp_path) as record:
-        record.running()
-        record.finish("failed", error="diverged", step=40)
+    with RunMetadata.open(tmp_path) as metadata:
+        metadata.mark_running()
+        metadata.finish(Outcome.FAILED, error="diverged", step=40)
     before = snapshot(tmp_path)
     with pytest.raises(ValueError) as refusal:
         RunMetadata.open(tmp_path)
@@ -223,8 +224,8 @@ def test_checkpoints_without_a_run_json_are_a_run_too(tmp_path):
 
 def test_a_start_that_never_trained_leaves_the_folder_free(tmp_path):
     RunMetadata.open(tmp_path).close()
-    with RunMetadata.open(tmp_path) as record:
-        assert record.status == "new"
+    with RunMetadata.open(tmp_path) as metadata:
+        assert metadata.status == "new"
 
 
 def test_resuming_what_is_not_there_is_refused_and_makes_no_folder(tmp_path):
@@ -268,12 +269,12 @@ def test_a_full_disk_delays_an_update_and_stops_nothing(tmp_path, monkeypatch):
         def write(fd, data):
             raise OSError(28, "No space left on device")
 
-    with RunMetadata.open(tmp_path) as record:
+    with RunMetadata.open(tmp_path) as metadata:
         monkeypatch.setattr(filesystem, "fs", Full())
-        record.update(degraded="step 40 could not be saved")
+        metadata.update(degraded="step 40 could not be saved")
         assert said(tmp_path)["degraded"] is None
         monkeypatch.undo()
-        record.update(step=50)
+        metadata.update(step=50)
     assert said(tmp_path)["degraded"] == "step 40 could not be saved" and not list(tmp_path.glob(".tmp-*"))
 
 
@@ -327,8 +328,8 @@ def test_the_words_of_a_run_are_on_the_disk_before_it_trains(tmp_path, monkeypat
             synced.append(os.readlink(f"/proc/self/fd/{fd}"))
             os.fsync(fd)
 
-    with RunMetadata.open(tmp_path / "run") as record:
+    with RunMetadata.open(tmp_path / "run") as metadata:
         monkeypatch.setattr(filesystem, "fs", Watched())
-        record.running()
+        metadata.mark_running()
     begun = next(at for at, path in enumerate(synced) if ".tmp-run.json" in path)
     assert {str(words / "config.yaml"), str(words), str(tmp_path / "run")} <= set(synced[:begun])
