@@ -81,7 +81,7 @@ def make_run(tmp_path):
             cfg.data.cache = str(tmp_path / "cache")
         if cfg.data.path == "here":
             cfg.data.path = str(written(tmp_path, stage, rows))
-        return build_run(cfg, where, attempt=attempt, note=lambda **facts: None)
+        return build_run(cfg, where, attempt=attempt, update_metadata=lambda **facts: None)
 
     return make
 

@@ -30,55 +30,54 @@ from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
 
 
-def build_run(cfg: Config, folder: Path, attempt: int, note: Callable[..., None]) -> TrainState:
+def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None]) -> TrainState:
     """All parts of a run, cheapest first, so that what cannot work is refused before the model is built.
 
     `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
     """
-    world = init_distributed(cfg.distributed, cfg.device)
-    if world.device.type == "cpu":
+    dist = init_distributed(cfg.distributed, cfg.device)
+    if dist.device.type == "cpu":
         disable_malloc_trim()
-    precision = Precision(cfg.precision, world.device)
-    check_attention_kernel(cfg, world.device)
+    precision = Precision(cfg.precision, dist.device)
+    check_attention_kernel(cfg, dist.device)
     tokenizer = load_tokenizer(cfg)
-    feed = build_data_pipeline(cfg, tokenizer)
-    note(data=feed.files)
-    rows = resolve_rows_per_step(cfg, world, folder)
-    check_cuda_graphs(cfg.train.compile, world.device, math.ceil(rows / (world.size * cfg.train.batch_size)))
+    pipeline = build_data_pipeline(cfg, tokenizer)
+    update_metadata(data=pipeline.files)
+    rows = resolve_rows_per_step(cfg, dist, run_dir)
+    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows / (dist.size * cfg.train.batch_size)))
     seed_all(cfg.seed)  # every rank begins with the same weights ...
-    model = build_model(cfg, needs_start=not has_checkpoints(folder)).to(world.device)
+    model = build_model(cfg, needs_start=not has_checkpoints(run_dir)).to(dist.device)
     objective = build_objective(cfg.stage, model)
-    precision.fit(model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
-    known = describe_run(cfg, world, rows, frozen, tokenizer.fingerprint, feed.fingerprint)
-    if world.rank:
-        seed_all(cfg.seed + world.rank)  # ... and draws its own dropout
+    known = describe_run(cfg, dist, rows, frozen, tokenizer.fingerprint, pipeline.fingerprint)
+    if dist.rank:
+        seed_all(cfg.seed + dist.rank)  # ... and draws its own dropout
     for part in (model, *objective.beside):
-        world.shard(part, part.model.layers, precision.dtype)
-    place = (world.rank, world.size, world.device.type == "cuda")
-    loader = build_loader(feed.train, cfg, tokenizer, rows, *place)
-    compiled = resolve_compile_mode(cfg.train.compile, planned_flops(cfg, model, loader), world.device, torch.get_num_threads(), cfg.model.num_experts > 0)
+        dist.shard(part, part.model.layers, precision.dtype)
+    place = (dist.rank, dist.size, dist.device.type == "cuda")
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows, *place)
+    compiled = resolve_compile_mode(cfg.train.compile, planned_flops(cfg, model, loader), dist.device, torch.get_num_threads(), cfg.model.num_experts > 0)
     if cfg.train.compile == "auto":
         known["environment.compiled"] = compiled.mode  # a run that is made longer, or finds no compiler, may decide anew
     return TrainState(
         cfg=cfg,
-        folder=folder,
-        world=world,
+        run_dir=run_dir,
+        dist=dist,
         tokenizer=tokenizer,
         model=model,
-        compiling=compiled,
-        wrapped=wrap_model(model, cfg, world, precision, compiled.mode),
+        compile_decision=compiled,
+        wrapped=wrap_model(model, cfg, dist, precision, compiled.mode),
         objective=objective,
-        feed=feed,
+        pipeline=pipeline,
         loader=loader,
-        val_loader=build_loader(feed.val, cfg, tokenizer, cfg.train.batch_size * world.size, *place) if feed.val else None,
+        val_loader=build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *place) if pipeline.val else None,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
-        track=RunLogger(folder, cfg.tracker, world.leads),
-        writer=AsyncWriter(),
+        logger=RunLogger(run_dir, cfg.tracker, dist.is_rank_zero),
+        checkpoint_writer=AsyncWriter(),
         attempt=attempt,
-        note=note,
-        facts=known,
+        update_metadata=update_metadata,
+        compatibility=known,
     )
 
 
@@ -94,23 +93,23 @@ def load_tokenizer(cfg: Config) -> Tokenizer:
     return tokenizer
 
 
-def resolve_rows_per_step(cfg: Config, world: DistributedContext, folder: Path) -> int:
+def resolve_rows_per_step(cfg: Config, dist: DistributedContext, folder: Path) -> int:
     """Windows of one optimizer step, over all ranks. A run that is continued on more or fewer ranks keeps the number it has:
     each rank then makes fewer or more micro-batches of them. Raises ValueError(what, where, fix)."""
     train, before = cfg.train, saved_facts(folder)
     words = {"train.batch_size": train.batch_size, "train.accumulation_steps": train.accumulation_steps}
-    asked = train.batch_size * train.accumulation_steps * world.size
+    asked = train.batch_size * train.accumulation_steps * dist.size
     rows = before.get(ROWS_PER_STEP, asked)
     if asked != rows and any(before.get(word) != value for word, value in words.items()):
-        if world.size == 1:
+        if dist.size == 1:
             return asked  # refused with all else that does not agree
-        share = f"{rows // world.size}" if rows % world.size == 0 else f"{rows} on a number of ranks that divides it"
+        share = f"{rows // dist.size}" if rows % dist.size == 0 else f"{rows} on a number of ranks that divides it"
         raise UserError(
             f"a step of this run has {rows} rows",
-            " ".join(f"{word}={value}" for word, value in words.items()) + f" on {world.size} ranks",
+            " ".join(f"{word}={value}" for word, value in words.items()) + f" on {dist.size} ranks",
             f"leave both words out, or give two whose product is {share}",
         )
-    if rows < world.size:
+    if rows < dist.size:
         raise UserError(
             f"a step of {rows} rows leaves ranks without work", f"distributed.nproc={cfg.distributed.nproc}", f"start at most {rows} ranks, or use larger steps"
         )
@@ -145,14 +144,14 @@ def check_attention_kernel(cfg: Config, device: torch.device) -> None:
 def planned_flops(cfg: Config, model: Decoder, loader: StepLoader) -> float:
     """Floating-point operations of the whole run on each rank, as the words promise them: its batches may be shorter than they could be."""
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    positions = steps * loader.order.global_batch / loader.world * cfg.data.max_length * sequences_per_row(cfg.stage.rows)
+    positions = steps * loader.sampler.global_batch_size / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
     return 6.0 * positions * sum(p.numel() for p in model.parameters())
 
 
-def wrap_model(model: Decoder, cfg: Config, world: DistributedContext, precision: Precision, mode: str) -> nn.Module:
+def wrap_model(model: Decoder, cfg: Config, dist: DistributedContext, precision: Precision, mode: str) -> nn.Module:
     if mode != "off":
         set_inductor_cache(Path(cfg.data.cache))
-        lines = cfg.train.batch_size * (sequences_per_row(cfg.stage.rows) if cfg.data.packing == "none" else 1)
-        model.compile_layers(lone=lines == 1, mode=mode)
+        lines = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
+        model.compile_layers(single_row=lines == 1, mode=mode)
     with precision.autocast():
-        return world.wrap(model)
+        return dist.wrap(model)

@@ -8,7 +8,7 @@ from typing import Optional
 from common.errors import UserError
 from data.config import DataConfig
 from data.schemas.schemas import SCHEMAS, STAGE_OF_FORMAT
-from models.config import CHECKPOINTING, ModelConfig
+from models.config import ACTIVATION_CHECKPOINTING_MODES, ModelConfig
 from runner.engine.device import compile as compile_module
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
@@ -30,6 +30,7 @@ class TrainConfig:
     eval_every: int
     save_every: int
     sample_every: int
+    sample_prompts: list[str]  # prompts of the generated samples
     sample_tokens: int  # longest generated answer
     keep_checkpoints: int  # the newest so many stay ...
     keep_every: int  # ... and those of every so many steps; the best one stays in any case
@@ -37,7 +38,7 @@ class TrainConfig:
     max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
     max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
     compile: str
-    activation_checkpointing: str  # what the backward pass makes again instead of keeping it: none, selective or whole
+    activation_checkpointing: str  # what the backward pass makes again instead of keeping it: none, selective or full
     verify_resume: bool  # prove, instead of training, that a stop changes no bit of this configuration
 
     def __post_init__(self) -> None:
@@ -51,10 +52,10 @@ class TrainConfig:
             # Should the newest turn out torn or rotten, the one before it is what the run continues from.
             raise UserError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
         # As it was called when it was a switch
-        self.activation_checkpointing = {"true": "whole", "false": "none"}.get(self.activation_checkpointing.lower(), self.activation_checkpointing)
-        if self.activation_checkpointing not in CHECKPOINTING:
+        self.activation_checkpointing = {"true": "full", "false": "none"}.get(self.activation_checkpointing.lower(), self.activation_checkpointing)
+        if self.activation_checkpointing not in ACTIVATION_CHECKPOINTING_MODES:
             raise UserError(
-                "unknown way to recompute", f"train.activation_checkpointing={self.activation_checkpointing}", f"choose one of {', '.join(CHECKPOINTING)}"
+                "unknown way to recompute", f"train.activation_checkpointing={self.activation_checkpointing}", f"choose one of {', '.join(ACTIVATION_CHECKPOINTING_MODES)}"
             )
         if self.compile not in compile_module.COMPILE_MODES:
             raise UserError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compile_module.COMPILE_MODES)}, e.g. auto")
@@ -98,18 +99,16 @@ class Config:
                 f"data.max_length={self.data.max_length}",
                 f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
             )
-        if self.data.schema and SCHEMAS[self.data.schema].rows != self.stage.rows:
+        if self.data.schema and SCHEMAS[self.data.schema].rows != self.stage.data_format:
             rows = SCHEMAS[self.data.schema].rows
             raise UserError(
-                f"stage={self.stage.name} reads {self.stage.rows} rows", f"data.schema={self.data.schema}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
+                f"stage={self.stage.name} reads {self.stage.data_format} rows", f"data.schema={self.data.schema}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
             )
-        if self.data.too_long == "split" and self.stage.rows != "text":
+        if self.data.too_long == "split" and self.stage.data_format != "text":
             raise UserError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
-        if self.precision.name == "fp8":
-            self._check_fp8()
         if not 0 <= self.seed < 2**32:
             raise UserError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
         if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
@@ -124,15 +123,3 @@ class Config:
                 f"schedule.warmup_steps={self.schedule.warmup_steps}",
                 f"choose at most train.max_steps={self.train.max_steps}",
             )
-
-    def _check_fp8(self) -> None:
-        """Where fp8 would do nothing, or harm."""
-        unfit = {
-            f"model.hidden_size={self.model.hidden_size}": "a side of every product in fp8 is a multiple of 16" if self.model.hidden_size % 16 else None,
-            f"stage={self.stage.name}": "adapters are computed in bf16, and so is what they stand beside" if self.stage.lora is not None else None,
-            f"stage.objective={self.stage.objective}": "DPO compares small differences of large sums, which fp8 rounds away" if self.stage.objective == "dpo" else None,
-            f"model.num_experts={self.model.num_experts}": "experts are not compiled, and without a compiler fp8 costs more than it saves" if self.model.num_experts else None,
-        }  # fmt: skip
-        for where, what in unfit.items():
-            if what:
-                raise UserError(what, f"precision=fp8 {where}", "use precision=bf16")

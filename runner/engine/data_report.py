@@ -14,18 +14,18 @@ DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {
     "read": lambda file: file["read"],
     "kept": lambda file: file["kept"],
     "split": lambda file: file["split"],
-    "cut": lambda file: file["cut"],
+    "cut": lambda file: file["truncated"],
     "dropped": lambda file: sum(file["dropped"].values()),
     "bad": lambda file: sum(file["bad"].values()),
     "tokens": lambda file: file["tokens"],
-    "with loss": lambda file: file["supervised"],
-    "loss cut off": lambda file: file["lost"],
+    "with loss": lambda file: file["loss_tokens"],
+    "loss cut off": lambda file: file["lost_loss_tokens"],
 }
 
 
 def describe_source(part: WeightedSource) -> dict[str, Any]:
-    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.tally).items()}
-    return {"file": part.source.name, "shape": part.store.facts["recipe"]["shape"], **counts}
+    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items()}
+    return {"file": part.source.name, "shape": part.store.metadata["encoding"]["schema"], **counts}
 
 
 def data_table(files: list[dict[str, Any]]) -> str:
@@ -39,5 +39,5 @@ def data_table(files: list[dict[str, Any]]) -> str:
     ]
     for file in files:
         for kind in ("dropped", "bad"):
-            told += [f"  {kind} {count:,}: {reason} (first: {file['first'][reason]})" for reason, count in file[kind].items()]
+            told += [f"  {kind} {count:,}: {reason} (first: {file['first_seen'][reason]})" for reason, count in file[kind].items()]
     return "\n".join(line.rstrip() for line in told)

@@ -26,72 +26,72 @@ from runner.engine.step_output import StepOutput, StepResult
 DIVERGED_FACTOR = 2  # times the loss of a model that knows nothing
 
 
-def train(run: TrainState, stop: Callable[[], bool] = lambda: False) -> float:
+def train(state: TrainState, stop: Callable[[], bool] = lambda: False) -> float:
     """Carry `run` from the step it stands at to its last; returns the loss a sweep compares.
 
     Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
     """
     try:
-        start_or_resume(run)
-        train_steps(run, lambda: run.world.any(stop()))
-        return finish(run)
+        start_or_resume(state)
+        train_steps(state, lambda: state.dist.any(stop()))
+        return finish(state)
     except BaseException as error:
-        if run.world.size == 1:  # other ranks may be gone, and reading takes all of them
+        if state.dist.size == 1:  # other ranks may be gone, and reading takes all of them
             with suppress(Exception):  # what ends the run is what is told
-                flush_steps(run)
+                flush_steps(state)
         if isinstance(error, DamagedStoreError):
             raise TrainingError(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
         raise
     finally:
-        run.world.rest()
-        run.writer.wait()  # a rank's process would not wait for the save it is in the midst of
+        state.dist.disarm_watchdog()
+        state.checkpoint_writer.wait()  # a rank's process would not wait for the save it is in the midst of
 
 
-def train_steps(run: TrainState, stop: Callable[[], bool]) -> None:
+def train_steps(state: TrainState, stop: Callable[[], bool]) -> None:
     """Every step that is left, and what is due after it."""
-    progress, every = run.progress, run.cfg.train
-    evaluate_and_sample_if_due(run)  # what was due right after the checkpoint we come from; nothing at step 0
-    pace = Throughput(run.world.idle)
-    with closing(run.loader.onward(progress.step, run.total_steps)) as steps:
+    progress, every = state.progress, state.cfg.train
+    evaluate_and_sample_if_due(state)  # what was due right after the checkpoint we come from; nothing at step 0
+    pace = Throughput(state.dist.is_device_idle)
+    with closing(state.loader.iter_steps(progress.step, state.total_steps)) as steps:
         for batches in pace.waiting(steps):
-            if run.finished:  # early
+            if state.finished:  # early
                 break
-            epoch = progress.step // run.loader.steps_per_epoch
-            lr = lr_at(progress.step, run.total_steps, run.cfg.optimizer.lr, run.cfg.schedule)
-            pace.add(step_with_retries(run, batches, lr, stop).positions)
-            if run.due(every.log_every):
-                log_metrics(run, flush_steps(run)[-1], lr, epoch, pace)
-            elif should_flush(run):
-                flush_steps(run)
-            manager.report_finished(run)
+            epoch = progress.step // state.loader.steps_per_epoch
+            lr = lr_at(progress.step, state.total_steps, state.cfg.optimizer.lr, state.cfg.schedule)
+            pace.add(step_with_retries(state, batches, lr, stop).tokens)
+            if state.is_due(every.log_every):
+                log_metrics(state, flush_steps(state)[-1], lr, epoch, pace)
+            elif should_flush(state):
+                flush_steps(state)
+            manager.report_finished(state)
             if stop():
-                save_and_interrupt(run)
-            if run.due(every.save_every):
-                manager.save_async(run)
-            pace.pause(evaluate_and_sample_if_due, run)
+                save_and_interrupt(state)
+            if state.is_due(every.save_every):
+                manager.save_async(state)
+            pace.pause(evaluate_and_sample_if_due, state)
 
 
-def start_or_resume(run: TrainState) -> None:
+def start_or_resume(state: TrainState) -> None:
     """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
-    manager.load_newest(run)
-    check_ranks_agree(run)
-    if not run.finished and run.world.leads:
-        shutil.rmtree(run.folder / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
-    run.track.start(
-        run_summary(run),
-        total_steps=run.total_steps,
-        attempt=run.attempt,
-        run_config=dataclasses.asdict(run.cfg),
-        resume_at=run.log_position,
-        tracker_id=run.tracker_id,
+    manager.load_newest(state)
+    check_ranks_agree(state)
+    if not state.finished and state.dist.is_rank_zero:
+        shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
+    state.logger.start(
+        run_summary(state),
+        total_steps=state.total_steps,
+        attempt=state.attempt,
+        run_config=dataclasses.asdict(state.cfg),
+        resume_at=state.log_position,
+        tracker_id=state.tracker_id,
     )
-    run.track.say(data_table(run.feed.files))
+    state.logger.info(data_table(state.pipeline.files))
 
 
-def check_ranks_agree(run: TrainState) -> None:
+def check_ranks_agree(state: TrainState) -> None:
     """Refuse ranks that do not stand at the same place: on another machine there may be another folder, or other data."""
-    found = run.world.gather(
-        [f"step {run.progress.step}", *(f"{word} {str(run.facts[word])[:12]}" for word in ("content of the data", "content of the tokenizer"))]
+    found = state.dist.gather(
+        [f"step {state.progress.step}", *(f"{word} {str(state.compatibility[word])[:12]}" for word in ("content of the data", "content of the tokenizer"))]
     )
     for rank, its in enumerate(found):
         if its != found[0]:
@@ -101,79 +101,81 @@ def check_ranks_agree(run: TrainState) -> None:
             )
 
 
-def save_and_interrupt(run: TrainState) -> NoReturn:
+def save_and_interrupt(state: TrainState) -> NoReturn:
     """Save the step the run stands at, and stop."""
-    flush_steps(run)
-    manager.save_blocking(run)
-    raise Interrupted(run.progress.step, run.folder)
+    flush_steps(state)
+    manager.save_blocking(state)
+    raise Interrupted(state.progress.step, state.run_dir)
 
 
-def step_with_retries(run: TrainState, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> StepOutput:
+def step_with_retries(state: TrainState, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> StepOutput:
     """One step of the schedule, tried again while an fp16 overflow can be scaled away. What it found waits to be read."""
-    progress = run.progress
-    while run.precision.again((found := train_step(run, batches, lr)).update):
+    progress = state.progress
+    while state.precision.should_retry((found := train_step(state, batches, lr)).update):
         progress.overflows += 1
         if stop():
-            save_and_interrupt(run)  # no weight has moved: the step before is where the run stands
+            save_and_interrupt(state)  # no weight has moved: the step before is where the run stands
     progress.step += 1
-    progress.rows += found.rows
-    progress.tokens += found.labels
-    run.unread.append(found)
+    progress.examples += found.examples
+    progress.loss_tokens += found.loss_tokens
+    progress.tokens += found.tokens
+    state.pending_steps.append(found)
     return found
 
 
-def train_step(run: TrainState, batches: list[Batch], lr: float) -> StepOutput:
+def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
     """One update from its micro-batches: count first, then divide every part by the same number. Nothing here waits for the device, but
     for experts, whose tokens are counted, and fp16."""
-    run.wrapped.train()
-    world = run.world
-    mine = (sum(count) for count in zip(*((run.objective.count(b), b.supervised, b.positions, len(b.names)) for b in batches), strict=True))
-    items, labels, positions, rows = map(int, world.sums([*mine]))
+    state.wrapped.train()
+    dist = state.dist
+    mine = (sum(count) for count in zip(*((state.objective.count(b), b.num_supervised_tokens, b.num_tokens, len(b.names)) for b in batches), strict=True))
+    items, loss_tokens, tokens, examples = map(int, dist.all_reduce_sum([*mine]))
     sums: LossSums = {}
     for number, batch in enumerate(batches, start=1):
-        world.alive()
-        with world.syncing(run.wrapped, last=number == len(batches)):
-            with run.precision.autocast():
-                parts = mask_dummy_batch(batch, run.objective.loss(run.wrapped, batch.to(world.device)))
+        dist.arm_watchdog()
+        with dist.no_sync_until_last(state.wrapped, last=number == len(batches)):
+            with state.precision.autocast():
+                parts = mask_dummy_batch(batch, state.objective.loss(state.wrapped, batch.to(dist.device)))
             # Gradients come out as the mean over ranks, and the sum is meant.
-            run.precision.backward(parts["loss"] / (items / world.size))
+            state.precision.backward(parts["loss"] / (items / dist.size))
         for name, part in parts.items():
             sums[name] = sums.get(name, 0.0) + part.detach()
-    run.optimizers.set_lr(lr)
-    update = run.precision.step(run.optimizers, run.cfg.optimizer.grad_clip)
+    state.optimizers.set_lr(lr)
+    update = state.precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
     names = [name for batch in batches for name in batch.names]
-    return StepOutput(run.progress.step + 1, names, items, labels, positions, rows, sums, update)
+    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, update)
 
 
-def log_metrics(run: TrainState, result: StepResult, lr: float, epoch: int, pace: Throughput) -> None:
-    progress = run.progress
+def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, pace: Throughput) -> None:
+    progress = state.progress
     numbers = {
         "epoch": epoch,
+        "loss_tokens": progress.loss_tokens,
         "tokens": progress.tokens,
         **result.means,
         "lr": lr,
         "grad_norm": result.norm,
         **pace.read(),
-        "save_stall": run.save_stall,
+        "save_stall": state.save_stall,
     }
-    run.save_stall = 0.0
-    if run.precision.name == "fp16":
-        numbers |= {"scale": run.precision.scale, "overflows": progress.overflows}
-    if progress.nonfinite:
-        numbers["skipped_steps"] = progress.nonfinite
-    run.track.log("train", progress.step, **numbers)
+    state.save_stall = 0.0
+    if state.precision.name == "fp16":
+        numbers |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
+    if progress.nonfinite_steps:
+        numbers["skipped_steps"] = progress.nonfinite_steps
+    state.logger.log("train", progress.step, **numbers)
 
 
-def finish(run: TrainState) -> float:
+def finish(state: TrainState) -> float:
     """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
-    manager.save_blocking(run)
-    loss = run.progress.last_losses[-1] if run.progress.eval_loss is None else run.progress.eval_loss
-    guess = math.log(run.cfg.model.vocab_size)
-    if run.cfg.stage.objective == "next_token" and loss is not None and loss > DIVERGED_FACTOR * guess:
+    manager.save_blocking(state)
+    loss = state.progress.recent_losses[-1] if state.progress.eval_loss is None else state.progress.eval_loss
+    guess = math.log(state.cfg.model.vocab_size)
+    if state.cfg.stage.objective == "next_token" and loss is not None and loss > DIVERGED_FACTOR * guess:
         raise TrainingError(f"diverged: the loss ends at {loss:.4g}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
-    if run.world.leads:
-        manager.mark_best(run.folder / "checkpoints", run.progress.best_step)
-        export_model(run)
-    if run.stopped_early:
-        run.track.say(f"stopped early: no better evaluation in {run.cfg.train.patience} (best {run.progress.best_loss:.4f} at step {run.progress.best_step})")
+    if state.dist.is_rank_zero:
+        manager.mark_best(state.run_dir / "checkpoints", state.progress.best_step)
+        export_model(state)
+    if state.stopped_early:
+        state.logger.info(f"stopped early: no better evaluation in {state.cfg.train.patience} (best {state.progress.best_loss:.4f} at step {state.progress.best_step})")
     return math.inf if loss is None else loss

@@ -1,23 +1,28 @@
-"""A run: the parts one training holds, and how far it has come. `build` makes one."""
+"""State of one run: its parts, its progress, and what of it a checkpoint stores. `build.build_run` makes one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
+from runner.engine.device import rng
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
+from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import Precision
 from runner.engine.optim.groups import OptimizerGroup
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from data.batching.loader import StepLoader
     from data.tokenize.chat_template import ChatTemplate
@@ -30,48 +35,49 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far a run has come. It survives in state.json, every field of it."""
+    """Counters that survive in state.json, every field of them."""
 
     step: int = 0  # optimizer steps done
-    rows: int = 0  # rows consumed, over all epochs
-    tokens: int = 0  # tokens that carried loss
-    overflows: int = 0  # fp16: steps tried again with a smaller scale
-    nonfinite: int = 0  # steps given up for a non-finite loss or gradient ...
-    nonfinite_in_a_row: int = 0  # ... and how many of them came last
+    examples: int = 0  # examples consumed, over all epochs
+    loss_tokens: int = 0  # tokens with a label
+    tokens: int = 0  # all tokens computed, without padding
+    overflows: int = 0  # fp16: steps repeated with a smaller loss scale
+    nonfinite_steps: int = 0  # steps skipped for a loss or gradient that is not finite
+    consecutive_nonfinite_steps: int = 0  # the last of them, without a finite step in between
     best_loss: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0
     eval_loss: float | None = None  # the newest
-    looked_at: int = 0  # the last step whose evaluation and samples are done: a resumed run repeats neither
-    last_losses: list[float | None] = field(default_factory=list)  # None: not finite
+    evaluated_step: int = 0  # the last step whose evaluation and samples are done: a resumed run does not repeat them
+    recent_losses: list[float | None] = field(default_factory=list)  # None: not finite
 
 
 @dataclass
 class TrainState:
     cfg: Config
-    folder: Path
-    world: DistributedContext
+    run_dir: Path
+    dist: DistributedContext
     tokenizer: Tokenizer
     model: Decoder  # the bare model: what is saved
     wrapped: nn.Module  # the same model as the training step calls it (DDP, compiled)
-    compiling: CompileDecision
+    compile_decision: CompileDecision
     objective: Objective
-    feed: DataPipeline
+    pipeline: DataPipeline
     loader: StepLoader
     val_loader: StepLoader | None
     optimizers: OptimizerGroup
     precision: Precision
-    track: RunLogger
-    writer: AsyncWriter
-    attempt: int  # how many times this folder has been launched, this time included
-    note: Callable[..., None]  # puts facts into the run's record, run.json
-    facts: dict[str, Any]  # what a checkpoint is held against when it is taken up
+    logger: RunLogger
+    checkpoint_writer: AsyncWriter
+    attempt: int  # launches of this run directory, this one included
+    update_metadata: Callable[..., None]  # writes fields of run.json
+    compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
     progress: Progress = field(default_factory=Progress)
-    unread: list[StepOutput] = field(default_factory=list)  # the newest steps, while their losses wait on the device
+    pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     saved_step: int = 0  # the newest step handed to the writer
-    failed_saves: int = 0  # in a row
-    save_stall: float = 0.0  # seconds training stood still for saving since the last log line
-    log_position: dict[str, int] | None = None  # where the logs stood at the checkpoint we come from
+    failed_saves: int = 0  # consecutive
+    save_stall: float = 0.0  # seconds that training waited for saving since the last log line
+    log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     tracker_id: str | None = None
 
     @property
@@ -86,18 +92,80 @@ class TrainState:
     def finished(self) -> bool:
         return self.progress.step >= self.total_steps or self.stopped_early
 
-    def due(self, every: int) -> bool:
-        """Whether what happens every so many steps, and after the last, happens now."""
+    def is_due(self, every: int) -> bool:
+        """Return whether something that happens every `every` steps, and after the last step, happens now. 0: never."""
         return every > 0 and (self.progress.step % every == 0 or self.progress.step == self.total_steps)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields of state.json, as JSON values. Every rank must call it; rank 0's result is stored.
 
-def chat_template(run: TrainState) -> ChatTemplate | None:
-    """How the model is spoken to; None where it only continues text."""
+        Raises OSError on rank 0 while a line of the logs cannot be written: a position in them is part of the state.
+        """
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "scaler": self.precision.state_dict(),
+            "rng": self.dist.gather(rng.get_rng_state()),  # one per rank
+            "log": self.logger.position(),
+            "tracker_id": self.logger.tracker_id,
+            "compatibility": self.compatibility,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.progress = Progress(**saved["progress"])
+        self.precision.load_state_dict(saved["scaler"])
+        rank = self.dist.rank
+        if rank < len(saved["rng"]):
+            rng.set_rng_state(saved["rng"][rank])
+        else:  # the checkpoint was saved by fewer ranks
+            rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
+        self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
+
+    def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
+        """Return, per file of a checkpoint ("model", "optimizer"), name -> function that returns the tensor, unsharded.
+
+        Every rank must call each function, in this order: under fsdp it gathers the shards.
+        """
+        self.dist.reshard(self.model)  # after a forward pass without a backward pass a layer may still be gathered, and rounded
+        files = {"model": trainable_parameters(self.model), "optimizer": self.optimizers.state_dict()}
+        return {file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()} for file, tensors in files.items()}
+
+    def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
+        """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of another shape."""
+        load_strict(trainable_parameters(self.model), files["model"], source)
+        self.optimizers.load_state_dict(files["optimizer"])
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return what training changes, by name; a tied tensor appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
+    """Copy `saved` into `into`. Raises UserError where names or shapes differ."""
+    import torch
+
+    def shape(tensor: Tensor | None) -> str:
+        return "absent" if tensor is None else "x".join(map(str, tensor.shape))
+
+    names = sorted(into.keys() | saved.keys())
+    differing = [f"{name}: {shape(into.get(name))} in the model, {shape(saved.get(name))} in the checkpoint" for name in names]
+    differing = [text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))]
+    if differing:
+        raise UserError(
+            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), "resume with the model the run was started with"
+        )
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(distribute_like(saved[name].to(tensor.device), like=tensor))
+
+
+def chat_template(state: TrainState) -> ChatTemplate | None:
+    """Return the template of prompts, or None where the model only continues text."""
     from data.tokenize.chat_template import ChatTemplate
 
-    return None if run.cfg.stage.rows == "text" else ChatTemplate(run.tokenizer)
+    return None if state.cfg.stage.data_format == "text" else ChatTemplate(state.tokenizer)
 
 
 def finite_or_none(number: float) -> float | None:
-    """As JSON can say it."""
+    """Return the number, or None (JSON null) if it is not finite."""
     return number if math.isfinite(number) else None

@@ -15,41 +15,41 @@ MAX_PENDING_STEPS = 100  # steps: what waits must not grow without end, nor the 
 RECENT_LOSSES = 50  # how far back a diagnosis looks
 
 
-def should_flush(run: TrainState) -> bool:
+def should_flush(state: TrainState) -> bool:
     """Whether steps are read now though no log line is due: before a save, an evaluation or samples, for fp16, or because too many wait.
     All ranks find the same, for it depends on words and numbers of steps alone."""
-    every = run.cfg.train
-    return run.precision.scales or len(run.unread) >= MAX_PENDING_STEPS or any(map(run.due, (every.save_every, every.eval_every, every.sample_every)))
+    every = state.cfg.train
+    return state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS or any(map(state.is_due, (every.save_every, every.eval_every, every.sample_every)))
 
 
-def flush_steps(run: TrainState) -> list[StepResult]:
+def flush_steps(state: TrainState) -> list[StepResult]:
     """Read what waits, in its order, and count it. Raises RunFailed after too many steps that were not finite."""
-    progress = run.progress
-    steps, run.unread = run.unread, []
-    results = fetch_results(run.world, steps)
+    progress = state.progress
+    steps, state.pending_steps = state.pending_steps, []
+    results = fetch_results(state.dist, steps)
     for result in results:
-        progress.last_losses = [*progress.last_losses, finite_or_none(result.means["loss"])][-RECENT_LOSSES:]
-        progress.nonfinite_in_a_row = 0 if result.taken else progress.nonfinite_in_a_row + 1
+        progress.recent_losses = [*progress.recent_losses, finite_or_none(result.means["loss"])][-RECENT_LOSSES:]
+        progress.consecutive_nonfinite_steps = 0 if result.taken else progress.consecutive_nonfinite_steps + 1
         if not result.taken:
-            progress.nonfinite += 1
-            _handle_nonfinite(run, result)
+            progress.nonfinite_steps += 1
+            _handle_nonfinite(state, result)
     return results
 
 
-def _handle_nonfinite(run: TrainState, result: StepResult) -> None:
-    told = run.world.gather([result.found.names, result.culprit])
+def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
+    told = state.dist.gather([result.found.names, result.culprit])
     names = [name for theirs, _ in told for name in theirs]
     where = f"step {result.found.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    run.track.warn(f"loss {result.means['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
-    if run.world.leads:
-        _diagnose(run, names, next((culprit for _, culprit in told if culprit), None), result)
-    if run.precision.name == "fp16":
-        raise TrainingError(f"fp16 overflows even at a loss scale of {run.precision.scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
-    if run.progress.nonfinite_in_a_row >= run.cfg.train.max_nonfinite_steps:
-        raise TrainingError(f"{run.progress.nonfinite_in_a_row} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
+    state.logger.warning(f"loss {result.means['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
+    if state.dist.is_rank_zero:
+        _diagnose(state, names, next((culprit for _, culprit in told if culprit), None), result)
+    if state.precision.name == "fp16":
+        raise TrainingError(f"fp16 overflows even at a loss scale of {state.precision.loss_scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
+    if state.progress.consecutive_nonfinite_steps >= state.cfg.train.max_nonfinite_steps:
+        raise TrainingError(f"{state.progress.consecutive_nonfinite_steps} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
 
 
-def _diagnose(run: TrainState, names: list[str], culprit: str | None, result: StepResult) -> None:
+def _diagnose(state: TrainState, names: list[str], culprit: str | None, result: StepResult) -> None:
     """What stood around the newest step that was given up, for whoever looks into it."""
     found = {
         "step": result.found.step,
@@ -57,14 +57,14 @@ def _diagnose(run: TrainState, names: list[str], culprit: str | None, result: St
         "loss": finite_or_none(result.means["loss"]),
         "grad_norm": finite_or_none(result.norm),
         "first_parameter": culprit,
-        "scale": run.precision.scale,
-        "nonfinite_in_a_row": run.progress.nonfinite_in_a_row,
-        "last_losses": run.progress.last_losses,
+        "scale": state.precision.loss_scale,
+        "consecutive_nonfinite_steps": state.progress.consecutive_nonfinite_steps,
+        "recent_losses": state.progress.recent_losses,
     }
     try:
-        write_json(run.folder / "diagnosis.json", found)
+        write_json(state.run_dir / "diagnosis.json", found)
     except OSError as error:
-        run.track.warn(f"diagnosis.json could not be written: {error}")
+        state.logger.warning(f"diagnosis.json could not be written: {error}")
 
 
 class Throughput:
@@ -87,9 +87,9 @@ class Throughput:
                 return
             yield batches
 
-    def pause(self, work: Callable[[TrainState], None], run: TrainState) -> None:
+    def pause(self, work: Callable[[TrainState], None], state: TrainState) -> None:
         before = time.perf_counter()
-        work(run)
+        work(state)
         self.since += time.perf_counter() - before
 
     def read(self) -> dict[str, float]:

@@ -18,9 +18,9 @@ class StepOutput(NamedTuple):
     step: int
     names: list[str]  # of this rank's rows
     items: int  # over all ranks: what the sums are divided by
-    labels: int  # likewise the tokens that carry loss
-    positions: int  # of the input, without padding
-    rows: int
+    loss_tokens: int  # tokens with a label, over all ranks
+    tokens: int  # all tokens computed, without padding, over all ranks
+    examples: int  # over all ranks
     sums: LossSums  # the objective's, of this rank, over the whole step
     update: GradStats
 
@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
         return next((name for name, norm in zip(update.names, update.norms.tolist(), strict=True) if not math.isfinite(norm)), None)
 
 
-def fetch_results(world: DistributedContext, steps: list[StepOutput]) -> list[StepResult]:
+def fetch_results(dist: DistributedContext, steps: list[StepOutput]) -> list[StepResult]:
     """Wait for these steps, all at once. Every rank must ask, for the same ones.
 
     The norm is every rank's already. Summed with the rest it is not finite for all where it is not for one: they never part over it.
@@ -53,6 +53,6 @@ def fetch_results(world: DistributedContext, steps: list[StepOutput]) -> list[St
         return []
     sums = torch.stack([value for found in steps for value in found.sums.values()]).tolist()
     norms = torch.stack([found.update.norm for found in steps]).tolist()
-    numbers = iter(world.sums([*sums, *norms]))
+    numbers = iter(dist.all_reduce_sum([*sums, *norms]))
     means = [{name: next(numbers) / found.items for name in found.sums} for found in steps]
-    return [StepResult(found, its, next(numbers) / world.size) for found, its in zip(steps, means, strict=True)]
+    return [StepResult(found, its, next(numbers) / dist.size) for found, its in zip(steps, means, strict=True)]

@@ -38,12 +38,12 @@ def train_to_step(cfg: Config, folder: Path, stop_at: int | None) -> None:
     """Train in `folder`, from where it stands, to the end or to step `stop_at`."""
     folder.mkdir(parents=True, exist_ok=True)
     attempt = 2 if (folder / "checkpoints").exists() else 1
-    run = build_run(copy.deepcopy(cfg), folder, attempt, note=lambda **facts: None)
+    state = build_run(copy.deepcopy(cfg), folder, attempt, update_metadata=lambda **facts: None)
     try:
-        train(run, stop=lambda: run.progress.step == stop_at)
+        train(state, stop=lambda: state.progress.step == stop_at)
     except Interrupted:
         assert stop_at is not None
-    run.track.finish("completed" if stop_at is None else "interrupted", {})
+    state.logger.finish("completed" if stop_at is None else "interrupted", {})
 
 
 def diff_run_dirs(one: Path, other: Path) -> list[str]:

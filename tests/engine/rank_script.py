@@ -16,15 +16,15 @@ from runner.engine.loop import train  # noqa: E402  as above
 from runner.launch.subprocesses import run_then_hard_exit  # noqa: E402  as above
 
 
-def spoil(run, at, gradient):
+def spoil(state, at, gradient):
     """The loss is not finite at that step, with its gradient or without."""
-    honest = run.objective.loss
+    honest = state.objective.loss
 
     def loss(model, batch):
         parts = honest(model, batch)
-        return {name: part * float("nan") if gradient else part + float("inf") for name, part in parts.items()} if run.progress.step == at else parts
+        return {name: part * float("nan") if gradient else part + float("inf") for name, part in parts.items()} if state.progress.step == at else parts
 
-    run.objective = types.SimpleNamespace(loss=loss, count=run.objective.count, frozen={}, beside=[])
+    state.objective = types.SimpleNamespace(loss=loss, count=state.objective.count, frozen={}, beside=[])
 
 
 def main():
@@ -32,12 +32,12 @@ def main():
     for training in json.loads(Path(sys.argv[1]).read_text()):
         folder = Path(training["folder"])
         folder.mkdir(exist_ok=True)
-        run = build_run(compose_config(training["words"]), folder, attempt=training.get("attempt", 1), note=lambda **facts: None)
+        state = build_run(compose_config(training["words"]), folder, attempt=training.get("attempt", 1), update_metadata=lambda **facts: None)
         stop_at = training.get("stop_at")
         if poison := training.get("poison"):  # this rank's loss is not finite at that step
-            spoil(run, poison["step"] if poison["rank"] == run.world.rank else None, poison["gradient"])
+            spoil(state, poison["step"] if poison["rank"] == state.dist.rank else None, poison["gradient"])
         try:
-            train(run, stop=lambda run=run, at=stop_at: run.world.leads and run.progress.step == at)
+            train(state, stop=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at)
         except Interrupted:
             assert stop_at is not None
 

@@ -18,8 +18,8 @@ def own_place(monkeypatch):
 
 def test_a_short_run_is_not_compiled_and_a_long_one_is(make_run):
     short, long = make_run("pretrain", "train.compile=auto"), make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long")
-    assert short.compiling.mode == "off" and "compile off (auto: " in run_summary(short)["computes"]
-    assert long.compiling.mode == "default" and "compile default (auto: " in run_summary(long)["computes"]
+    assert short.compile_decision.mode == "off" and "compile off (auto: " in run_summary(short)["computes"]
+    assert long.compile_decision.mode == "default" and "compile default (auto: " in run_summary(long)["computes"]
     assert short.model.model.layers[0].compiled is None and long.model.model.layers[0].compiled is not None
 
 
@@ -27,7 +27,7 @@ def test_the_decision_does_not_look_at_where_the_run_stands(make_run):
     words = ["train.compile=auto", "train.max_steps=12", "train.save_every=6"]
     first = make_run("pretrain", *words)
     train(first)
-    assert make_run("pretrain", *words, attempt=2).compiling == first.compiling
+    assert make_run("pretrain", *words, attempt=2).compiling == first.compile_decision
 
 
 def test_programs_are_kept_beside_the_token_stores_unless_the_user_has_a_place(make_run, tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ def test_a_val_file_beside_its_file_is_held_out_also_in_a_folder(fed):
 def test_what_was_bad_and_dropped_is_told_file_by_file(fed, make_run):
     feed = fed({"a.jsonl": text("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.5", "data.val_fraction=0")
     (told,) = feed.files
-    assert (told["read"], told["kept"], told["bad"]) == (3, 2, {"empty text": 1}) and told["first"]["empty text"].endswith("a.jsonl:2")
+    assert (told["read"], told["kept"], told["bad"]) == (3, 2, {"empty text": 1}) and told["first_seen"]["empty text"].endswith("a.jsonl:2")
 
 
 def test_more_bad_rows_than_allowed_stop_the_run(fed):
@@ -54,8 +54,8 @@ def test_more_bad_rows_than_allowed_stop_the_run(fed):
     assert "1 of 3 rows are bad" in refusal.value.args[0] and "data.max_bad_fraction=0.33" in refusal.value.args[2]
 
 
-@pytest.mark.parametrize("words, what", [(["data.shape=txt"], "did you mean text"), (["stage=sft", "data.shape=text"], "stage=pretrain")])
+@pytest.mark.parametrize("words, what", [(["data.schema=txt"], "did you mean text"), (["stage=sft", "data.schema=text"], "stage=pretrain")])
 def test_a_shape_that_cannot_be_meant_is_refused_at_the_door(words, what):
     with pytest.raises(ValueError) as refusal:
         compose_config(words)
-    assert what in refusal.value.args[2] and refusal.value.args[1].startswith("data.shape=")
+    assert what in refusal.value.args[2] and refusal.value.args[1].startswith("data.schema=")

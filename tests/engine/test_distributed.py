@@ -20,9 +20,9 @@ STEPS = 20
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
 FORMS = {
     "pretrain": ("pretrain", []),
-    "packed": ("pretrain", ["data.packing=pack"]),
+    "packed": ("pretrain", ["data.packing=best_fit"]),
     "moe": ("pretrain", MOE),
-    "packed moe": ("pretrain", ["data.packing=pack", *MOE]),
+    "packed moe": ("pretrain", ["data.packing=best_fit", *MOE]),
     "sft": ("sft", []),
     "lora": ("lora", []),
     "dpo": ("dpo", []),
@@ -43,7 +43,7 @@ def weights():
 
 def compare(one, other, logged, weights, looser=1) -> None:
     lines, others = (logged(folder) for folder in (one, other))
-    assert [(line["step"], line["tokens"]) for line in lines] == [(line["step"], line["tokens"]) for line in others]
+    assert [(line["step"], line["loss_tokens"]) for line in lines] == [(line["step"], line["loss_tokens"]) for line in others]
     assert len(lines) == STEPS
     mine, theirs = weights(one), weights(other)
     assert mine.keys() == theirs.keys()
@@ -97,7 +97,7 @@ def stopped(folder, words, at) -> list[dict]:
         (2, ["distributed=ddp"]),
         pytest.param(2, ["distributed=fsdp", "precision=bf16"], marks=pytest.mark.slow),
         pytest.param(3, ["distributed=ddp", *MOE], marks=pytest.mark.slow),
-        pytest.param(3, ["distributed=fsdp", "data.packing=pack"], marks=pytest.mark.slow),
+        pytest.param(3, ["distributed=fsdp", "data.packing=best_fit"], marks=pytest.mark.slow),
         pytest.param(4, ["distributed=fsdp", "distributed.shard=2", "distributed.replicate=2"], marks=pytest.mark.slow),
         pytest.param(2, ["distributed=ddp", "precision=fp16"], marks=pytest.mark.slow),
         pytest.param(2, ["distributed=fsdp", "precision=fp16"], marks=pytest.mark.slow),
@@ -122,7 +122,7 @@ def test_a_run_that_goes_over_one_two_four_and_one_rank_walks_as_if_it_had_not(t
     train(make_run("pretrain", *words, folder="whole", rows=ROWS))
     folder = tmp_path / "chain"
     with pytest.raises(Interrupted):
-        train((run := make_run("pretrain", *words, folder="chain", rows=ROWS)), stop=lambda: run.progress.step == 5)
+        train((state := make_run("pretrain", *words, folder="chain", rows=ROWS)), stop=lambda: state.progress.step == 5)
     on_ranks(2, [{"folder": str(folder), "words": [*said, f"distributed={kinds[0]}"], "attempt": 2, "stop_at": 10}])
     on_ranks(4, [{"folder": str(folder), "words": [*said, f"distributed={kinds[1]}"], "attempt": 3, "stop_at": 15}])
     train(make_run("pretrain", *words, folder="chain", rows=ROWS, attempt=4))
@@ -132,22 +132,22 @@ def test_a_run_that_goes_over_one_two_four_and_one_rank_walks_as_if_it_had_not(t
 def test_a_number_of_rows_that_ranks_cannot_keep_is_refused_with_those_they_could(tmp_path, make_run, monkeypatch):
     words = ["train.max_steps=2", "train.batch_size=4", "train.accumulation_steps=2"]
     train(make_run("pretrain", *words))
-    run = make_run("pretrain", *words, attempt=2)
-    world = dataclasses.replace(run.world, size=2)
-    assert resolve_rows_per_step(run.cfg, world, run.folder) == 8  # accumulation becomes 1
-    other = dataclasses.replace(run.cfg, train=dataclasses.replace(run.cfg.train, batch_size=3))
+    state = make_run("pretrain", *words, attempt=2)
+    dist = dataclasses.replace(state.dist, size=2)
+    assert resolve_rows_per_step(state.cfg, dist, state.run_dir) == 8  # accumulation becomes 1
+    other = dataclasses.replace(state.cfg, train=dataclasses.replace(state.cfg.train, batch_size=3))
     with pytest.raises(ValueError, match="a step of this run has 8 rows") as refusal:
-        resolve_rows_per_step(other, world, run.folder)
+        resolve_rows_per_step(other, dist, state.run_dir)
     assert "two whose product is 4" in refusal.value.args[2]
     with pytest.raises(ValueError, match="leaves ranks without work"):
-        resolve_rows_per_step(run.cfg, dataclasses.replace(world, size=9), run.folder)
+        resolve_rows_per_step(state.cfg, dataclasses.replace(dist, size=9), state.run_dir)
 
 
 def test_ranks_that_do_not_stand_at_the_same_place_are_refused(make_run, monkeypatch):
-    run = make_run("pretrain")
-    monkeypatch.setattr(type(run.world), "gather", lambda world, value: [value, ["step 7", *value[1:]]])
+    state = make_run("pretrain")
+    monkeypatch.setattr(type(state.dist), "gather", lambda dist, value: [value, ["step 7", *value[1:]]])
     with pytest.raises(ValueError, match="the ranks do not see the same run") as refusal:
-        train(run)
+        train(state)
     assert refusal.value.args[1] == "rank 1: step 7 (rank 0: step 0)"
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_is_the_same_files_and_names_however_many_ranks_wrote_it(tm
 
 @pytest.mark.slow
 def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, logged, weights):
-    words = ["train.max_steps=4", "train.eval_every=2", "train.sample_every=2", "train.sample_tokens=4", "data.val_fraction=0.2", "stage.prompts=[hello]"]
+    words = ["train.max_steps=4", "train.eval_every=2", "train.sample_every=2", "train.sample_tokens=4", "data.val_fraction=0.2", "train.sample_prompts=[hello]"]
     train(make_run("pretrain", *words, folder="one"))
     said = words_of("pretrain", *words, "train.batch_size=2")
     cases = {kind: [f"distributed={kind}"] for kind in ("ddp", "fsdp")}

@@ -13,11 +13,11 @@ STAGES = ("pretrain", "sft", "lora", "dpo", "dpo_lora")
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.mark.parametrize("stage, packing", [*((stage, "none") for stage in STAGES), *((stage, "pack") for stage in ("pretrain", "sft", "dpo"))])
+@pytest.mark.parametrize("stage, packing", [*((stage, "none") for stage in STAGES), *((stage, "best_fit") for stage in ("pretrain", "sft", "dpo"))])
 def test_ten_losses_are_what_they_were(make_run, logged, stage, packing):
-    run = make_run(stage, f"data.packing={packing}", "train.max_steps=10", "train.batch_size=2", "train.accumulation_steps=2", "optimizer.lr=3e-3")
-    train(run)
-    losses = [line["loss"] for line in logged(run.folder)]
+    state = make_run(stage, f"data.packing={packing}", "train.max_steps=10", "train.batch_size=2", "train.accumulation_steps=2", "optimizer.lr=3e-3")
+    train(state)
+    losses = [line["loss"] for line in logged(state.run_dir)]
     file = GOLDEN / (f"{stage}.json" if packing == "none" else f"{stage}_packed.json")
     if os.environ.get("REWRITE_GOLDEN"):
         file.write_text(json.dumps(losses, indent=1) + "\n")

@@ -14,12 +14,12 @@ from runner.engine.loop import train_step
 )
 def test_a_step_takes_no_memory_that_the_step_before_gave_back(make_run):
     """Given back, a step of this size asks for 25,000 pages and more, every time."""
-    run = make_run("pretrain", "model=tiny", "model.max_position_embeddings=1024", "train.batch_size=64", "data.packing=pack", rows=1000)
-    [batches] = [batches for _, batches in zip(range(1), run.loader.steps(0), strict=False)]
+    state = make_run("pretrain", "model=tiny", "model.max_position_embeddings=1024", "train.batch_size=64", "data.packing=best_fit", rows=1000)
+    [batches] = [batches for _, batches in zip(range(1), state.loader.iter_epoch(0), strict=False)]
 
     def pages() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        train_step(run, batches, 1e-4)
+        train_step(state, batches, 1e-4)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     assert min([pages() for _ in range(4)]) < 1000

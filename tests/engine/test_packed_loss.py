@@ -65,16 +65,16 @@ def test_without_confinement_the_loss_would_differ():
     model = Decoder(config(vocab_size=300, num_hidden_layers=1))
     objective = objective_of("pretrain", model)
     apart, together = batches_of(MadeRows([20, 30, 40], vocabulary=300))
-    leaking = Batch(together.input_ids, together.labels, together.lengths, together.names, torch.zeros_like(together.sequences), together.position_ids)
+    leaking = Batch(together.input_ids, together.labels, together.lengths, together.names, torch.zeros_like(together.document_ids), together.position_ids)
     assert abs(objective.loss(model, leaking)["loss"].item() - objective.loss(model, apart)["loss"].item()) > 0.01
 
 
 @pytest.mark.parametrize("T", [8, 128, 136, 300])
 def test_queries_in_blocks_see_what_the_whole_mask_shows(T):
     torch.manual_seed(0)
-    sequences = torch.cat([torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1)
+    document_ids = torch.cat([torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1)
     q, k, v = torch.randn(2, 4, T, 16), torch.randn(2, 2, T, 16), torch.randn(2, 2, T, 16)
-    mask = document_mask(sequences, dropout=0.0)
+    mask = document_mask(document_ids, dropout=0.0)
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(attention(q, k, v, mask, 0.0, "auto"), whole, rtol=0, atol=1e-6)
 
@@ -84,5 +84,5 @@ def test_the_mask_for_the_gpu_lets_through_what_the_mask_for_the_cpu_does():
 
     from models.layers.attention import document_mask_mod
 
-    sequences = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
-    assert torch.equal(create_mask(document_mask_mod(sequences), 2, None, 6, 6, device="cpu"), document_mask(sequences, 0.0))
+    document_ids = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
+    assert torch.equal(create_mask(document_mask_mod(document_ids), 2, None, 6, 6, device="cpu"), document_mask(document_ids, 0.0))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from models.layers.fp8 import Fp8Linear
 from runner.engine.device import compile
 from runner.engine.device.precision import Precision, PrecisionConfig
 
@@ -27,7 +26,7 @@ def as_before():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("name, enough, too_little, instead", [("tf32", (8, 0), (7, 5), "fp32"), ("fp8", (8, 9), (8, 6), "bf16")])
+@pytest.mark.parametrize("name, enough, too_little, instead", [("tf32", (8, 0), (7, 5), "fp32")])
 def test_what_a_device_does_not_compute_in_is_refused_before_anything_is_built(gpu, name, enough, too_little, instead):
     assert Precision(PrecisionConfig(name), gpu(enough)).name == name
     for device, called in ((gpu(too_little), "a GPU"), (torch.device("cpu"), "the CPU")):
@@ -36,11 +35,10 @@ def test_what_a_device_does_not_compute_in_is_refused_before_anything_is_built(g
         assert refusal.value.args[1:] == (f"precision={name} on {called}", f"use precision={instead}; what was begun in {name} goes on on such a GPU")
 
 
-@pytest.mark.parametrize("name", ["tf32", "fp8"])
-def test_an_amd_gpu_is_not_taken_for_an_nvidia_one(gpu, name, monkeypatch):
+def test_an_amd_gpu_is_not_taken_for_an_nvidia_one(gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ValueError, match="NVIDIA"):
-        Precision(PrecisionConfig(name), gpu((9, 4)))
+        Precision(PrecisionConfig("tf32"), gpu((9, 4)))
 
 
 def test_fp32_is_fp32_whatever_was_set_before_and_tf32_is_asked_for(gpu):
@@ -51,17 +49,6 @@ def test_fp32_is_fp32_whatever_was_set_before_and_tf32_is_asked_for(gpu):
     assert torch.get_float32_matmul_precision() == "high" and torch.backends.cuda.matmul.allow_tf32 and tf32.dtype == torch.float32
     Precision(PrecisionConfig("bf16"), torch.device("cpu"))
     assert not torch.backends.cuda.matmul.allow_tf32
-
-
-def test_fp8_is_for_the_layers_and_neither_for_head_nor_embedding(gpu, make_run):
-    model = make_run("pretrain").model
-    names = set(model.state_dict())
-    precision = Precision(PrecisionConfig("fp8"), gpu((9, 0)))
-    precision.fit(model)
-    changed = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is Fp8Linear}
-    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert set(model.state_dict()) == names and precision.dtype == torch.bfloat16
-    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_cuda_graphs_and_gradients_that_are_added_up_do_not_go_together():

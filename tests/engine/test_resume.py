@@ -21,7 +21,7 @@ TWO_EPOCHS = [
     "train.eval_every=4",
     "train.sample_every=6",
     "data.val_fraction=0.1",
-    "stage.prompts=[goats]",
+    "train.sample_prompts=[goats]",
     "train.sample_tokens=4",
 ]
 
@@ -32,14 +32,14 @@ def stop_and_go(make_run):
 
     def go(stage, *words, cuts, folder="stopped"):
         for attempt, cut in enumerate([*cuts, None], 1):
-            run = make_run(stage, *TWO_EPOCHS, *words, folder=folder, rows=20, attempt=attempt)
+            state = make_run(stage, *TWO_EPOCHS, *words, folder=folder, rows=20, attempt=attempt)
             try:
-                train(run, stop=lambda cut=cut, run=run: run.progress.step == cut)
+                train(state, stop=lambda cut=cut, state=state: state.progress.step == cut)
             except Interrupted:
-                run.track.finish("interrupted", {})
+                state.logger.finish("interrupted", {})
             torch.manual_seed(attempt)  # nothing left in this process may help the next
-        run.track.finish("completed", {})
-        return run.folder
+        state.logger.finish("completed", {})
+        return state.run_dir
 
     return go
 
@@ -58,7 +58,7 @@ def test_two_stops_in_one_epoch_change_no_bit(stop_and_go):
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
 def test_a_stop_among_packed_windows_changes_no_bit(stop_and_go, stage):
-    words = ["data.packing=pack", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
+    words = ["data.packing=best_fit", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
     assert diff_run_dirs(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[2, 5])) == []
 
 
@@ -103,7 +103,7 @@ def test_whatever_the_switches_a_stop_changes_no_bit(stop_and_go, cell):
 
 @pytest.mark.slow
 def test_with_all_that_makes_a_step_cheap_a_stop_changes_no_bit(stop_and_go):
-    fast = ["train.compile=default", "data.packing=pack", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
+    fast = ["train.compile=default", "data.packing=best_fit", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
     words = [*fast, "train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
     assert diff_run_dirs(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[2, 5])) == []
 
@@ -148,11 +148,11 @@ MUTANTS = {
     "the scaler's growth tracker": changed_state(lambda state: state["scaler"].update(_growth_tracker=0)),
     "position": set_progress(step=0),
     "rows": set_progress(rows=0),
-    "tokens": set_progress(tokens=0),
+    "tokens": set_progress(loss_tokens=0),
     "best loss": set_progress(best_loss=None),
     "best step": set_progress(best_step=None),
     "evaluations since the best": set_progress(evals_since_best=-3),
-    "last losses": set_progress(last_losses=[]),
+    "last losses": set_progress(recent_losses=[]),
     "overflows": set_progress(overflows=9),
     "steps given up": set_progress(nonfinite=9),
     "place in the log": changed_state(lambda state: state["log"].update(metrics=0)),
@@ -163,7 +163,7 @@ def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch,
     """`None` leaves nothing out: the others fail for what they miss, not for how they are made."""
     words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
     # The first is the best: what is forgotten of it stays forgotten.
-    monkeypatch.setattr("runner.engine.evaluation.evaluate_loss", lambda run: {"loss": float(run.progress.step)})
+    monkeypatch.setattr("runner.engine.evaluation.evaluate_loss", lambda state: {"loss": float(state.progress.step)})
     whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
     half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
     with pytest.raises(Interrupted):

@@ -88,7 +88,7 @@ class DistributedContext:
     cfg: DistributedConfig
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """The rank that prints and writes."""
         return self.rank == 0
 
@@ -96,7 +96,7 @@ class DistributedContext:
     def sharded(self) -> bool:
         return self.size > 1 and self.cfg.name == "fsdp"
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
         """Each over all ranks, in fp64; every rank gets the same."""
         if self.size == 1:
             return list(numbers)
@@ -109,11 +109,11 @@ class DistributedContext:
 
     def any(self, flag: bool) -> bool:
         """Whether it is set on some rank: all of them then do the same in the same step."""
-        return flag if self.size == 1 else self.sums([flag])[0] > 0
+        return flag if self.size == 1 else self.all_reduce_sum([flag])[0] > 0
 
-    def leader_says(self, flag: bool) -> bool:
+    def broadcast_flag(self, flag: bool) -> bool:
         """What the leading rank found, where only it can know."""
-        return self.any(flag and self.leads)
+        return self.any(flag and self.is_rank_zero)
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank has, by rank: anything that JSON can say."""
@@ -123,7 +123,7 @@ class DistributedContext:
         from torch.distributed import all_gather
 
         text = json.dumps(value).encode()
-        lengths = [int(length) for length in self.sums([len(text) if rank == self.rank else 0 for rank in range(self.size)])]
+        lengths = [int(length) for length in self.all_reduce_sum([len(text) if rank == self.rank else 0 for rank in range(self.size)])]
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in lengths]
@@ -172,7 +172,7 @@ class DistributedContext:
         prebuild_ddp_buckets(wrapped, self.device)
         return wrapped
 
-    def syncing(self, wrapped: nn.Module, last: bool) -> AbstractContextManager:
+    def no_sync_until_last(self, wrapped: nn.Module, last: bool) -> AbstractContextManager:
         """Around each micro-batch: gradients are exchanged after the last one of a step only."""
         if self.size == 1:
             return nullcontext()
@@ -181,18 +181,18 @@ class DistributedContext:
             return nullcontext()
         return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP
 
-    def idle(self) -> bool:
+    def is_device_idle(self) -> bool:
         """Whether the device has done all it was told to do. A processor has, as soon as we can ask."""
         import torch
 
         return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
 
-    def alive(self) -> None:
+    def arm_watchdog(self) -> None:
         """A step goes on. A rank that has not said so for `timeout` minutes prints the stack of each of its threads."""
         if self.size > 1:
             faulthandler.dump_traceback_later(self.cfg.timeout * 60)
 
-    def rest(self) -> None:
+    def disarm_watchdog(self) -> None:
         """No step is expected any more."""
         if self.size > 1:
             faulthandler.cancel_dump_traceback_later()
@@ -208,18 +208,18 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
 
     meeting = os.environ.get(RENDEZVOUS_ENV)
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if meeting else (0, 0, 1)
-    world = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
+    dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
     if size == 1 or not meeting:
-        return world
-    cfg.check_device(world.device.type)
-    cfg.check_shares(world.size)
-    if world.device.type == "cuda":
-        torch.cuda.set_device(world.device)
+        return dist
+    cfg.check_device(dist.device.type)
+    cfg.check_shares(dist.size)
+    if dist.device.type == "cuda":
+        torch.cuda.set_device(dist.device)
     if not dist.is_initialized():  # it is never destroyed: over gloo that can wait for ever for ranks that have left
-        backend = "gloo" if world.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
+        backend = "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
         wait = timedelta(minutes=cfg.timeout, seconds=WATCHDOG_EXIT_SECONDS)
         dist.init_process_group(backend, store=open_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
-    return world
+    return dist
 
 
 def open_store(meeting: str, size: int, wait: timedelta) -> Store:

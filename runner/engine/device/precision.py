@@ -1,4 +1,4 @@
-"""Autocast, TF32, fp8, loss scaling, clipping and the update: the only room that knows a dtype."""
+"""Autocast, TF32, loss scaling, clipping and the update: the only room that knows a dtype."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from models.decoder import Decoder
     from runner.engine.optim.groups import OptimizerGroup
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # What only an NVIDIA GPU computes in: the least compute capability, and what comes nearest where there is less
-MIN_CAPABILITY = {"tf32": ((8, 0), "fp32"), "fp8": ((8, 9), "bf16")}
+MIN_CAPABILITY = {"tf32": ((8, 0), "fp32")}
 
 
 @dataclass
@@ -68,15 +67,8 @@ class Precision:
         # Said for every run and not only for those that want TF32: the environment may have switched it on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
         torch.set_float32_matmul_precision("high" if cfg.name == "tf32" else "highest")
         self.name, self.device = cfg.name, device
-        self.dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.name, torch.float32)
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.name, torch.float32)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.name == "fp16")
-
-    def fit(self, model: Decoder) -> None:
-        """Change in place what of the model has to be another for this precision."""
-        if self.name == "fp8":
-            from models.layers.fp8 import use_fp8
-
-            use_fp8(model.model.layers)
 
     def autocast(self) -> AbstractContextManager:
         import torch
@@ -104,28 +96,28 @@ class Precision:
         optimizers.step(missed=(~norm.isfinite()).float())
         optimizers.zero_grad()
         update = GradStats(norm, local_shard(norms), [*gradients])
-        if self.scales:
+        if self.uses_loss_scaling:
             # A norm can overflow while no gradient does; the scaler, which sees only these, would never lower its scale.
-            self.scaler.update(None if update.taken else self.scale * self.scaler.get_backoff_factor())
+            self.scaler.update(None if update.taken else self.loss_scale * self.scaler.get_backoff_factor())
         return update
 
     @property
-    def scales(self) -> bool:
+    def uses_loss_scaling(self) -> bool:
         """Whether what comes next depends on how the last step went."""
         return self.scaler.is_enabled()
 
-    def again(self, update: GradStats) -> bool:
+    def should_retry(self, update: GradStats) -> bool:
         """Whether a step is worth trying again: fp16 overflowed, and the scale can still go down."""
-        return self.scales and not update.taken and self.scale >= MIN_LOSS_SCALE
+        return self.uses_loss_scaling and not update.taken and self.loss_scale >= MIN_LOSS_SCALE
 
     @property
-    def scale(self) -> float:
+    def loss_scale(self) -> float:
         return self.scaler.get_scale()
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Scale and growth tracker; empty where nothing is scaled."""
         return self.scaler.state_dict()
 
-    def load_state(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, float]) -> None:
         if state:
             self.scaler.load_state_dict(state)

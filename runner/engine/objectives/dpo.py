@@ -46,12 +46,12 @@ class Dpo:
         chosen, rejected = self.beta * (_sequence_log_probs(batch, out.nll) - anchor).float()  # (B,) implicit rewards
         loss = -F.logsigmoid(chosen - rejected).sum()
         sums = {"loss": loss, "reward_margin": (chosen - rejected).detach().sum(), "reward_accuracy": (chosen > rejected).sum().float()}
-        if out.aux is not None:
-            aux = out.aux.sum() / 2  # a pair is one item and has two sequences
+        if out.aux_loss is not None:
+            aux = out.aux_loss.sum() / 2  # a pair is one item and has two sequences
             sums |= {"loss": loss + aux, "aux_loss": aux}
         return sums
 
 
 def _sequence_log_probs(batch: Batch, nll: Tensor) -> Tensor:
     """(R, T) -> (2, B) fp64: log-probability of each chosen and each rejected side. What counts is a small difference of these large sums."""
-    return -batch.of_sequences(nll.double()).view(2, -1)
+    return -batch.sum_per_document(nll.double()).view(2, -1)

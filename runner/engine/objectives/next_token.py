@@ -16,13 +16,13 @@ class NextToken:
     beside: list[Decoder] = []
 
     def count(self, batch: Batch) -> int:
-        return batch.supervised
+        return batch.num_supervised_tokens
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
-        out = model(**batch.inputs, summed=True)
+        out = model(**batch.inputs, reduction="sum")
         loss = out.nll
-        if out.aux is None:
+        if out.aux_loss is None:
             return {"loss": loss}
         # Weighted by its labels, a sequence's balance loss is divided by the same count as its cross-entropy.
-        aux = (out.aux * batch.of_sequences((batch.labels != IGNORE_INDEX).float())).sum()
+        aux = (out.aux_loss * batch.sum_per_document((batch.labels != IGNORE_INDEX).float())).sum()
         return {"loss": loss + aux, "aux_loss": aux}

@@ -20,20 +20,19 @@ OBJECTIVES = ("next_token", "dpo")
 @dataclass
 class StageConfig:
     name: str
-    rows: str  # text | chat | preference
+    data_format: str  # text | chat | preference
     objective: str  # next_token | dpo
     beta: float  # dpo: how strongly the policy is held to its reference
     lora: Optional[LoraConfig]  # null: every parameter learns
-    after: Optional[str]  # the stage whose newest finished run init_from=auto starts from
-    prompts: list[str]  # what the model is asked every train.sample_every steps
+    init_from_stage: Optional[str]  # the stage whose newest finished run init_from=auto starts from
 
     def __post_init__(self) -> None:
-        if self.rows not in DATA_FORMATS:
-            raise UserError("unknown rows", f"stage.rows={self.rows}", f"choose one of {', '.join(DATA_FORMATS)}")
+        if self.data_format not in DATA_FORMATS:
+            raise UserError("unknown rows", f"stage.data_format={self.data_format}", f"choose one of {', '.join(DATA_FORMATS)}")
         if self.objective not in OBJECTIVES:
             raise UserError("unknown objective", f"stage.objective={self.objective}", f"choose one of {', '.join(OBJECTIVES)}")
-        if (self.rows == "preference") != (self.objective == "dpo"):
-            raise UserError("preference rows and the dpo objective go together", f"stage.rows={self.rows} stage.objective={self.objective}", "use stage=dpo")
+        if (self.data_format == "preference") != (self.objective == "dpo"):
+            raise UserError("preference rows and the dpo objective go together", f"stage.data_format={self.data_format} stage.objective={self.objective}", "use stage=dpo")
         if not 0 < self.beta < math.inf:
             raise UserError("beta is a positive number", f"stage.beta={self.beta}", "choose e.g. 0.1")
 

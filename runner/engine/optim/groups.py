@@ -39,12 +39,12 @@ class OptimizerGroup:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """{"<parameter>/<key>": tensor}, e.g. "model.norm.weight/exp_avg": what survives, without hyper-parameters."""
         return {f"{name}/{key}": value for part in self.parts for p, name in self.names.items() for key, value in part.state.get(p, {}).items()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state()` gave. torch's own loader goes by position and overrides lr: neither is wanted here."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state_dict()` gave. torch's own loader goes by position and overrides lr: neither is wanted here."""
         by_name: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for word, value in state.items():
             name, key = word.rsplit("/", 1)
