@@ -1,25 +1,28 @@
-# make train and make test are all a new machine needs: Python >= 3.11 (PYTHON=python3.12 chooses one) and this folder.
+# A new machine needs Python >= 3.11 (PYTHON=python3.12 chooses one) and this folder: `make train` and `make test` do the rest.
 PYTHON ?= python3
-WORDS ?=
+ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/installed
 PY := $(VENV)/bin/python
 
-.PHONY: setup train test check bench clean
+.PHONY: setup train test test-slow check bench docs wheel clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml requirements.lock
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old\n$(PYTHON)\nname one that is at least 3.11: make PYTHON=python3.11 setup")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python >= 3.11 is needed, got {sys.version.split()[0]}; choose another: make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --constraint requirements.lock --editable '.[dev]'
 	@touch $@
 
-train: $(STAMP) # make train WORDS="stage=sft precision=bf16"
-	$(PY) runner/train.py $(WORDS)
+train: $(STAMP) # make train ARGS="stage=sft precision=bf16"
+	$(PY) runner/train.py $(ARGS)
 
-test: $(STAMP)
-	$(PY) -m pytest -m "not slow"
+test: $(STAMP) # the fast tests, one process per core
+	$(PY) -m pytest -m "not slow" -n auto --dist worksteal
+
+test-slow: $(STAMP) # kills, two ranks, compiled layers, whole sweeps
+	$(PY) -m pytest -m slow
 
 check: $(STAMP)
 	$(PY) -m ruff check .
@@ -27,8 +30,14 @@ check: $(STAMP)
 	$(PY) -m mypy
 
 bench: $(STAMP)
-	@for file in benchmarks/*.py; do if [ -f "$$file" ]; then echo "python $$file"; $(PY) "$$file" || exit 1; fi; done
+	@for file in benchmarks/*.py; do echo "python $$file"; $(PY) "$$file" || exit 1; done
 
-clean: # the runs in outputs/ stay
+docs: $(STAMP) # write docs/reference/settings.md from the config dataclasses and conf/
+	$(PY) scripts/settings_reference.py
+
+wheel: $(STAMP)
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: # outputs/ stays
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

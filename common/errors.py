@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from common.exit_codes import USER_ERROR
+from common.paths import command_line
 
 
 class Outcome(StrEnum):
@@ -72,7 +73,7 @@ def report_user_error(error: BaseException) -> int:
 
 def resume_command(folder: Path) -> str:
     """Return the shell command that resumes the run or sweep in `folder`."""
-    return shlex.join(["python", "runner/train.py", f"resume={folder}"])
+    return shlex.join([*command_line("train"), f"resume={folder}"])
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:

@@ -1,6 +1,7 @@
-"""One run in many processes of this machine: `distributed=ddp distributed.nproc=2` starts them, watches them, and says what became of them.
+"""Several ranks on this machine: `distributed=ddp distributed.nproc=2` starts, watches and restarts them.
 
-The first rank speaks where we do, every other into logs/rank<k>.log. The first rank that fails decides; no rank outlives it, or us.
+Rank 0 writes to the terminal, the others to logs/rank<k>.log. The first failure decides the outcome, and no rank outlives the launcher.
+torch's elastic agent is not used: docs/internals/design.md has what it lacks.
 """
 
 from __future__ import annotations
@@ -16,25 +17,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.errors import AlreadyReported, Interrupted, TrainingError
+from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError
 from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import rank_logs, subprocesses
-from runner.launch.signal_forwarder import SignalForwarder
-from runner.launch.signals import STOP_SIGNALS
-from runner.run_dir import metadata
-from runner.run_dir.metadata import RunMetadata
+from runner.launch.signals import STOP_SIGNALS, SignalForwarder
+from runner.run_dir.metadata import RunMetadata, final_loss, has_diverged
 
-FAILURE_GRACE = 20.0  # seconds a rank has to leave, once another has failed ...
-HANG_GRACE = 5.0  # ... or once the ranks have waited for each other in vain
-FORCED_STOP_GRACE = 1.0  # whoever asks twice wants them gone
+FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
+HANG_GRACE = 5.0  # the same after a timeout of a collective
+FORCED_STOP_GRACE = 1.0  # the same after a second stop signal
 
 
 def count_local_ranks(config: Config) -> int:
-    """How many ranks of this machine train; `auto` is one for each GPU that may be used."""
+    """Return the number of ranks on this machine; distributed.nproc=auto is one per visible GPU."""
     if config.distributed.name == "single":
         return 1
     if config.distributed.nproc != "auto":
@@ -46,33 +45,33 @@ def count_local_ranks(config: Config) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def train_on_ranks(config: Config, record: RunMetadata, count: int) -> float:
-    """As `carry`, in `count` processes; they are started again from the newest checkpoint as often as distributed.max_restarts allows."""
-    record.share()
-    with SignalForwarder() as asked, _config_file(config, record.folder) as file:
+def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
+    """Train in `count` processes, restarted from the newest checkpoint up to distributed.max_restarts times; return the final loss."""
+    metadata.allow_ranks()
+    with SignalForwarder() as forwarder, _config_file(config, metadata.folder) as config_file:
         for restart in range(config.distributed.max_restarts + 1):
-            group = RankGroup(record.folder, record.attempt, count)
+            group = RankGroup(metadata.folder, metadata.attempt, count)
             try:
-                group.start(file)
-                record.name_ranks([process.pid for process in group.processes])
-                asked.to(group.processes)
-                failed = group.watch(asked)
+                group.start(config_file)
+                metadata.set_rank_pids([process.pid for process in group.processes])
+                forwarder.forward_to(group.processes)
+                failed = group.watch(forwarder)
             finally:
-                group.end()
-            record.reread()
+                group.kill()
+            metadata.reread()
             if failed is None:
-                return _outcome(group, record)
-            error = _failure_of(group, failed, record, config.distributed.timeout)
-            if restart == config.distributed.max_restarts or asked() or metadata.has_diverged(record.fields):
+                return _final_loss(group, metadata)
+            error = _failure_of(group, failed, metadata, config.distributed.timeout)
+            if restart == config.distributed.max_restarts or forwarder.is_stopping() or has_diverged(metadata.fields):
                 raise error
             print(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", file=sys.stderr, flush=True)
-            record.running()
+            metadata.mark_running()
     raise AssertionError("the last restart returns or raises")
 
 
 @contextmanager
 def _config_file(config: Config, folder: Path) -> Iterator[Path]:
-    """The composed config as a file that the ranks read. Should we be killed, it is swept up with other litter."""
+    """Write the composed config to a temporary file for the ranks. After a kill the next launch removes it."""
     file = folder / temp_name("tmp", "config.json")
     write_new_file(file, json.dumps(dataclasses.asdict(config)).encode())
     try:
@@ -82,120 +81,121 @@ def _config_file(config: Config, folder: Path) -> Iterator[Path]:
 
 
 class RankGroup:
-    """The ranks of one attempt."""
+    """The rank processes of one attempt."""
 
     def __init__(self, folder: Path, attempt: int, count: int) -> None:
         self.folder, self.count = folder, count
         self.processes: list[subprocess.Popen] = []
         self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
-        self._meeting = folder / temp_name("tmp", "meeting")
+        self._rendezvous_file = folder / temp_name("tmp", "rendezvous")
 
-    def start(self, file: Path) -> None:
+    def start(self, config_file: Path) -> None:
         make_dirs(self.folder / rank_logs.LOGS_DIR)
-        # A signal between its start and its first line would kill a rank: it waits until it is heard. A rank may also write to a
-        # terminal whose foreground is ours.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGTTOU})
+        # Signals stay blocked in a rank until it has a handler. SIGTTOU: a rank may write to a terminal whose foreground group is the launcher's.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGTTOU})
         try:
             for rank in range(self.count):
-                self.processes.append(self._started(rank, file))
+                self.processes.append(self._spawn(rank, config_file))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
-    def _started(self, rank: int, file: Path) -> subprocess.Popen:
+    def _spawn(self, rank: int, config_file: Path) -> subprocess.Popen:
         environment = subprocesses.child_env() | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.count),
-            RENDEZVOUS_ENV: f"file://{self._meeting}",
+            RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
             "OMP_NUM_THREADS": threads_per_rank(self.count),
         }
-        program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(file), str(os.getpid())]
+        program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
             return subprocesses.spawn(program, environment, None)
         with self.logs[rank - 1].open() as out:
             return subprocesses.spawn(program, environment | {"PYTHONUNBUFFERED": "1"}, out.fileno())
 
-    def watch(self, asked: SignalForwarder) -> int | None:
-        """Until the last has ended; returns the rank that failed first, if one has."""
-        failed, last_call, ended_by_us = None, float("inf"), False
-        while living := [process for process in self.processes if process.poll() is None]:
-            before, failed = failed, self._blamed(failed)
-            if before is None and failed is not None:
-                last_call = time.monotonic() + (HANG_GRACE if any(log.stacks() for log in self.logs) else FAILURE_GRACE)
-                for process in living:
+    def watch(self, forwarder: SignalForwarder) -> int | None:
+        """Wait until every rank has exited; return the rank that failed first, or None."""
+        failed, deadline, was_killed = None, float("inf"), False
+        while running := [process for process in self.processes if process.poll() is None]:
+            previous, failed = failed, self._first_failure(failed)
+            if previous is None and failed is not None:
+                deadline = time.monotonic() + (HANG_GRACE if any(log.stacks() for log in self.logs) else FAILURE_GRACE)
+                for process in running:
                     process.send_signal(signal.SIGTERM)
-            if asked.twice():
-                last_call = min(last_call, time.monotonic() + FORCED_STOP_GRACE)
-            if time.monotonic() > last_call:
-                ended_by_us = True
-                self.end()
+            if forwarder.is_forced():
+                deadline = min(deadline, time.monotonic() + FORCED_STOP_GRACE)
+            if time.monotonic() > deadline:
+                was_killed = True
+                self.kill()
             time.sleep(subprocesses.POLL_SECONDS)
-        if asked.twice() and self._failed() is not None:
-            self.end()
-            os._exit(128 + asked.last)  # as one process would: nothing was saved for it, the checkpoint before stands
-        return failed if ended_by_us else self._blamed(failed)
+        if forwarder.is_forced() and self._first_failure(None) is not None:
+            os._exit(128 + forwarder.last)  # as a single process exits on a second signal; the last checkpoint is intact
+        return failed if was_killed else self._first_failure(failed)
 
-    def _blamed(self, so_far: int | None) -> int | None:
-        """A rank that is alone may end before the one that left it so."""
-        return self._failed() if so_far is None or self.codes()[so_far] == PEER_LOST else so_far
+    def _first_failure(self, known: int | None) -> int | None:
+        """Return the rank to blame. `known` stays unless it only lost a peer: then the rank that caused it may exit later.
 
-    def _failed(self) -> int | None:
-        """Of several that are found together, one that was killed or refuses has not been dragged along by the others; one that is alone has."""
-        bad = [(rank, code) for rank, code in enumerate(self.codes()) if code not in (None, OK, INTERRUPTED)]
-        return min(bad, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if bad else None
+        Among failures seen at the same poll, a user error or a kill is a cause, and a lost peer is a consequence.
+        """
+        codes = self.exit_codes()
+        if known is not None and codes[known] != PEER_LOST:
+            return known
+        failures = [(rank, code) for rank, code in enumerate(codes) if code not in (None, OK, INTERRUPTED)]
+        return min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if failures else None
 
-    def codes(self) -> list[int | None]:
+    def exit_codes(self) -> list[int | None]:
+        """Exit code by rank, negative for a signal; None: still running."""
         return [process.returncode for process in self.processes]
 
-    def end(self) -> None:
-        """None is left, nor a data worker of theirs."""
+    def kill(self) -> None:
+        """Kill the ranks that are left, with their data workers."""
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        remove_quietly(self._meeting)
+        remove_quietly(self._rendezvous_file)
 
 
 def threads_per_rank(count: int) -> str:
-    """Each rank its part of the cores. Whoever has set the variable is obeyed; a sweep sets it for its jobs, and says so."""
+    """Return OMP_NUM_THREADS for each of `count` ranks: the value of the user, or an equal part of the cores (of the job's cores in a sweep)."""
     given, share = os.environ.get("OMP_NUM_THREADS"), os.environ.get(subprocesses.THREADS_ENV)
-    if given and given != share:
+    if given and given != share:  # a sweep sets both to the same value
         return given
     return str(max(1, int(share or len(os.sched_getaffinity(0))) // count))
 
 
-def _outcome(group: RankGroup, record: RunMetadata) -> float:
-    """Of ranks that have all ended as they should."""
-    if INTERRUPTED in group.codes():
-        raise Interrupted(record.fields["step"], record.folder)
-    if record.fields["status"] != "completed":
-        raise TrainingError("the ranks have left without a word")
-    loss = metadata.final_loss(record.fields)
+def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
+    """Return the loss of ranks that all exited without failure."""
+    if INTERRUPTED in group.exit_codes():
+        raise Interrupted(metadata.fields["step"], metadata.folder)
+    if metadata.fields["status"] != "completed":
+        raise TrainingError("the ranks exited without recording an outcome")
+    loss = final_loss(metadata.fields)
     return 0.0 if loss is None else float(loss)
 
 
-def _failure_of(group: RankGroup, first: int, record: RunMetadata, timeout: float) -> TrainingError:
-    """Why the run failed, as it will stand in run.json; the terminal gets what the ranks said of it. A refusal is raised at once."""
-    codes = group.codes()
-    hung = [log.rank for log in group.logs if log.stacks()]
-    for rank in hung:
+def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, timeout: float) -> TrainingError:
+    """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error, which a rank has printed."""
+    codes = group.exit_codes()
+    hanging = [log.rank for log in group.logs if log.stacks()]
+    for rank in hanging:
         rank_logs.print_rank_lines(rank, group.logs[rank - 1].stacks())
     if codes[first] == USER_ERROR:
-        if codes[0] != USER_ERROR:
-            rank_logs.print_rank_lines(first, group.logs[first - 1].ending())
-        raise AlreadyReported("a rank has refused", f"rank {first}", "it has said why")
-    causes = [_cause(group, rank, record) for rank in range(group.count)]
+        if codes[0] != USER_ERROR:  # rank 0 writes to the terminal itself
+            rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
+        raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
+    causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]
-    if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all of them came to the same end together, and no rank is to blame
+    if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all ranks failed alike, and none is named
         error = f"rank {first}: {error}"
-        if hung and "imed out" in error:
-            error = f"no step for {timeout:g} minutes (distributed.timeout); rank {first} gave up first, where each stood is said above"
+        if hanging and "imed out" in error:
+            error = f"no step for {timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
         elif first:
-            rank_logs.print_rank_lines(first, group.logs[first - 1].ending())
-    record.finish("failed", error)
+            rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
+    metadata.finish(Outcome.DIVERGED if has_diverged(metadata.fields) else Outcome.FAILED, error)
     return TrainingError(error)
 
 
-def _cause(group: RankGroup, rank: int, record: RunMetadata) -> str:
-    said = group.logs[rank - 1].tail() if rank else []
-    return subprocesses.failure_reason(group.codes()[rank] or 0, {} if rank else record.fields, said)
+def _cause(group: RankGroup, rank: int, metadata: RunMetadata) -> str:
+    lines = group.logs[rank - 1].tail() if rank else []
+    return subprocesses.failure_reason(group.exit_codes()[rank] or 0, {} if rank else metadata.fields, lines)

@@ -1,4 +1,4 @@
-"""logs/rank<k>.log: what every rank but the first says, all its attempts."""
+"""logs/rank<k>.log of a run directory: the output of every rank but rank 0, over all attempts."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from typing import BinaryIO, TextIO
 from common.filesystem import make_dirs
 
 LOGS_DIR = "logs"
-STACKS_MARK = b"Timeout ("  # so begins what faulthandler says of a rank that hangs
-TAIL_LINES, MAX_STACK_LINES = 30, 200  # lines that are told of an end, and of stacks
-MAX_LOG_BYTES = 1 << 20  # bytes of a log we look at
+STACKS_MARK = b"Timeout ("  # first bytes of the report that faulthandler writes for a rank that hangs
+TAIL_LINES, MAX_STACK_LINES = 30, 200
+MAX_LOG_BYTES = 1 << 20  # read from the end of a log
 
 
 class RankLog:
-    """The log of one rank, from this attempt on."""
+    """The log of one rank, from the current attempt on."""
 
-    def __init__(self, folder: Path, rank: int, count: int, attempt: int) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, attempt: int) -> None:
         self.rank, self.path = rank, folder / LOGS_DIR / f"rank{rank}.log"
-        self._title = f"--- attempt {attempt}, rank {rank} of {count}, {datetime.now().astimezone().isoformat(timespec='seconds')}\n"
-        self._from = 0
+        self._header = f"--- attempt {attempt}, rank {rank} of {world_size}, {datetime.now().astimezone().isoformat(timespec='seconds')}\n"
+        self._start = 0  # byte at which this attempt begins
 
     def open(self) -> BinaryIO:
-        out = open(self.path, "ab")  # noqa: SIM115  the caller closes it
-        out.write(self._title.encode())
+        """Append the header of this attempt and return the file; the caller closes it."""
+        out = open(self.path, "ab")  # noqa: SIM115
+        out.write(self._header.encode())
         out.flush()
-        self._from = out.tell()
+        self._start = out.tell()
         return out
 
     def tail(self) -> list[str]:
-        """What it said last."""
-        return self._said().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+        return self._read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
 
-    def ending(self) -> list[str]:
-        """What it said of its end, where it came to saying something; else what it said last."""
+    def last_error_lines(self) -> list[str]:
+        """Return the last lines from the first traceback on, or else from the first `error:` on, or else all of them."""
         lines = self.tail()
-        starts = [place for place, line in enumerate(lines) if line.startswith("Traceback (")] or [
-            p for p, line in enumerate(lines) if line.startswith("error: ")
-        ]
-        return lines[starts[0] :] if starts else lines
+        for mark in ("Traceback (", "error: "):
+            if starts := [index for index, line in enumerate(lines) if line.startswith(mark)]:
+                return lines[starts[0] :]
+        return lines
 
     def stacks(self) -> list[str]:
-        """Where it stood when it had waited too long; empty where it did not."""
-        _, found, stacks = self._said().partition(STACKS_MARK)
-        return (found + stacks).decode("utf-8", "replace").splitlines()[:MAX_STACK_LINES]
+        """Return the stack traces of a rank that waited for longer than distributed.timeout; empty for the others."""
+        _, mark, stacks = self._read().partition(STACKS_MARK)
+        return (mark + stacks).decode("utf-8", "replace").splitlines()[:MAX_STACK_LINES]
 
-    def _said(self) -> bytes:
+    def _read(self) -> bytes:
         try:
             with open(self.path, "rb") as log:
-                log.seek(max(self._from, os.path.getsize(self.path) - MAX_LOG_BYTES))
+                log.seek(max(self._start, os.path.getsize(self.path) - MAX_LOG_BYTES))
                 return log.read()
         except OSError:
             return b""
@@ -61,7 +61,7 @@ class RankLog:
 
 @contextmanager
 def redirect_stdio_to(log: RankLog) -> Iterator[TextIO]:
-    """What this process says goes into its log; yields where it went before."""
+    """Send stdout and stderr of this process to `log`; yield the previous stderr."""
     make_dirs(log.path.parent)
     terminal = os.fdopen(os.dup(2), "w")
     with terminal, log.open() as out:
@@ -73,5 +73,6 @@ def redirect_stdio_to(log: RankLog) -> Iterator[TextIO]:
 
 
 def print_rank_lines(rank: int, lines: list[str], stream: TextIO | None = None) -> None:
+    """Print `lines` to `stream` (stderr), each with the number of the rank in front."""
     for line in lines:
         print(f"[rank {rank}] {line}", file=stream or sys.stderr, flush=True)

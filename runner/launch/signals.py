@@ -1,41 +1,87 @@
-"""Being asked to stop: a signal only raises a flag, the loop acts on it between two steps."""
+"""Stop requests: SIGTERM, SIGINT and SIGUSR1 set a flag that the training loop reads between steps, or are forwarded to the ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from types import FrameType
 from typing import Any, Self
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # asked to leave, Ctrl-C, Slurm before the time is up
-DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun pass one signal on twice, which is not two requests
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: Slurm, before the time limit
+DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 
 
-class StopFlag:
-    """`with StopFlag() as stop:` then `stop()` says whether a signal came. Whoever sends a second one wants out at once."""
+class _SignalHandler:
+    """Install `_handle` for STOP_SIGNALS and restore the previous handlers on exit."""
 
     def __init__(self) -> None:
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        assert threading.current_thread() is threading.main_thread(), "Python delivers signals to the main thread only"
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class StopFlag(_SignalHandler):
+    """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived. A second signal ends the process at once, without saving."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.signal: signal.Signals | None = None
-        self._when = 0.0
-        self._before: dict[signal.Signals, Any] = {}
+        self._time = 0.0
 
     def __call__(self) -> bool:
         return self.signal is not None
 
-    def __enter__(self) -> Self:
-        assert threading.current_thread() is threading.main_thread(), "Python hands signals to the main thread only"
-        for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._raise)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
-            self.signal, self._when = signal.Signals(number), time.monotonic()
-        elif time.monotonic() - self._when > DUPLICATE_SIGNAL_WINDOW:
-            os._exit(128 + number)  # nothing is saved now: the checkpoint before stands, and the lock is free
+            self.signal, self._time = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._time > DUPLICATE_SIGNAL_WINDOW:
+            os._exit(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
+
+
+class SignalForwarder(_SignalHandler):
+    """`with SignalForwarder() as forwarder:` then `forwarder.forward_to(processes)`: every stop signal reaches all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0  # number of the newest signal
+        self._times: list[float] = []
+        self._processes: list[subprocess.Popen] = []
+
+    def is_stopping(self) -> bool:
+        return bool(self._times)
+
+    def is_forced(self) -> bool:
+        """Return whether a second request followed the first."""
+        return len(self._times) > 1
+
+    def forward_to(self, processes: list[subprocess.Popen]) -> None:
+        """Send signals to `processes` from now on, including one that arrived before."""
+        self._processes = processes
+        if self.is_stopping():
+            self._send(self.last)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._times and now - self._times[-1] <= DUPLICATE_SIGNAL_WINDOW:
+            return
+        self._times.append(now)
+        self.last = number
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)

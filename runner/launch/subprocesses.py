@@ -1,4 +1,4 @@
-"""A program of ours in a process of its own, which does not outlive the one that started it."""
+"""Child processes of this program (ranks, jobs of a sweep): start them, end with the parent, explain how they ended."""
 
 from __future__ import annotations
 
@@ -9,86 +9,83 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-THREADS_ENV = "RUNNER_THREADS"  # how many cores of the machine are a job's, where several run at once
+THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
+POLL_SECONDS = 0.05
+LAST_LINES = 12
 PR_SET_PDEATHSIG = 1
 
 
 def child_env() -> dict[str, str]:
-    """Our environment, without what the door sets for this process only."""
+    """Return the environment for a child, without HYDRA_FULL_ERROR, which the command line interface sets for its own process."""
     return {name: value for name, value in os.environ.items() if name != "HYDRA_FULL_ERROR"}
 
 
 def spawn(program: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen:
-    """A program of ours in a process of its own, which does not outlive us; `out` is where it speaks, None where we do."""
+    """Start `python *program` in a process group of its own. `out` is the descriptor for stdout and stderr; None: those of this process."""
     return subprocess.Popen(
         [sys.executable, *program],
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=out,
         env=environment,
-        process_group=0,  # Ctrl-C in a terminal reaches us alone; we pass it on, once
+        process_group=0,  # Ctrl-C reaches only this process, which forwards it once
         preexec_fn=die_with_parent(os.getpid()),
     )
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
-    """Should the parent be killed, whoever calls this is asked to save and leave. Linux only; elsewhere it trains to its end, and its lock is waited for."""
+    """Return a function that makes the calling process receive SIGTERM when process `parent` dies (Linux; on other systems it trains to its end)."""
     if not sys.platform.startswith("linux"):
         return lambda: None
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: the function runs between fork and exec
 
-    def ask() -> None:
+    def request_signal() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was gone before we could ask
+        if os.getppid() != parent:  # the parent died before the call
             os._exit(128 + signal.SIGTERM)
 
-    return ask
+    return request_signal
 
 
 def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
-    """`main`, and then the end of this process with its exit code, without the end that Python makes.
+    """Run `main`, flush, then `os._exit(code)`.
 
-    A process group is never destroyed, and its threads free tensors whenever they come to it: one that asks for an interpreter that is
-    going down is ended by it in the midst of C++, which aborts the process. `main` has closed what must be closed, and waits for threads itself.
+    Interpreter shutdown is skipped: threads of a torch process group that free tensors while Python finalises abort the process. `main` itself
+    closes files and joins threads.
     """
     code: object = 1
     try:
         code = main()
-    except SystemExit as left:
-        code = left.code
+    except SystemExit as error:
+        code = error.code
         if isinstance(code, str):
             print(code, file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed before we began
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where the parent closed it
             stream.flush()
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-POLL_SECONDS = 0.05  # seconds
-LAST_LINES = 12
-
-
 def last_lines(log: Path) -> list[str]:
-    """What a job said last."""
+    """Return the last LAST_LINES lines of `log`."""
     with open(log, "rb") as file:
         file.seek(max(0, os.path.getsize(log) - (1 << 16)))
         return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
 
-def failure_reason(code: int, run: dict, lines: list[str]) -> str:
-    """How a job ended that has failed; one line."""
+def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:
+    """Return one line that says why a child failed: its signal, the error in run.json (`fields`), or the last error in its output `lines`."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}" + (" (out of memory, or kill -9)" if code == -signal.SIGKILL else "")
-    if run.get("status") == "failed" and run.get("error"):
-        return " ".join(str(run["error"]).split())
-    said = [line.strip() for line in lines if line.strip()]
-    at = next((place for place, line in enumerate(said) if line.startswith("error: ")), None)
-    if at is None:
-        return said[-1] if said else f"exit code {code}"
-    return said[at].removeprefix("error: ") + "".join(
-        f" ({line.removeprefix('where:').strip()})" for line in said[at + 1 : at + 2] if line.startswith("where:")
-    )
+    if fields.get("status") == "failed" and fields.get("error"):
+        return " ".join(str(fields["error"]).split())
+    output = [line.strip() for line in lines if line.strip()]
+    start = next((index for index, line in enumerate(output) if line.startswith("error: ")), None)
+    if start is None:
+        return output[-1] if output else f"exit code {code}"
+    reason, setting = output[start].removeprefix("error: "), "".join(output[start + 1 : start + 2])
+    return f"{reason} ({setting.removeprefix('where:').strip()})" if setting.startswith("where:") else reason

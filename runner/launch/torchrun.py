@@ -1,7 +1,7 @@
-"""Ranks that torchrun has started: `torchrun --nproc-per-node=2 runner/train.py distributed=ddp`.
+"""Ranks started by torchrun: `torchrun --nproc-per-node=2 runner/train.py distributed=ddp`.
 
-The first of them goes through the door as always. The others wait there for what it says on torchrun's own store: train this, start a
-job of a sweep, or leave. A job of a sweep is a process of its own in every rank, so that no process joins a second group.
+Rank 0 runs the command line as usual. The other ranks read its messages from torchrun's store: train this config, start a job of a sweep, exit.
+Each job of a sweep is a new process on every rank, so that no process joins two process groups.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 
 RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-JOB_ENV = "RUNNER_JOB"  # which job of a sweep this process is
-STORE_POLL_SECONDS = 0.1  # seconds between two looks at the store
-JOB_GRACE = 30.0  # seconds a rank of a job may outlive the first
-RESTART_DIR_KEY = "place"  # what a restart continues
+JOB_ENV = "RUNNER_JOB"  # the job of a sweep that this process trains
+STORE_POLL_SECONDS = 0.1
+JOB_GRACE = 30.0  # seconds for a rank of a job to exit after rank 0 has
+RESTART_DIR_KEY = "restart_dir"  # run or sweep directory that a restart continues
 
-_messages_sent = 0  # messages of this process
-_jobs_announced = 0  # jobs this process has announced
+_messages_sent = 0  # by this process
+_jobs_announced = 0  # by this process
 
 
 def under_torchrun() -> bool:
@@ -45,20 +45,20 @@ def under_torchrun() -> bool:
 
 
 def is_multi_process() -> bool:
-    """Whether we are one of several that torchrun has started."""
-    return under_torchrun() and _number("WORLD_SIZE", 1) > 1
+    """Return whether torchrun has started this process as one of several ranks."""
+    return under_torchrun() and _env_int("WORLD_SIZE", 1) > 1
 
 
 def is_rank_zero() -> bool:
-    return is_multi_process() and _number("RANK", 0) == 0
+    return is_multi_process() and _env_int("RANK", 0) == 0
 
 
-def _number(name: str, otherwise: int) -> int:
-    return int(os.environ.get(name, otherwise))
+def _env_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
 
 
 def _prefix() -> str:
-    """Keys of this attempt, and within a sweep of this job."""
+    """Prefix of the store keys of this restart and, in a sweep, of this job."""
     return "/".join([os.environ.get(RESTART_COUNT, "0"), *filter(None, [os.environ.get(JOB_ENV)])])
 
 
@@ -66,7 +66,7 @@ def _prefix() -> str:
 def _store() -> Any:
     from runner.engine.device.distributed import open_store
 
-    return open_store("torchrun:runner", _number("WORLD_SIZE", 1), timedelta(minutes=5))
+    return open_store("torchrun:runner", _env_int("WORLD_SIZE", 1), timedelta(minutes=5))
 
 
 def _send(**message: Any) -> None:
@@ -76,42 +76,54 @@ def _send(**message: Any) -> None:
 
 
 def check_world(wanted: DistributedConfig) -> None:
-    """Refuse words that do not fit how many processes there are."""
-    line = f"torchrun --nnodes={wanted.nnodes} --nproc-per-node={'<GPUs of a node>' if wanted.nproc == 'auto' else wanted.nproc}"
-    said = f"distributed={wanted.name} distributed.nproc={wanted.nproc} distributed.nnodes={wanted.nnodes}"
+    """Raise UserError where the settings do not fit the processes that torchrun has started."""
+    command = f"torchrun --nnodes={wanted.nnodes} --nproc-per-node={'<GPUs per node>' if wanted.nproc == 'auto' else wanted.nproc}"
+    given = f"distributed={wanted.name} distributed.nproc={wanted.nproc} distributed.nnodes={wanted.nnodes}"
     if not under_torchrun():
         if wanted.nnodes > 1:
-            meeting = "--rdzv-backend=c10d --rdzv-endpoint=<first node>:29500"
-            raise UserError("torchrun starts what runs on several nodes", said, f"on every node: {line} {meeting} runner/train.py distributed={wanted.name}")
+            rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=<first node>:29500"
+            raise UserError(
+                f"distributed.nnodes={wanted.nnodes} needs torchrun on every node",
+                given,
+                f"on every node: {command} {rendezvous} runner/train.py distributed={wanted.name}",
+            )
         return
-    world, nodes = _number("WORLD_SIZE", 1), _number("GROUP_WORLD_SIZE", 1)
+    world, nodes = _env_int("WORLD_SIZE", 1), _env_int("GROUP_WORLD_SIZE", 1)
     if wanted.name == "single" and world > 1:
-        raise UserError(f"torchrun has started {world} processes, and a single one is meant to train", said, "add distributed=ddp or distributed=fsdp")
-    if (wanted.nnodes > 1 and wanted.nnodes != nodes) or (wanted.name != "single" and wanted.nproc != "auto" and int(wanted.nproc) * wanted.nnodes != world):
+        raise UserError(f"torchrun has started {world} processes, but distributed=single trains in one", given, "add distributed=ddp or distributed=fsdp")
+    wrong_nodes = wanted.nnodes > 1 and wanted.nnodes != nodes
+    wrong_world = wanted.name != "single" and wanted.nproc != "auto" and int(wanted.nproc) * wanted.nnodes != world
+    if wrong_nodes or wrong_world:
         raise UserError(
-            f"torchrun has started {world} processes on {nodes} {'node' if nodes == 1 else 'nodes'}",
-            said,
-            f"{line} runner/train.py ..., or take those that are there: distributed.nproc=auto distributed.nnodes={nodes}",
+            f"torchrun has started {world} processes on {nodes} {'node' if nodes == 1 else 'nodes'}, the settings ask for another number",
+            given,
+            f"{command} runner/train.py ..., or use the processes there are: distributed.nproc=auto distributed.nnodes={nodes}",
         )
 
 
 def check_sweep_launcher(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse a sweep that would start its jobs elsewhere, or several at once: each of them needs all ranks."""
+    """Raise UserError for a sweep under torchrun that starts its jobs on other machines or several at once: each job needs all ranks."""
     if not is_multi_process():
         return
     if name != "local":
-        raise UserError("a sweep of torchrun's processes goes through our own launcher", f"hydra/launcher={name}", "leave the word out, or leave out torchrun")
-    for word in ("workers", "devices"):
-        if options[word] not in (None, 1):
-            raise UserError("under torchrun one job at a time trains, on all ranks", f"hydra.launcher.{word}={options[word]}", "leave the word out")
+        raise UserError(
+            f"under torchrun a sweep needs hydra/launcher=local, got {name}", f"hydra/launcher={name}", "leave the override out, or do not use torchrun"
+        )
+    for key in ("workers", "devices"):
+        if options[key] not in (None, 1):
+            raise UserError(
+                f"under torchrun one job at a time trains on all ranks; hydra.launcher.{key} must be 1",
+                f"hydra.launcher.{key}={options[key]}",
+                "leave the override out",
+            )
 
 
-# The first rank
+# --- rank 0 ---
 
 
 @contextmanager
 def releasing_workers() -> Iterator[None]:
-    """Around all that the first rank does: however it ends, nobody waits for it any longer."""
+    """Wrap everything that rank 0 does: however it ends, rank 0 makes the other ranks exit."""
     if not is_rank_zero():
         yield
         return
@@ -119,30 +131,30 @@ def releasing_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        _send(leave=True)
+        _send(exit=True)
 
 
 def previous_run_dir() -> Path | None:
-    """The run or sweep of before, where torchrun has started us again."""
-    if not is_rank_zero() or JOB_ENV in os.environ or _number(RESTART_COUNT, 0) == 0:
+    """Return the run or sweep directory of the previous attempt if torchrun has restarted this process."""
+    if not is_rank_zero() or JOB_ENV in os.environ or _env_int(RESTART_COUNT, 0) == 0:
         return None
     return Path(_store().get(RESTART_DIR_KEY).decode()) if _store().check([RESTART_DIR_KEY]) else None
 
 
-def set_restart_dir(place: Path) -> None:
-    """`place` is what a restart continues."""
+def set_restart_dir(folder: Path) -> None:
+    """Make `folder` what a restart continues."""
     if is_rank_zero() and JOB_ENV not in os.environ:
-        _store().set(RESTART_DIR_KEY, str(place))
+        _store().set(RESTART_DIR_KEY, str(folder))
 
 
-def broadcast_config(config: Config, record: RunMetadata) -> None:
-    """They train with us from here on."""
+def broadcast_config(config: Config, metadata: RunMetadata) -> None:
+    """Make the other ranks join the training of `config`."""
     if not is_rank_zero():
         return
-    set_restart_dir(record.folder)
-    record.share(keep=2)
+    set_restart_dir(metadata.folder)
+    metadata.allow_ranks(keep=2)
     _set_rendezvous()
-    _send(config=dataclasses.asdict(config), folder=str(record.folder), attempt=record.attempt)
+    _send(config=dataclasses.asdict(config), folder=str(metadata.folder), attempt=metadata.attempt)
 
 
 def _set_rendezvous() -> None:
@@ -150,7 +162,7 @@ def _set_rendezvous() -> None:
 
 
 def begin_job() -> dict[str, str]:
-    """A job of a sweep is about to start: what its process finds in its environment."""
+    """Tell the other ranks to start their process of the next job; return the environment for the process of rank 0."""
     global _jobs_announced
     if not is_rank_zero():
         return {}
@@ -164,7 +176,7 @@ def end_job() -> None:
         _send(ended=str(_jobs_announced))
 
 
-# All the others
+# --- the other ranks ---
 
 
 def is_worker() -> bool:
@@ -172,7 +184,7 @@ def is_worker() -> bool:
 
 
 def worker_main() -> int:
-    """Do what the first rank says; returns the exit code."""
+    """Execute the messages of rank 0; return the exit code."""
     die_with_parent(os.getppid())()
     jobs: dict[str, subprocess.Popen] = {}
     code = INTERRUPTED
@@ -180,8 +192,8 @@ def worker_main() -> int:
         for message in _messages(stop, jobs):
             if "config" in message:
                 return _train_rank(message, stop)
-            if "leave" in message:
-                code = OK  # whether or not torchrun, which has seen the first rank leave, tells us to as well
+            if "exit" in message:
+                code = OK  # also if torchrun, which has seen rank 0 exit, sends SIGTERM
                 break
             if "job" in message:
                 number = message["job"]
@@ -194,10 +206,10 @@ def worker_main() -> int:
 
 
 def _messages(stop: StopFlag, jobs: dict[str, subprocess.Popen]) -> Iterator[dict[str, Any]]:
-    """What the first rank says, until we are asked to stop; then the jobs are asked to, and save."""
+    """Yield the messages of rank 0 until a stop signal arrives; then forward the signal to the jobs, which save."""
     store, prefix, number = _store(), _prefix(), 0
     while True:
-        if store.check([key := f"{prefix}/{number}"]):  # before all else: the first rank may already wait for us, to stop with us
+        if store.check([key := f"{prefix}/{number}"]):  # before `stop()`: rank 0 may already wait for this rank in a collective
             number += 1
             yield json.loads(store.get(key))
         elif stop():
@@ -217,14 +229,14 @@ def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
 
 
 def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
-    folder, rank = Path(message["folder"]), _number("RANK", 0)
+    folder, rank = Path(message["folder"]), _env_int("RANK", 0)
     _set_rendezvous()
     config = config_from_json(message["config"], folder)
-    if not (folder / RUN_FILE).is_file():  # a folder of another node: we speak where we are
-        return train_as_rank(config, RunMetadata.of_another_node(folder, message["attempt"]), stop)
-    log = rank_logs.RankLog(folder, rank, _number("WORLD_SIZE", 1), message["attempt"])
-    with RunMetadata.attach(folder, rank) as record, rank_logs.redirect_stdio_to(log) as terminal:
-        code = train_as_rank(config, record, stop)
-        if code in (FAILED, PEER_LOST):  # what it refuses the first rank refuses too, and has said
-            rank_logs.print_rank_lines(rank, log.ending(), terminal)
+    if not (folder / RUN_FILE).is_file():  # another node, without a shared file system: print to its terminal
+        return train_as_rank(config, RunMetadata.detached(folder, message["attempt"]), stop)
+    log = rank_logs.RankLog(folder, rank, _env_int("WORLD_SIZE", 1), message["attempt"])
+    with RunMetadata.attach(folder, rank) as metadata, rank_logs.redirect_stdio_to(log) as terminal:
+        code = train_as_rank(config, metadata, stop)
+        if code in (FAILED, PEER_LOST):  # a user error is printed by rank 0
+            rank_logs.print_rank_lines(rank, log.last_error_lines(), terminal)
         return code

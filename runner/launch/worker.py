@@ -1,9 +1,9 @@
-"""One rank of many, as `ranks` starts it: `python runner/launch/worker.py FILE PARENT`. FILE lies in the folder of the run."""
+"""Process of one local rank: `python runner/launch/worker.py CONFIG_FILE PARENT_PID`. CONFIG_FILE is in the run directory."""
 
 import os
 import sys
 
-if not __package__:  # run by path: Python put runner/launch/ first on the path, the repo root belongs there
+if not __package__:  # started by path: replace runner/launch/ on sys.path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import json
@@ -20,24 +20,23 @@ from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import ignore_broken_pipe
 
 
-def main(file: Path, parent: int) -> int:
+def main(config_file: Path, parent: int) -> int:
     ignore_broken_pipe()
     for number in STOP_SIGNALS:
-        signal.signal(number, _ignore_signal)  # what the flag puts back
+        signal.signal(number, _ignore_signal)  # StopFlag restores it: a signal during shutdown does not change the exit code
     with StopFlag() as stop:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # what came since we were started is heard now
-        return run_rank(file, parent, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # deliver what arrived since the launcher blocked them
+        return run_rank(config_file, parent, stop)
 
 
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """A rank that is leaving leaves with its own code, whoever else wishes it to."""
+def _ignore_signal(number: int, frame: FrameType | None) -> None: ...
 
 
-def run_rank(file: Path, parent: int, stop: StopFlag) -> int:
-    with RunMetadata.attach(file.parent, int(os.environ["RANK"])) as record:
-        if os.getppid() != parent:  # gone before we held the folder: it may be another's by now
+def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
+    with RunMetadata.attach(config_file.parent, int(os.environ["RANK"])) as metadata:
+        if os.getppid() != parent:  # the launcher died before this rank held its lock: another launch may own the folder
             return 128 + signal.SIGTERM
-        return train_as_rank(config_from_json(json.loads(read_bounded(file, MAX_JSON_BYTES)), file), record, stop)
+        return train_as_rank(config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop)
 
 
 if __name__ == "__main__":
