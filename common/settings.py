@@ -1,0 +1,30 @@
+"""Metadata of a setting, beside its declaration: what a changed value means for a run that is resumed from a checkpoint.
+
+ignored           no number of the training depends on it
+changes_training  allowed and recorded; the training differs from here on, and is exactly reproducible
+changes_rounding  allowed and recorded as exact: false; the same mathematics, summed in another order
+incompatible      refused: it would be another run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+OnResume = Literal["ignored", "changes_training", "changes_rounding", "incompatible"]
+
+
+def setting(on_resume: OnResume, **default: Any) -> Any:
+    """Declare a field with a rule of its own: `log_every: int = setting("ignored")`. Other fields have their class's ON_RESUME, or incompatible."""
+    return dataclasses.field(metadata={"on_resume": on_resume}, **default)
+
+
+def resume_rules(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, OnResume]]:
+    """Yield (dotted key, value, rule) of every setting of a config dataclass and the sections below it."""
+    for field in dataclasses.fields(config):
+        value, rule = getattr(config, field.name), field.metadata.get("on_resume", getattr(config, "ON_RESUME", "incompatible"))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from resume_rules(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value, rule
