@@ -1,0 +1,166 @@
+"""Write docs/reference/settings.md from the config dataclasses and conf/: `python scripts/settings_reference.py [--check]`.
+
+The comment behind a field of a dataclass is the description of the setting; its default is the value of the default run
+(`python runner/train.py`), or of the group option in which the setting occurs. `--check` exits with 1 where the file is out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import sys
+import tokenize
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if not __package__:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import yaml
+
+from common.paths import CONF_DIR, REPO_ROOT
+
+TARGET = REPO_ROOT / "docs" / "reference" / "settings.md"
+INTRODUCTION = """# Settings
+
+Every setting of `train.py`. Type `key=value`, e.g. `python runner/train.py optimizer.lr=5e-4 train.batch_size=8`; a list is `key=[a,b]`, nothing is `key=null`.
+`python runner/train.py stage=sft --cfg job` prints the composed values. *Default* is the value of the default run; options of a group set their own.
+
+<!-- written by scripts/settings_reference.py from the dataclasses and conf/; do not edit -->
+"""
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """Return the comment at the end of each field's line, for the fields that `cls` itself declares."""
+    source = inspect.getsource(cls)
+    comments: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.string.removeprefix("#").strip()
+    lines = source.splitlines()
+    found = {}
+    for field in dataclasses.fields(cls):
+        number = next((index for index, line in enumerate(lines, start=1) if line.strip().startswith(f"{field.name}:")), 0)
+        if number in comments:
+            found[field.name] = comments[number]
+    return found
+
+
+def described_fields(cls: type) -> Iterator[tuple[str, Any, str]]:
+    """Yield (name, type, description) of the fields of `cls`, those of its base classes first."""
+    comments: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            comments |= field_comments(base)
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        yield field.name, hints[field.name], comments.get(field.name, "")
+
+
+def type_name(kind: Any) -> str:
+    """Return a type as a user would write it: `int`, `float or null`, `list of str`."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return f"list of {type_name(arguments[0])}"
+    if type(None) in arguments:
+        return " or ".join([*(type_name(part) for part in arguments if part is not type(None)), "null"])
+    return "any" if kind is Any else getattr(kind, "__name__", str(kind))
+
+
+def default_values() -> dict[str, Any]:
+    """Return the values of the default run by dotted key."""
+    from runner.config.compose import compose_config
+
+    values: dict[str, Any] = {}
+
+    def collect(prefix: str, section: Any) -> None:
+        for field in dataclasses.fields(section):
+            value = getattr(section, field.name)
+            values[prefix + field.name] = value
+            if dataclasses.is_dataclass(value):
+                collect(f"{prefix}{field.name}.", value)
+
+    collect("", compose_config([]))
+    return values
+
+
+def option_values(group: str) -> dict[str, list[str]]:
+    """Return the options in conf/<group>/ that set each key of the group: {"momentum": ["muon: 0.95"]}."""
+    found: dict[str, list[str]] = {}
+    for file in sorted((CONF_DIR / group).glob("*.yaml")):
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        for key, value in content.items():
+            found.setdefault(str(key), []).append(f"`{file.stem}`: {show(value)}")
+    return found
+
+
+def show(value: Any) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{text.replace(str(REPO_ROOT), '${repo:}')}`" if text else "`''`"
+
+
+def section_classes() -> dict[str, dict[str, type]]:
+    """Return {section: {option or "": config class}}; sections with a registry have a class for each of its entries."""
+    from runner.config.schema import section_registries
+    from runner.engine.config import Config
+
+    classes: dict[str, dict[str, type]] = {}
+    registries = section_registries()
+    for name, kind in typing.get_type_hints(Config).items():
+        if name in registries:
+            classes[name] = dict(registries[name])
+        elif dataclasses.is_dataclass(kind):
+            classes[name] = {"": typing.cast(type, kind)}
+    return classes
+
+
+def reference() -> str:
+    """Return the text of settings.md."""
+    from runner.engine.config import Config
+
+    defaults, sections = default_values(), section_classes()
+    parts = [
+        INTRODUCTION,
+        "## Top level\n",
+        table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name not in sections),
+    ]
+    for section, classes in sections.items():
+        options = option_values(section) if (CONF_DIR / section).is_dir() else {}
+        rows: dict[str, tuple[str, Any, str, str]] = {}
+        readers: dict[str, list[str]] = {}
+        for option, cls in classes.items():
+            for name, kind, text in described_fields(cls):
+                readers.setdefault(name, []).append(option)
+                default = show(defaults[f"{section}.{name}"]) if f"{section}.{name}" in defaults else "; ".join(options.get(name, []))
+                rows.setdefault(name, (f"{section}.{name}", kind, text, default))
+        for name, given in readers.items():
+            if len(given) < len(classes):
+                key, kind, text, default = rows[name]
+                rows[name] = (key, kind, f"{text} ({', '.join(given)} only)", default)
+        choices = sorted(file.stem for file in (CONF_DIR / section).glob("*.yaml")) if options else []
+        heading = f"## {section}\n" + (f"\nOptions: {', '.join(f'`{section}={choice}`' for choice in choices)}\n" if choices else "")
+        parts += [heading, table(rows.values())]
+    return "\n".join(parts)
+
+
+def table(rows: Any) -> str:
+    lines = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for name, kind, text, default in rows:
+        lines.append(f"| `{name}` | {type_name(kind)} | {default} | {text.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    text = reference()
+    if "--check" in sys.argv[1:]:
+        return int(not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text)
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
+    TARGET.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
