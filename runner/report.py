@@ -1,4 +1,4 @@
-"""Compare the jobs of a sweep, and draw its report.html and leaderboard.csv anew: `python runner/report.py sweep=last`."""
+"""Compare the jobs of a sweep; write its report.html and leaderboard.csv: `python runner/report.py sweep=last`."""
 
 import os
 import sys

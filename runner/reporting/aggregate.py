@@ -1,4 +1,4 @@
-"""FIXME runner.reporting.aggregate."""
+"""Rows of the leaderboard: means over the jobs of a grid point, and their order."""
 
 from __future__ import annotations
 
@@ -6,53 +6,62 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from runner.reporting.results import JOB_STATUSES, JobResult, MeanStd, ResultRow, number_in
-from runner.reporting.same_data import SEED_KEY
+from runner.reporting.results import JOB_STATUSES, SEED_KEY, JobResult, MeanStd, ResultRow, swept_sort_key
 
 
-def result_rows(jobs: Iterable[JobResult], judged: str) -> list[ResultRow]:
+def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
+    """Return one row per grid point, best first, with one member row per job where a point has several."""
     points: dict[tuple, list[JobResult]] = {}
     for job in jobs:
-        points.setdefault(tuple(sorted((word, value) for word, value in job.words.items() if word != SEED_KEY)), []).append(job)
-    rows = [aggregate_row({word: value for word, value in same[0].words.items() if word != SEED_KEY}, same, judged) for same in points.values()]
-    return sorted(rows, key=_sort_key)
+        points.setdefault(tuple(sorted(_without_seed(job.swept).items())), []).append(job)
+    rows = [aggregate_row(members, ranked_by) for members in points.values()]
+    rows.sort(key=_sort_key)
+    for position, row in enumerate(rows, start=1):
+        row.rank = position if row.is_ranked else None
+        row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
+    return rows
 
 
-def aggregate_row(words: dict[str, str], jobs: list[JobResult], judged: str) -> ResultRow:
-    """Means are over the completed jobs; where there is none, over what the others have come to, if that is the same step."""
+def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
+    """Return the means over the completed jobs; if none is completed, over all jobs that have reached the same step."""
     counted = [job for job in jobs if job.status == "completed"]
-    apart = not counted and len({job.logged.last.step for job in jobs if job.logged.last}) > 1
+    at_different_steps = not counted and len({job.metrics.last.step for job in jobs if job.metrics.last}) > 1
     counted = counted or jobs
-    judged_by = [] if apart else counted
-    finite = [job for job in judged_by if not job.diverged and job.final.get(judged, math.inf) < math.inf]
-    steps = [job.best[judged][1] for job in finite if judged in job.best]
-    lasts = [job.logged.last for job in counted if job.logged.last]
+    comparable = [] if at_different_steps else counted
+    finite = [job for job in comparable if not job.diverged and job.final.get(ranked_by, math.inf) < math.inf]
+    best_steps = [job.best[ranked_by][1] for job in finite if ranked_by in job.best]
+    last_points = [job.metrics.last for job in counted if job.metrics.last]
     return ResultRow(
-        words=words,
+        overrides=_without_seed(jobs[0].swept),
         jobs=jobs,
         status=max((job.status for job in jobs), key=JOB_STATUSES.index),
-        final=_mean_std(job.final.get(judged) for job in finite),
-        best=_mean_std(job.best[judged][0] for job in judged_by if judged in job.best),
-        best_step=statistics.median_low(steps) if steps else None,
-        train=_mean_std(job.final.get("training") for job in judged_by if job.final.get("training", math.inf) < math.inf),
-        tokens=_mean(mark.tokens for mark in lasts),
-        seconds=_mean(mark.time for mark in lasts),
-        tokens_per_second=_mean(job.logged.tokens_per_second for job in counted),
+        final=_mean_std(job.final.get(ranked_by) for job in finite),
+        best=_mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
+        best_step=statistics.median_low(best_steps) if best_steps else None,
+        train=_mean_std(job.final.get("training") for job in comparable if job.final.get("training", math.inf) < math.inf),
+        loss_tokens=_mean(point.loss_tokens for point in last_points),
+        tokens=_mean(point.tokens for point in last_points),
+        seconds=_mean(point.time for point in last_points),
+        tokens_per_second=_mean(job.metrics.tokens_per_second for job in counted),
         diverged=sum(job.diverged for job in jobs),
     )
 
 
+def _without_seed(swept: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in swept.items() if key != SEED_KEY}
+
+
 def _sort_key(row: ResultRow) -> tuple:
-    """The best first; then what diverged, what is unfinished, what failed, what has not begun."""
+    """Ranked rows by their best loss; then diverged, running, interrupted, failed and new ones."""
     best = row.best.mean if row.best else math.inf
-    return (JOB_STATUSES.index(row.status), row.diverged > 0, best, [(number_in(value) or 0.0, value) for value in row.words.values()])
+    return (JOB_STATUSES.index(row.status), row.diverged > 0, best, swept_sort_key(row.overrides))
 
 
 def _mean_std(values: Iterable[float | None]) -> MeanStd | None:
-    found = [value for value in values if value is not None]
-    return MeanStd(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found)) if found else None
+    present = [value for value in values if value is not None]
+    return MeanStd(statistics.fmean(present), statistics.stdev(present) if len(present) > 1 else None, len(present)) if present else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    found = _mean_std(values)
-    return found.mean if found else None
+    result = _mean_std(values)
+    return result.mean if result else None

@@ -1,4 +1,4 @@
-"""Which point of a sweep won: leaderboard.csv and report.html in its folder, and the same table for a terminal."""
+"""The leaderboard of a sweep: as text for a terminal, as leaderboard.csv, and the update of both files of the sweep directory."""
 
 from __future__ import annotations
 
@@ -9,168 +9,90 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import write_atomic_file
-from common.paths import REPO_ROOT
-from runner.reporting import html
-from runner.reporting.results import JobResult, MeanStd, ResultRow, SweepResults, number_in, read_sweep_results
-from runner.tracking.console import format_seconds, strip_control
+from common.paths import outputs_dir
+from runner.reporting.columns import Column, point_label, table_columns, with_note
+from runner.reporting.html import sweep_page
+from runner.reporting.read_results import read_sweep_results
+from runner.reporting.results import SEED_KEY, SweepResults, parse_number
+from runner.tracking.console import strip_control
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
-SPREADSHEET_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell that begins so
+FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
 
 
 @dataclass
 class ReportConfig:
-    sweep: str  # a sweep's folder or anything in it, or last
-
-
-def print_leaderboard(folder: Path) -> list[ResultRow]:
-    """The points of a sweep, the best first."""
-    return read_sweep_results(folder).rows
+    sweep: str  # a sweep directory, any path in it, or `last`: the newest sweep
 
 
 def update_report(folder: Path) -> None:
-    """Bring leaderboard.csv and report.html up to date; a reader finds the old file or the new one."""
+    """Write leaderboard.csv and report.html of the sweep in `folder` again. Each file is replaced atomically."""
     sweep = read_sweep_results(folder.absolute())
     write_atomic_file(folder / LEADERBOARD_FILE, leaderboard_csv(sweep).encode("utf-8", "backslashreplace"))
-    write_atomic_file(folder / REPORT_FILE, html.sweep_page(sweep).encode("utf-8", "backslashreplace"))
+    write_atomic_file(folder / REPORT_FILE, sweep_page(sweep).encode("utf-8", "backslashreplace"))
 
 
 def resolve_sweep(name: str) -> Path:
-    """The sweep that is meant: its folder, anything inside it, or `last`."""
+    """Return the sweep directory which is, or contains, the path `name`; the newest one for `last`."""
     if name == "last":
-        sweeps = list((REPO_ROOT / "outputs" / "multirun").glob("*/*/sweep.json"))
+        sweeps = list((outputs_dir() / "multirun").glob("*/*/sweep.json"))
         if not sweeps:
-            raise UserError("there is no sweep yet", "sweep=last", "start one: python runner/train.py --multirun optimizer.lr=1e-4,5e-4")
+            raise UserError("there is no sweep in outputs/multirun", "sweep=last", "start one: python runner/train.py --multirun optimizer.lr=1e-4,5e-4")
         return max(sweeps, key=lambda sweep: sweep.stat().st_mtime).parent
     path = Path(name).expanduser().absolute()
     if not path.exists():
-        raise UserError("there is no such file or folder", f"sweep={name}", did_you_mean_path(name))
-    for place in (path, *path.parents):
-        if (place / "sweep.json").is_file():
-            return place
-    raise UserError("there is no sweep here", f"sweep={name}", "give the folder of a sweep: it holds a sweep.json")
+        raise UserError("there is no such file or directory", f"sweep={name}", did_you_mean_path(name))
+    for parent in (path, *path.parents):
+        if (parent / "sweep.json").is_file():
+            return parent
+    raise UserError("this is not a sweep directory: there is no sweep.json", f"sweep={name}", "give a sweep directory, or sweep=last")
 
 
 def leaderboard_text(folder: Path) -> str:
-    """Aligned text: a line for each point, under it its jobs where it has several, then why some have no place, then what to type."""
+    """Return the table, the reasons of jobs without a result, and the commands for the best job and for resuming the sweep."""
     sweep = read_sweep_results(folder.absolute())
-    seeds = ["seed"] * any("seed" in job.words for job in sweep.jobs)
-    titles = ["", *sweep.words, *seeds, f"final {sweep.judged} loss", f"best {sweep.judged} loss", "at step", "tokens", "time", "tokens/s", "status"]
-    lines, reasons = [titles], []
-    for place, row in enumerate(sweep.rows, start=1):
-        for number, line in enumerate([row, *map(sweep.row_of, row.members)]):
-            which = f"{len(line.jobs)} seeds" if line.members else line.jobs[0].words.get("seed", "")
-            words = [row.words.get(word, "") if number == 0 else "" for word in sweep.words]
-            rank = "" if number else f"{place}." if row.ranked else "-"
-            lines.append([rank, *words, *[which] * len(seeds), *_number_cells(line), html.status_text(line)])
-        reasons += [
-            f"{html.point_label(job.words) or job.name}: {job.status}{html.marked_value(job)}{_sentence(job)}" for job in row.jobs if job.reason or job.mark
-        ]
-    text = [f"sweep {sweep.folder}", f"{sweep.status}: {html.status_counts(sweep)}", "", *_aligned(lines)]
+    columns = [column for column in table_columns(sweep) if column.title and column.in_terminal]
+    table = [["", *sweep.swept_keys, *[SEED_KEY] * sweep.has_seeds, *(column.title for column in columns)]]
+    for row in sweep.rows:
+        for line in [row, *row.members]:
+            rank = f"{line.rank}." if line.rank else "-" if line is row else ""
+            swept = [row.overrides.get(key, "") if line is row else "" for key in sweep.swept_keys]
+            table.append([rank, *swept, *[line.seed] * sweep.has_seeds, *(column.text(column.get(line)) for column in columns)])
+    explained = [job for row in sweep.rows for job in row.jobs if job.reason or job.note]
+    reasons = [": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason])) for job in explained]
+    text = [f"sweep {sweep.folder}", f"{sweep.status}: {sweep.status_counts()}", "", *_aligned(table, columns)]
     text += ["", *reasons] if reasons else []
-    text += ["", f"the best again{html.marked_value(sweep.best)}: {sweep.again(sweep.best)}"] if sweep.best else []
-    text += ["", f"continue with: {sweep.continued}"] if sweep.unfinished else []
+    text += ["", f"{with_note('best job', sweep.best)}: {sweep.job_command(sweep.best)}"] if sweep.best else []
+    text += ["", f"continue with: {sweep.resume_command}"] if sweep.is_unfinished else []
     return strip_control("\n".join(text))
 
 
-def _sentence(job: JobResult) -> str:
-    return f": {job.reason}" if job.reason else ""
-
-
-def _number_cells(row: ResultRow) -> list[str]:
-    return [
-        html.mean_std_text(row.final),
-        html.mean_std_text(row.best),
-        html.count_text(row.best_step),
-        html.count_text(row.tokens),
-        "" if row.seconds is None else format_seconds(row.seconds),
-        html.count_text(row.tokens_per_second),
-    ]
-
-
-def _aligned(lines: list[list[str]]) -> list[str]:
-    lines = [[strip_control(cell) for cell in line] for line in lines]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    first = len(lines[0]) - 7  # the numbers
-    return [
-        "  ".join(
-            f"{cell:>{width}}" if first <= i < len(line) - 1 else f"{cell:<{width}}" for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+def _aligned(table: list[list[str]], columns: list[Column]) -> list[str]:
+    table = [[strip_control(cell) for cell in line] for line in table]
+    alignment = ["<"] * (len(table[0]) - len(columns)) + [">" if column.is_number else "<" for column in columns]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    return ["  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]
 
 
 def leaderboard_csv(sweep: SweepResults) -> str:
-    """A line for each point (`row` is point), then for its jobs where it has several (`row` is job). Numbers are plain: seconds, no separators."""
-    kind = sweep.judged
+    """Return one line per grid point (`row` is "point") and, below it, one per job where it has several (`row` is "job"). Times are in seconds."""
+    columns = table_columns(sweep)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    losses = [f"{which}_{kind}_loss{part}" for which in ("final", "best") for part in ("", "_deviation")]
-    rest = [
-        "best_step",
-        "final_training_loss",
-        "tokens",
-        "seconds",
-        "tokens_per_second",
-        "status",
-        "jobs",
-        "completed",
-        "diverged",
-        "folder",
-        "continued_with",
-        "other_data_than",
-        "reason",
-    ]
-    if kind == "training":  # it stands under `losses`
-        rest.remove("final_training_loss")
-    writer.writerow(map(_csv_safe, ["row", "rank", *sweep.words, "seed", *losses, *rest]))
-    for place, row in enumerate(sweep.rows, start=1):
-        lines = [("point", row, row.jobs[0].words.get("seed", "") if len(row.jobs) == 1 else "")]
-        lines += [("job", sweep.row_of(job), job.words.get("seed", "")) for job in row.members]
-        for name, line, seed in lines:
-            rank = place if name == "point" and line.ranked else None
-            words = [line.words.get(word, "") for word in sweep.words]
-            writer.writerow(map(_csv_safe, [name, rank, *words, seed, *_mean_and_std(line.final), *_mean_and_std(line.best), *_remaining_cells(line, kind)]))
+    writer.writerow(map(_csv_cell, ["row", "rank", *sweep.swept_keys, SEED_KEY, *(column.key for column in columns)]))
+    for row in sweep.rows:
+        for line in [row, *row.members]:
+            swept = [line.overrides.get(key, "") for key in sweep.swept_keys]
+            identity = ["point" if line is row else "job", line.rank, *swept, "" if line.members else line.seed]
+            writer.writerow(map(_csv_cell, [*identity, *(column.csv(column.get(line)) for column in columns)]))
     return out.getvalue()
 
 
-def _mean_and_std(spread: MeanStd | None) -> list[float | None]:
-    return [spread.mean, spread.deviation] if spread else [None, None]
-
-
-def _remaining_cells(row: ResultRow, kind: str) -> list[object]:
-    completed = sum(job.status == "completed" for job in row.jobs)
-    folder = row.jobs[0].name if len(row.jobs) == 1 else ""
-    train = [row.train.mean if row.train else None] if kind == "validation" else []
-    numbers = [row.best_step, *train, row.tokens, row.seconds, row.tokens_per_second]
-    return [
-        *numbers,
-        row.status,
-        len(row.jobs),
-        completed,
-        row.diverged,
-        folder,
-        *(html.over_jobs(row, text) for text in (_mark_manual, _mark_different_data, _reason)),
-    ]
-
-
-def _mark_manual(job: JobResult) -> str:
-    return " ".join(job.by_hand)
-
-
-def _mark_different_data(job: JobResult) -> str:
-    return job.unlike
-
-
-def _reason(job: JobResult) -> str:
-    return job.reason
-
-
-def _csv_safe(cell: object) -> str:
-    """Numbers as they are; text that a spreadsheet would run as a formula begins with an apostrophe."""
-    if cell is None:
+def _csv_cell(value: object) -> str:
+    """Numbers without separators; an apostrophe before text that a spreadsheet would run as a formula."""
+    if value is None:
         return ""
-    if isinstance(cell, int | float):
-        return f"{cell:.10g}"
-    text = strip_control(str(cell))
-    return f"'{text}" if text.lstrip(" ").startswith(SPREADSHEET_FORMULA) and number_in(text) is None else text
+    if isinstance(value, int | float):
+        return f"{value:.10g}"
+    text = strip_control(str(value))
+    return f"'{text}" if text.lstrip(" ").startswith(FORMULA_PREFIXES) and parse_number(text) is None else text

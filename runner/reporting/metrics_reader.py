@@ -1,4 +1,4 @@
-"""What a job has written down about itself, as far as it can be read: a file that is missing, torn or damaged says less and stops nobody."""
+"""Read metrics.jsonl, JSON and YAML files of a run. A missing or damaged file gives fewer values, or none, and never raises."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import yaml
 
 from common.filesystem import read_bounded
 
-MAX_FILE_BYTES = 256 << 20  # bytes of a file we believe
-MAX_NUMBER = 1e100
+MAX_FILE_BYTES = 256 << 20  # larger files are not read
+MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
 
 
 class LossPoint(NamedTuple):
     """One logged loss."""
 
     step: float
-    tokens: float
-    time: float  # seconds of training that led here, over all attempts
+    loss_tokens: float  # tokens with a label so far
+    tokens: float  # all tokens computed so far
+    time: float  # seconds of training so far, over all attempts
     loss: float | None  # None: not finite
 
 
@@ -32,75 +33,78 @@ class RunMetrics:
 
     @property
     def last(self) -> LossPoint | None:
-        return max((marks[-1] for marks in (self.train, self.eval) if marks), key=lambda mark: (mark.step, mark.time), default=None)
+        return max((points[-1] for points in (self.train, self.eval) if points), key=lambda point: (point.step, point.time), default=None)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Empty where there is nothing to read."""
+    """Return the object of a JSON file, or {}."""
     try:
-        found = json.loads(read_bounded(path, MAX_FILE_BYTES))
+        content = json.loads(read_bounded(path, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_override_list(path: Path) -> list[str]:
-    """A list of words in YAML; empty where there is none."""
+    """Return the list of strings of a YAML file, or []."""
     try:
-        found = yaml.safe_load(read_bounded(path, MAX_FILE_BYTES))
+        content = yaml.safe_load(read_bounded(path, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
-    return found if isinstance(found, list) and all(isinstance(word, str) for word in found) else []
+    return content if isinstance(content, list) and all(isinstance(item, str) for item in content) else []
 
 
 def read_run_metrics(path: Path) -> RunMetrics:
-    """`time` begins anew with each attempt: what the attempts before have kept in the file is added."""
-    logged = RunMetrics()
-    series = {"train": logged.train, "eval": logged.eval}
-    before = time = pace = 0.0  # pace: seconds a token took, each line counting for the steps since the one before
-    attempt, step, paced, tokens = None, 0.0, 0.0, 0.0
-    for line in _read_lines(path):
-        now = finite_number(line.get("step"))
-        marks = series.get(str(line.get("kind")))
-        if now is None or marks is None:
+    """Read metrics.jsonl. `time` starts at 0 in each attempt: the time of the attempts before is added to it."""
+    metrics = RunMetrics()
+    series = {"train": metrics.train, "eval": metrics.eval}
+    attempt, earlier_attempts, time = None, 0.0, 0.0
+    loss_tokens = tokens = step = 0.0
+    weighted_steps = weighted_seconds_per_token = 0.0  # for the mean of tokens_per_second: a record counts for the steps since the one before
+    for record in _read_records(path):
+        record_step = finite_number(record.get("step"))
+        points = series.get(str(record.get("kind")))
+        if record_step is None or points is None:
             continue
-        if line.get("attempt") != attempt:
-            attempt, before, time = line.get("attempt"), before + time, 0.0
-        time = _or(finite_number(line.get("time")), time)
-        tokens = _or(finite_number(line.get("tokens")), tokens)
-        marks.append(LossPoint(now, tokens, before + time, finite_number(line.get("loss"))))
-        rate = finite_number(line.get("tokens_per_second"))
-        if marks is logged.train and rate and rate > 0 and now > step:
-            pace, paced = pace + (now - step) / rate, paced + now - step
-        if marks is logged.train:
-            step = now
-    logged.tokens_per_second = paced / pace if pace else None
-    return logged
+        if record.get("attempt") != attempt:
+            attempt, earlier_attempts, time = record.get("attempt"), earlier_attempts + time, 0.0
+        time = _finite_or(record.get("time"), time)
+        loss_tokens, tokens = _finite_or(record.get("loss_tokens"), loss_tokens), _finite_or(record.get("tokens"), tokens)
+        points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, finite_number(record.get("loss"))))
+        if points is metrics.train:
+            speed = finite_number(record.get("tokens_per_second"))
+            if speed and speed > 0 and record_step > step:
+                weighted_steps += record_step - step
+                weighted_seconds_per_token += (record_step - step) / speed
+            step = record_step
+    metrics.tokens_per_second = weighted_steps / weighted_seconds_per_token if weighted_seconds_per_token else None
+    return metrics
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every line that can be read. A sweep has many: they are parsed at once, and one by one only where that fails."""
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """Return every line that is a JSON object. All lines are parsed in one call, which is faster, and one by one only if that fails."""
     try:
         lines = [line for line in read_bounded(path, MAX_FILE_BYTES).decode("utf-8", "replace").split("\n") if line]
     except OSError:
         return []
-    found = _parse_line(f"[{','.join(lines)}]")
-    return [line for line in (map(_parse_line, lines) if found is None else found) if isinstance(line, dict)]
+    records = _parse_json(f"[{','.join(lines)}]")
+    return [record for record in (map(_parse_json, lines) if records is None else records) if isinstance(record, dict)]
 
 
-def _parse_line(line: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
-        return json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
 def finite_number(value: object) -> float | None:
-    """A finite number, or None; what no training comes to counts as infinite, so that sums and pictures stay finite too."""
-    if type(value) is not float and type(value) is not int:  # True is no number
+    """Return `value` as a float if it is a finite number of at most MAX_NUMBER, else None. A bool is not a number."""
+    if type(value) is not float and type(value) is not int:
         return None
     return float(value) if abs(value) < MAX_NUMBER else None
 
 
-def _or(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
+def _finite_or(value: object, default: float) -> float:
+    number = finite_number(value)
+    return default if number is None else number

@@ -1,0 +1,121 @@
+"""Columns of the leaderboard. An entry in COLUMNS appears in the terminal table, in leaderboard.csv and in report.html."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from runner.reporting.results import SEED_KEY, JobResult, MeanStd, ResultRow, SweepResults
+from runner.tracking.console import format_seconds
+
+
+@dataclass(frozen=True)
+class Column:
+    """In `key` and `title`, {loss} stands for the kind of loss that rows are ranked by: validation or training."""
+
+    key: str  # heading in leaderboard.csv
+    title: str  # heading in the terminal and in report.html; empty: only in leaderboard.csv
+    get: Callable[[ResultRow], Any]
+    text: Callable[[Any], str] = str  # the value in the terminal and in report.html
+    csv: Callable[[Any], Any] = lambda value: value  # the value in leaderboard.csv: a number, text or None
+    is_number: bool = True  # aligned to the right
+    in_terminal: bool = True
+    only_for: str = ""  # shown only where rows are ranked by this kind of loss
+
+
+def table_columns(sweep: SweepResults) -> list[Column]:
+    """Return the columns shown for `sweep`, with {loss} filled in."""
+    columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by)]
+    fill = {"loss": sweep.ranked_by}
+    return [Column(**{**vars(column), "key": column.key.format(**fill), "title": column.title.format(**fill)}) for column in columns]
+
+
+# --- values as text ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def count_text(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:,.0f}"
+
+
+def seconds_text(value: float | None) -> str:
+    return "" if value is None else format_seconds(value)
+
+
+def loss_text(value: MeanStd | str | None) -> str:
+    """Return e.g. `2.3456`, or `2.3456 ± 0.0012 (3)` for a mean over three jobs."""
+    if not isinstance(value, MeanStd):
+        return value or ""
+    return _format_loss(value.mean) if value.deviation is None else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
+
+
+def _format_loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3e}"
+
+
+def status_text(row: ResultRow) -> str:
+    """Return e.g. `2 completed, 1 failed, 1 diverged`."""
+    counts = Counter(job.status for job in row.jobs)
+    parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
+    parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
+    parts += ["continued by hand"] if any(job.manual_overrides for job in row.jobs) else []
+    parts += ["other data"] if any(job.differs_from for job in row.jobs) else []
+    return ", ".join(parts)
+
+
+def point_label(swept: dict[str, str]) -> str:
+    return " ".join(f"{key}={value}" for key, value in swept.items())
+
+
+def with_note(text: str, job: JobResult) -> str:
+    return f"{text}, {job.note}" if job.note else text
+
+
+# --- the table --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _mean(value: MeanStd | str | None) -> float | None:
+    return value.mean if isinstance(value, MeanStd) else None
+
+
+def _deviation(value: MeanStd | str | None) -> float | None:
+    return value.deviation if isinstance(value, MeanStd) else None
+
+
+def _final(row: ResultRow) -> MeanStd | str | None:
+    return row.final or ("diverged" if row.diverged else None)
+
+
+def _per_job(text: Callable[[JobResult], str]) -> Callable[[ResultRow], str]:
+    """Return `text` of the only job, or `seed=1: text; seed=2: text` of the jobs for which it is not empty."""
+
+    def joined(row: ResultRow) -> str:
+        if len(row.jobs) == 1:
+            return text(row.jobs[0])
+        return "; ".join(f"{SEED_KEY}={job.swept.get(SEED_KEY, '?')}: {text(job)}" for job in row.jobs if text(job))
+
+    return joined
+
+
+COLUMNS = [
+    Column("final_{loss}_loss", "final {loss} loss", _final, loss_text, _mean),
+    Column("final_{loss}_loss_deviation", "", _final, csv=_deviation),
+    Column("best_{loss}_loss", "best {loss} loss", lambda row: row.best, loss_text, _mean),
+    Column("best_{loss}_loss_deviation", "", lambda row: row.best, csv=_deviation),
+    Column("best_step", "at step", lambda row: row.best_step, count_text),
+    Column("final_training_loss", "newest training loss", lambda row: row.train, loss_text, _mean, in_terminal=False, only_for="validation"),
+    Column("loss_tokens", "loss tokens", lambda row: row.loss_tokens, count_text),
+    Column("tokens", "tokens", lambda row: row.tokens, count_text, in_terminal=False),
+    Column("seconds", "time", lambda row: row.seconds, seconds_text),
+    Column("tokens_per_second", "tokens/s", lambda row: row.tokens_per_second, count_text),
+    Column("status", "status", lambda row: row, status_text, lambda row: row.status, is_number=False),
+    Column("jobs", "", lambda row: len(row.jobs)),
+    Column("completed", "", lambda row: sum(job.status == "completed" for job in row.jobs)),
+    Column("diverged", "", lambda row: row.diverged),
+    Column("folder", "", lambda row: row.jobs[0].name if len(row.jobs) == 1 else ""),
+    Column("continued_with", "", _per_job(lambda job: " ".join(job.manual_overrides))),
+    Column("other_data_than", "", _per_job(lambda job: job.differs_from)),
+    Column("reason", "", _per_job(lambda job: job.reason)),
+]

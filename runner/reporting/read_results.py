@@ -1,0 +1,150 @@
+"""Read the results of a sweep directory. A missing or damaged file leaves its values out and never raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common.errors import Outcome
+from runner.reporting.aggregate import result_rows
+from runner.reporting.metrics_reader import LossPoint, finite_number, read_json_object, read_override_list, read_run_metrics
+from runner.reporting.results import JOB_STATUSES, SEED_KEY, JobResult, SweepResults
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.provenance import is_alive
+from runner.run_dir.saved_config import load_saved_config
+
+DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
+
+
+def read_sweep_results(folder: Path) -> SweepResults:
+    sweep = read_json_object(folder / "sweep.json")
+    jobs = [_read_job(folder, job) for job in _as_list(sweep.get("jobs")) if isinstance(job, dict)]
+    swept = sweep.get("swept") if isinstance(sweep.get("swept"), dict) else {}
+    keys = dict.fromkeys([*map(str, swept or {}), *(key for job in jobs for key in job.swept)])
+    _compare_data(folder, jobs)
+    ranked_by = "validation" if any("validation" in job.final for job in jobs) else "training"
+    return SweepResults(
+        folder=folder,
+        status=str(sweep.get("status") or "unknown"),
+        created=str(sweep.get("created") or ""),
+        shared_overrides=[str(override) for override in _as_list(sweep.get("overrides"))],
+        swept_keys=[key for key in keys if key != SEED_KEY],
+        jobs=jobs,
+        ranked_by=ranked_by,
+        rows=result_rows(jobs, ranked_by),
+    )
+
+
+def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
+    """Combine the entry `recorded` of sweep.json with the job's own run.json and metrics.jsonl."""
+    name, overrides = str(recorded.get("name") or ""), recorded.get("overrides")
+    job = JobResult(name, {str(key): str(value) for key, value in overrides.items()} if isinstance(overrides, dict) else {})
+    job.status = recorded["status"] if recorded.get("status") in JOB_STATUSES else "new"
+    job.error = str(recorded.get("error") or "")
+    job.last_lines = [str(line) for line in _as_list(recorded.get("last_lines"))]
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        return job
+    job.folder = name
+    metadata = RunMetadata.read(folder / name)
+    if (status := _job_status(job.status, recorded, metadata)) != job.status:  # error and loss of sweep.json belong to an earlier attempt
+        job.status, job.error, job.last_lines, recorded = status, "", [], {}
+    if job.status == "failed":
+        job.error = job.error or str(metadata.get("error") or "")
+    job.manual_overrides = _manual_overrides(folder / name, [str(override) for override in _as_list(recorded.get("applied_overrides"))])
+    job.data_identity = _data_identity(metadata)
+    job.metrics = read_run_metrics(folder / name / "metrics.jsonl")
+    _set_losses(job, metadata)
+    has_diverged = metadata.get("outcome") == Outcome.DIVERGED or recorded.get("loss") in ("inf", "Infinity")
+    job.diverged = job.final.get("validation", job.final.get("training")) == math.inf or (has_diverged and job.status in ("completed", "failed"))
+    return job
+
+
+def _job_status(status: str, recorded: dict[str, Any], metadata: dict[str, Any]) -> str:
+    """Return the status by run.json where it is newer: the sweep process was killed, or the job was continued by hand."""
+    if metadata.get("status") not in JOB_STATUSES:
+        return status
+    if metadata["status"] == "running":
+        return "running" if is_alive(metadata) else "interrupted" if status == "running" else status
+    since = _parse_time(recorded.get("started") if status == "running" else recorded.get("ended") or recorded.get("started"))
+    ended = _parse_time(metadata.get("ended"))
+    return metadata["status"] if since and ended and ended >= since else status
+
+
+def _manual_overrides(run_dir: Path, from_sweep: list[str]) -> list[str]:
+    """Return the newest override per key that a later launch added and the sweep did not give. Earlier launches are in .hydra/history."""
+    launches = [read_override_list(path) for path in [*sorted(run_dir.glob(".hydra/history/*/overrides.yaml")), run_dir / ".hydra" / "overrides.yaml"]]
+    if not launches[0]:
+        return []  # the overrides of the first launch cannot be read
+    known = {*launches[0], *from_sweep}
+    return [*{override.partition("=")[0]: override for launch in launches[1:] for override in launch if override not in known}.values()]
+
+
+def _set_losses(job: JobResult, metadata: dict[str, Any]) -> None:
+    """Set final and best losses from metrics.jsonl, or from run.json where nothing is logged."""
+    for kind, points in (("validation", job.metrics.eval), ("training", job.metrics.train)):
+        if points:
+            job.final[kind] = _loss_or_inf(points[-1])
+            lowest = min(points, key=_loss_or_inf)
+            if lowest.loss is not None:
+                job.best[kind] = (lowest.loss, lowest.step)
+    summary = metadata.get("metrics")
+    values = {key: finite_number(value) for key, value in summary.items()} if isinstance(summary, dict) else {}
+    step = finite_number(metadata.get("step")) or 0.0
+    for kind, final, best in (("validation", values.get("val_loss"), values.get("best_val_loss")), ("training", values.get("loss"), None)):
+        if final is not None and kind not in job.final:
+            job.final[kind] = final
+            job.best[kind] = (final, step) if best is None else (best, values.get("best_step") or step)
+
+
+def _loss_or_inf(point: LossPoint) -> float:
+    return math.inf if point.loss is None else point.loss
+
+
+def _data_identity(metadata: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the fingerprint of the training data, and the number of rows of each file."""
+    fingerprints, files = metadata.get("fingerprints"), metadata.get("data")
+    rows = [file.get("read") for file in files if isinstance(file, dict)] if isinstance(files, list) else None
+    return fingerprints.get("data") if isinstance(fingerprints, dict) else None, rows
+
+
+def _compare_data(folder: Path, jobs: Iterable[JobResult]) -> None:
+    """Set `differs_from` of jobs whose data differ from those of the first job with the same data overrides: a file has changed in between.
+
+    Where the seed draws parts of the rows, fingerprints are compared among equal seeds only, and row counts among all.
+    """
+    first: dict[tuple, JobResult] = {}
+    seed_matters: dict[tuple, bool] = {}
+    for job in jobs:
+        if job.data_identity[0] is None or job.folder is None:
+            continue
+        point = tuple(sorted((key, value) for key, value in job.swept.items() if key.startswith(DATA_KEY_PREFIXES)))
+        if point not in seed_matters:
+            seed_matters[point] = _rows_depend_on_seed(folder / job.folder)
+        for group, index in (((point, None), 1), ((point, job.swept.get(SEED_KEY) if seed_matters[point] else ""), 0)):
+            other = first.setdefault(group, job)
+            if None not in (other.data_identity[index], job.data_identity[index]) and other.data_identity[index] != job.data_identity[index]:
+                job.differs_from = job.differs_from or other.name
+
+
+def _rows_depend_on_seed(run_dir: Path) -> bool:
+    """Whether the seed draws parts of the rows, e.g. system prompts. True if the config cannot be read: no job is marked for its seed then."""
+    try:
+        data = load_saved_config(run_dir)["data"]
+        return bool(data["system_prob"] or data["empty_think_prob"])
+    except (ValueError, KeyError, TypeError):
+        return True
+
+
+def _parse_time(text: Any) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return time if time.tzinfo else time.astimezone()
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list) else []
