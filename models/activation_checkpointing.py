@@ -1,4 +1,4 @@
-"""What the backward pass makes again instead of keeping it: time for memory."""
+"""Activation checkpointing: recompute activations in the backward pass instead of saving them, time for memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from models.layers.attention_cpu import cpu_attention
 
 T = TypeVar("T")
 
-# Kept, because they are dear: matrix products, and attention by whichever kernel. Its weights are not: see `Context.lean`.
+# Outputs that selective checkpointing saves: matrix products and attention (but not its probabilities: see `LayerContext.selective`)
 SAVED_OPS = [
-    *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "_scaled_mm")),
+    *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
     cpu_attention,
 ]  # fmt: skip
 
 
 def full_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
-    """All of it is made again."""
+    """Call `layer`; the backward pass recomputes all of it."""
     return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def selective_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
-    """What is cheap is made again: norms, casts, positions, activation functions."""
+    """Call `layer`; the backward pass recomputes all but SAVED_OPS: norms, casts, rotary embeddings, activation functions."""
     return checkpoint(layer, *inputs, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS))

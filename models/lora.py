@@ -1,6 +1,6 @@
-"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): freeze a model, learn a small correction beside chosen Linears.
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685): freeze a model and train a low-rank update of chosen linear layers.
 
-An adapted Linear keeps its own name and its weight's name; the adapter stands below it as `lora.<adapter>.A` and `.B`.
+An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.<adapter>.A` and `.B`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LORA_INIT_STD = 0.02
 
 
 class LoraAdapter(nn.Module):
-    """x -> alpha / rank * B A dropout(x); B starts at zero, so an adapter starts as nothing."""
+    """x -> alpha / rank * B A dropout(x). B is initialized to zero: a new adapter does not change the model."""
 
     def __init__(self, base: nn.Linear, cfg: LoraConfig) -> None:
         super().__init__()
@@ -32,52 +32,54 @@ class LoraAdapter(nn.Module):
         return self.scale * F.linear(F.linear(self.dropout(x), self.A), self.B)
 
     def delta(self) -> Tensor:
-        """What merging adds to the weight (out, in)."""
+        """Return the update of the weight (out, in) that merging adds."""
         return self.scale * self.B @ self.A
 
 
 class LoraLinear(nn.Linear):
-    """A Linear with named adapters beside it, of which at most one is active."""
+    """Linear layer with named adapters, of which at most one is active."""
 
     lora: nn.ModuleDict
-    active: str | None
+    active_adapter: str | None
 
     @classmethod
     def adapt(cls, linear: nn.Linear) -> LoraLinear:
-        """The same module, weights and name included, under this class."""
+        """Change the class of `linear` in place: the module and the name of its weight stay."""
         linear.__class__ = LoraHead if isinstance(linear, LMHead) else cls
         assert isinstance(linear, LoraLinear)
-        linear.lora, linear.active = nn.ModuleDict(), None
+        linear.lora, linear.active_adapter = nn.ModuleDict(), None
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y if self.active is None else y + self.lora[self.active](x)
+        return y if self.active_adapter is None else y + self.lora[self.active_adapter](x)
 
 
 class LoraHead(LoraLinear):
-    """The last layer with adapters: one wider product, W x + s B h = [W B] [x, s h]."""
+    """Output layer with adapters: its loss is that of one wider product, W x + s B h = [W B] [x, s h] with h = A dropout(x)."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, summed: bool = False) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
         if labels is None:
             return super().forward(x)
-        if self.active is None:
-            return linear_cross_entropy(x, self.weight, labels, summed)
-        adapter = self.lora[self.active]
+        if self.active_adapter is None:
+            return linear_cross_entropy(x, self.weight, labels, reduction)
+        adapter = self.lora[self.active_adapter]
         assert isinstance(adapter, LoraAdapter)
-        inner = adapter.scale * F.linear(adapter.dropout(x), adapter.A)
-        return linear_cross_entropy(torch.cat([x, inner.to(x.dtype)], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, summed)
+        h = adapter.scale * F.linear(adapter.dropout(x), adapter.A)
+        return linear_cross_entropy(torch.cat([x, h.to(x.dtype)], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, reduction)
 
 
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
-    """Freeze `model` in place and put an adapter, active from now on, beside every Linear whose last name is in `cfg.targets`."""
+    """Freeze `model` in place and add an active adapter to every linear layer whose name ends in one of `cfg.targets`."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    # A head that shares its weight with the embedding is left out: merging into it would change the embedding too.
+    # An output layer that shares the embedding's weight gets no adapter: merging it would change the embedding.
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and not any(m.weight is e for e in embeddings)}
-    could = sorted({path.rsplit(".", 1)[-1] for path in linears})
-    if not cfg.targets or (unknown := [target for target in cfg.targets if target not in could]):
-        what = f"no linear layer that can be adapted is called {', '.join(unknown)}" if cfg.targets else "no layer is named to be adapted"
-        raise UserError(what, f"stage.lora.targets={cfg.targets}", f"choose from {', '.join(could)}")
+    allowed = sorted({path.rsplit(".", 1)[-1] for path in linears})
+    if not cfg.targets or (unknown := [target for target in cfg.targets if target not in allowed]):
+        message = f"unknown layers in stage.lora.targets: {', '.join(unknown)}" if cfg.targets else "stage.lora.targets is empty"
+        raise UserError(
+            f"{message}; adapters can be added to {', '.join(allowed)}", f"stage.lora.targets={cfg.targets}", f"e.g. stage.lora.targets=[{allowed[-1]}]"
+        )
     targets = [module for path, module in linears.items() if path.rsplit(".", 1)[-1] in cfg.targets]
     model.requires_grad_(False)
     for linear in targets:
@@ -87,40 +89,37 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:
-    """Make one adapter the active one, or none; layers without an adapter of that name work bare.
-
-    Raises ValueError(what, where, fix) if no layer has one.
-    """
-    names = sorted({own for linear in _adapted(model) for own in linear.lora})
+    """Activate adapter `name` in every layer that has one and no adapter in the others; None: in no layer. Raises UserError if no layer has it."""
+    names = sorted({own for linear in _lora_layers(model) for own in linear.lora})
     if name is not None and name not in names:
-        raise UserError("no layer has an adapter of that name", f"adapter={name}", f"choose from {', '.join(names) or 'none: add one first'}")
-    for linear in _adapted(model):
-        linear.active = name if name is not None and name in linear.lora else None
+        raise UserError(f"no layer has an adapter named {name}", f"adapter={name}", f"adapters: {', '.join(names) or 'none'}")
+    for linear in _lora_layers(model):
+        linear.active_adapter = name if name is not None and name in linear.lora else None
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """The base model, without dropout: what a preference stage takes as its reference."""
-    active, training = [linear.active for linear in _adapted(model)], model.training
+    """Within the context `model` is its base model in evaluation mode: the reference of a preference stage."""
+    active, training = [linear.active_adapter for linear in _lora_layers(model)], model.training
     use_adapter(model, None)
     model.eval()
     try:
         yield
     finally:
         model.train(training)
-        for linear, name in zip(_adapted(model), active, strict=True):
-            linear.active = name
+        for linear, name in zip(_lora_layers(model), active, strict=True):
+            linear.active_adapter = name
 
 
 def merge_adapters(model: nn.Module) -> None:
-    """Add the active adapters into the weights, and switch them off."""
-    _shift(model, +1)
+    """Add the active adapters to the weights and deactivate them."""
+    _add_deltas(model, +1)
 
 
 def unmerge_adapters(model: nn.Module, name: str = "default") -> None:
-    """Take adapter `name` back out of the weights, and make it active again."""
+    """Subtract adapter `name` from the weights and activate it again."""
     use_adapter(model, name)
-    _shift(model, -1)
+    _add_deltas(model, -1)
     use_adapter(model, name)
 
 
@@ -129,25 +128,25 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Fill the adapters strictly: KeyError names what does not fit."""
+    """Load all adapter parameters. Raises KeyError with the names that are missing, unknown or of another shape."""
     own = adapter_state_dict(model)
-    if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in state.items()}:
-        odd = sorted(name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape)
-        raise KeyError(f"adapters differ in {len(odd)} tensors: {', '.join(odd[:4])}")
+    wrong = sorted(name for name in own.keys() | state.keys() if name not in own or name not in state or own[name].shape != state[name].shape)
+    if wrong:
+        raise KeyError(f"adapters differ in {len(wrong)} tensors: {', '.join(wrong[:4])}")
     with torch.no_grad():
         for name, p in own.items():
             p.copy_(state[name])
 
 
 @torch.no_grad()
-def _shift(model: nn.Module, sign: int) -> None:
-    for linear in _adapted(model):
-        if linear.active is not None:
-            adapter = linear.lora[linear.active]
+def _add_deltas(model: nn.Module, sign: int) -> None:
+    for linear in _lora_layers(model):
+        if linear.active_adapter is not None:
+            adapter = linear.lora[linear.active_adapter]
             assert isinstance(adapter, LoraAdapter)
             linear.weight += sign * adapter.delta()
-            linear.active = None
+            linear.active_adapter = None
 
 
-def _adapted(model: nn.Module) -> list[LoraLinear]:
+def _lora_layers(model: nn.Module) -> list[LoraLinear]:
     return [module for module in model.modules() if isinstance(module, LoraLinear)]

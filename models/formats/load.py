@@ -1,4 +1,4 @@
-"""Models in the formats of others: Hugging Face and PEFT folders, MiniMind's .pth files; and the `model/` of our own runs."""
+"""Read models and weights: the `model/` of a run, Hugging Face and PEFT folders, MiniMind .pth files."""
 
 from __future__ import annotations
 
@@ -8,67 +8,94 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from models.decoder import Decoder
-from models.formats.hf_config import read_hf_config
+from models.config import ModelConfig
+from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
 from models.formats.minimind import read_pth
 from models.formats.peft import base_model_of, is_adapter_dir, merge_adapter_into, read_adapter
-from models.formats.tensors import EMBEDDING_KEY, HEAD_KEY, read_tensors, tensor_table
+from models.language_model import LanguageModel
 from models.lora import add_lora, load_adapter, merge_adapters
+from models.registry import FAMILIES, create_model
+
+HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
+MAX_NAMES = 6  # tensors that an error names of each kind
 
 
-def load_model(folder: Path) -> Decoder:
-    """The model of a run's, a Hugging Face or a PEFT folder in fp32, for inference; an adapter stays switchable beside its base."""
-    folder = _model_folder(folder)
+def load_model(source: Path) -> LanguageModel:
+    """Return the fp32 model of a run, a Hugging Face or a PEFT folder, for inference; an adapter is not merged and can be disabled."""
+    folder = model_dir(source)
     if is_adapter_dir(folder):
         model = load_model(base_model_of(folder))
-        merge_adapters(model)  # a base that is itself an adapter over another base
+        merge_adapters(model)  # if the base model is itself an adapter of another base model
         cfg, state = read_adapter(folder)
         add_lora(model, cfg)
         try:
             load_adapter(model, {f"{path}.lora.default.{matrix}": tensor for (path, matrix), tensor in state.items()})
         except KeyError as error:
-            raise UserError("this adapter was not made for its base", str(folder), str(error.args[0])) from error
+            raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
     else:
-        model = Decoder(read_hf_config(folder))
+        model = create_model(read_model_config(folder))
         load_into(model, load_weights(folder), str(folder))
     return model.eval()
 
 
+def read_model_config(folder: Path) -> ModelConfig:
+    """Raises UserError if the folder has no config.json, or one of an architecture that no model family supports."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
+    raw = read_json_file(path)
+    with reporting_missing_fields(path):
+        model_type = raw["model_type"]
+        for family in FAMILIES:
+            if model_type in family.hf_model_types:
+                config: ModelConfig = family.load_hf_format().from_hf_config(raw, path)
+                return config
+    supported = ", ".join(name for family in FAMILIES for name in family.hf_model_types)
+    raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model")
+
+
 def load_weights(source: Path) -> dict[str, Tensor]:
-    """fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base) or a MiniMind .pth file."""
+    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file."""
     if source.is_file():
         return read_pth(source)
-    folder = _model_folder(source)
+    folder = model_dir(source)
     if is_adapter_dir(folder):
         return merge_adapter_into(load_weights(base_model_of(folder)), folder)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise UserError(
-            "there are no weights here", str(source), "give the folder of a finished run, a Hugging Face folder with model.safetensors, or a .pth file"
-        )
+        raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
     return {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
 
 
-def load_into(model: Decoder, state: dict[str, Tensor], source: str) -> None:
-    """Fill every tensor of `model` from `state`; ValueError(what, where, fix) with a table if a name or a shape differs."""
+def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
+    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs."""
     own = model.state_dict()
     if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state:
-        # Files hold a tied tensor once or twice; where two differ, one of them would be lost without a word.
+        # Files hold a tied weight once or twice; if the two differ, load_state_dict would drop one of them without an error.
         state = {HEAD_KEY: state[EMBEDDING_KEY]} | state
         if not torch.equal(state[HEAD_KEY], state[EMBEDDING_KEY]):
-            raise UserError(f"{HEAD_KEY} is not {EMBEDDING_KEY}: these weights are not tied", source, "set model.tie_word_embeddings=false")
-    faults = {
+            raise UserError(f"these weights are not tied: {HEAD_KEY} differs from {EMBEDDING_KEY}", source, "set model.tie_word_embeddings=false")
+    mismatches = {
         "missing": [f"{name} {tuple(own[name].shape)}" for name in own if name not in state],
-        "not of this model": [f"{name} {tuple(state[name].shape)}" for name in state if name not in own],
+        "unknown": [f"{name} {tuple(state[name].shape)}" for name in state if name not in own],
         "of another shape": [
-            f"{name} {tuple(state[name].shape)}, not {tuple(own[name].shape)}" for name in own if name in state and own[name].shape != state[name].shape
+            f"{name} {tuple(state[name].shape)}, expected {tuple(own[name].shape)}" for name in own if name in state and own[name].shape != state[name].shape
         ],
     }
-    if any(faults.values()):
-        raise UserError(tensor_table(faults), source, "choose the model=... these weights were made with, or other weights")
+    if any(mismatches.values()):
+        raise UserError(_mismatch_table(mismatches), source, "choose the model=... that these weights belong to, or other weights")
     model.load_state_dict(state)
 
 
-def _model_folder(source: Path) -> Path:
-    """`source`, or the finished model inside it where it is a run."""
+def _mismatch_table(mismatches: dict[str, list[str]]) -> str:
+    lines = ["the weights do not fit the model:"]
+    for kind, names in mismatches.items():
+        lines += [f"  {len(names)} {kind}"] if names else []
+        lines += [f"    {name}" for name in names[:MAX_NAMES]]
+        lines += ["    ..."] if len(names) > MAX_NAMES else []
+    return "\n".join(lines)
+
+
+def model_dir(source: Path) -> Path:
+    """Return `source/model` if `source` is a finished run, else `source`."""
     return source / "model" if (source / "model").is_dir() else source

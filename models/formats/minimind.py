@@ -1,4 +1,4 @@
-"""FIXME models.formats.minimind."""
+"""Weights of MiniMind (.pth)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from common.errors import UserError
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
-    """A MiniMind weights file: names as ours, half precision, the tied tensor twice."""
+    """Return fp32 weights. The file holds half precision under the decoder's parameter names, tied weights twice."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError("this is no file of weights", str(path), f"give a MiniMind .pth file ({str(error).splitlines()[0]})") from error
+        raise UserError(f"not a file of weights: {str(error).splitlines()[0]}", str(path), "give a MiniMind .pth file of weights") from error
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError("this file holds more than weights", str(path), "give the weights file, not the one MiniMind resumes from")
+        raise UserError("the file holds more than weights", str(path), "give MiniMind's file of weights, not its resume file")
     return {name: tensor.float() for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""FIXME models.formats.peft."""
+"""Adapter folders of PEFT: adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.config import LoraConfig
-from models.formats.hf_config import check_required, complete_config, read_json_file
-from models.formats.tensors import PEFT_PREFIX, read_tensors
+from models.formats.files import check_required_values, read_json_file, read_tensors, reporting_missing_fields
 
-BASE_KEY = "base"  # inside an adapter's folder: the base, where no Hugging Face folder outside holds it
+PEFT_PREFIX = "base_model.model."  # of every tensor name
+BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
 
-# What a PEFT folder must say, or leave out, to mean what LoraConfig can
+# Fields of adapter_config.json that must have this value or be absent: LoraConfig has no other variant.
 REQUIRED_ADAPTER_VALUES = {
     "peft_type": "LORA",
     "bias": "none",
@@ -26,40 +26,45 @@ REQUIRED_ADAPTER_VALUES = {
 }
 
 
+def is_adapter_dir(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
-    """The adapter's settings, and its matrices by (path of the Linear, A or B)."""
+    """Return the adapter's settings, and its matrices by (path of the linear layer, A or B)."""
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
-    check_required(raw, REQUIRED_ADAPTER_VALUES, path)
+    check_required_values(raw, REQUIRED_ADAPTER_VALUES, path)
     state = {}
     for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
         linear, _, matrix = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
         state[linear, matrix] = tensor.float()
     targets = sorted({linear.rsplit(".", 1)[-1] for linear, _ in state})
-    with complete_config(path):
+    with reporting_missing_fields(path):
         return LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets), state
 
 
 def merge_adapter_into(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Add the adapter in `folder` to the base weights, in place: W + alpha / rank * B @ A."""
+    """Add the adapter in `folder` to the base weights in place: W + alpha / rank * B A."""
     cfg, state = read_adapter(folder)
     for linear in {linear for linear, _ in state}:
         weight, delta = weights.get(f"{linear}.weight"), cfg.alpha / cfg.rank * state[linear, "B"] @ state[linear, "A"]
         if weight is None or weight.shape != delta.shape:
-            raise UserError("this adapter was not made for its base", str(folder), f"{linear}.weight of {base_model_of(folder)} is not {tuple(delta.shape)}")
+            raise UserError(
+                f"the adapter does not fit its base model: {linear}.weight is not {tuple(delta.shape)}",
+                str(folder),
+                f"correct base_model_name_or_path, now {base_model_of(folder)}",
+            )
         weight += delta
     return weights
 
 
-def is_adapter_dir(folder: Path) -> bool:
-    return (folder / "adapter_config.json").exists()
-
-
 def base_model_of(folder: Path) -> Path:
+    """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
-    with complete_config(path):
+    with reporting_missing_fields(path):
         name = read_json_file(path)["base_model_name_or_path"]
     for base in (folder / name, Path(name)):
         if base.is_dir():
             return base
-    raise UserError("the model under this adapter is gone", name, f"put it back, or correct base_model_name_or_path in {path}")
+    raise UserError("the adapter's base model does not exist", name, f"restore it, or correct base_model_name_or_path in {path}")

@@ -1,4 +1,4 @@
-"""FIXME models.formats.save."""
+"""Write Hugging Face and PEFT folders."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from pathlib import Path
 from torch import Tensor
 
 from models.config import LoraConfig, ModelConfig
-from models.decoder import Decoder
-from models.formats.hf_config import to_hf_config
-from models.formats.load import _model_folder
-from models.formats.peft import BASE_KEY, REQUIRED_ADAPTER_VALUES, is_adapter_dir
-from models.formats.tensors import HEAD_KEY, PEFT_PREFIX, write_json_file, write_tensors
+from models.formats.files import write_json_file, write_tensors
+from models.formats.load import HEAD_KEY, model_dir
+from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES, is_adapter_dir
+from models.language_model import LanguageModel
 from models.lora import LoraLinear
+from models.registry import family_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
-def save_model(folder: Path, model: Decoder, cfg: ModelConfig, tokenizer_folder: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load; a tied tensor once, adapters left out (merge them first)."""
+def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_dir: Path) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before)."""
     folder.mkdir(parents=True, exist_ok=True)
-    control = _copy_tokenizer(tokenizer_folder, folder)
-    write_json_file(folder / "config.json", to_hf_config(cfg, control))
-    write_json_file(folder / "generation_config.json", control)
+    token_ids = _copy_tokenizer(tokenizer_dir, folder)
+    write_json_file(folder / "config.json", family_of(cfg).load_hf_format().to_hf_config(cfg) | token_ids)
+    write_json_file(folder / "generation_config.json", token_ids)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
     write_tensors(folder / "model.safetensors", state)
 
 
-def save_adapter(folder: Path, model: Decoder, cfg: LoraConfig, base: str, tokenizer_folder: Path, name: str = "default") -> None:
-    """Write adapter `name` as a PEFT folder. `base`: where the model under it came from.
+def save_adapter(folder: Path, model: LanguageModel, cfg: LoraConfig, base: str, tokenizer_dir: Path, name: str = "default") -> None:
+    """Write adapter `name` as a PEFT folder. `base`: where the base model came from (init_from).
 
-    A base that PEFT could not open (random weights, a .pth file, an adapter) is written into the folder too.
+    A base model that PEFT could not open (random weights, a .pth file, an adapter) is written to the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _copy_tokenizer(tokenizer_folder, folder)
-    source = _model_folder(Path(base))
+    _copy_tokenizer(tokenizer_dir, folder)
+    source = model_dir(Path(base))
     if not (source / "config.json").exists() or is_adapter_dir(source):
-        save_model(folder / BASE_KEY, model, model.cfg, tokenizer_folder)
+        save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir)
     adapter = {
-        "base_model_name_or_path": BASE_KEY if (folder / BASE_KEY).exists() else str(source.absolute()),
+        "base_model_name_or_path": BASE_DIR if (folder / BASE_DIR).exists() else str(source.absolute()),
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "r": cfg.rank,
@@ -60,17 +60,17 @@ def save_adapter(folder: Path, model: Decoder, cfg: LoraConfig, base: str, token
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer, and return the ids of its control tokens by the names transformers gives them."""
+    """Copy the tokenizer files; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
-    settings = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     added = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
-    control = {}
+    token_ids = {}
     for role in ("bos", "eos", "pad"):
-        token = settings.get(f"{role}_token")
+        token = config.get(f"{role}_token")
         token = token["content"] if isinstance(token, dict) else token
         if token in ids:
-            control[f"{role}_token_id"] = ids[token]
-    return control
+            token_ids[f"{role}_token_id"] = ids[token]
+    return token_ids

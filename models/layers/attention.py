@@ -1,6 +1,6 @@
-"""Attention that stays inside its own sequence, by the fastest exact way that each device has.
+"""Attention within documents, by the fastest exact kernel of each device.
 
-Shapes: B lines, T positions, N query heads, K key/value heads, H head width.
+Shapes: B rows, T tokens, C tokens with the cached ones (T without a cache), N query heads, K key/value heads, H head width.
 """
 
 from __future__ import annotations
@@ -18,58 +18,62 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from models.layers import attention_cpu
 
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-MASKED_QUERY_CHUNK = 128  # where the kernel for processors is given a mask
+MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
-AttentionMask = Tensor | BlockMask | None  # True where attention may look: (B, 1, T, positions seen); None: causal
-
-
-def document_mask(sequences: Tensor, dropout: float) -> AttentionMask:
-    """For packed lines: a position looks at those before it in its own sequence. sequences: (B, T), -1 for padding."""
-    B, T = sequences.shape
-    if sequences.device.type == "cuda" and dropout == 0:  # FlexAttention skips the blocks where nothing may look; it knows no dropout
-        return create_block_mask(document_mask_mod(sequences), B, None, T, T, device=sequences.device)
-    same = sequences.unsqueeze(2) == sequences.unsqueeze(1)
-    # Padding is a sequence too, number -1: each position sees itself at least, and no row of the softmax is empty.
-    return (same & torch.ones(T, T, dtype=torch.bool, device=sequences.device).tril()).unsqueeze(1)
+AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
 
 
-def document_mask_mod(sequences: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The same, position by position: (line, head, query, key) -> whether."""
-    return lambda b, h, i, j: (i >= j) & (sequences[b, i] == sequences[b, j])
+def document_mask(document_ids: Tensor, dropout: float) -> AttentionMask:
+    """Return the causal mask of packed rows: tokens attend within their document. document_ids: (B, T), -1 for padding."""
+    B, T = document_ids.shape
+    if document_ids.device.type == "cuda" and dropout == 0:  # FlexAttention skips blocks without allowed pairs; it has no dropout
+        return create_block_mask(document_mask_mod(document_ids), B, None, T, T, device=document_ids.device)
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    # Padding is document -1: each of its tokens attends at least to itself, so that no softmax row is empty.
+    return (same & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()).unsqueeze(1)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kernel: str, cached: bool = False, keep: bool = True) -> Tensor:
-    """q: (B, N, T, H); k, v: (B, K, positions seen, H) -> (B, N, T, H). `cached`: the mask may be of any kind, not only what `confined` makes.
-    `keep`: attention weights, for the backward pass, where they are not too many; it makes them again otherwise."""
+def document_mask_mod(document_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the same mask as FlexAttention's function of (row, head, query, key)."""
+    return lambda b, h, i, j: (i >= j) & (document_ids[b, i] == document_ids[b, j])
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kernel: str, cached: bool = False, save_probs: bool = True) -> Tensor:
+    """q: (B, N, T, H); k, v: (B, K, C, H) -> (B, N, T, H).
+
+    cached: `mask` may be any mask, not only one of `document_mask`. save_probs: save attention probabilities for the backward pass on the
+    CPU if there are at most MAX_SAVED_PROBS; otherwise the backward pass recomputes them.
+    """
     if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
     if q.device.type == "cpu" and kernel == "auto" and dropout == 0 and not cached:
-        keep = keep and torch.is_grad_enabled() and q.requires_grad and q.shape[0] * q.shape[1] * q.shape[2] ** 2 <= attention_cpu.SCRATCH_BUFFERS
-        return attention_cpu.cpu_attention(q, k, v, mask, keep)[0]
+        num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
+        save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= attention_cpu.MAX_SAVED_PROBS
+        return attention_cpu.cpu_attention(q, k, v, mask, save_probs)[0]
     if mask is not None:
-        return _masked(q, k, v, mask, dropout)
-    # The choice of a kernel is for plain causal lines: flash attention on CUDA takes no mask.
+        return _masked_attention(q, k, v, mask, dropout)
+    # `kernel` applies to plain causal rows only: flash attention on CUDA takes no mask.
     with nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_BACKENDS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """In blocks of queries on the CPU, whose kernel would look at every key even where the mask hides it."""
-    if q.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler would make a program for each number of positions
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:
+    """Attention in chunks of queries on the CPU, whose kernel computes masked scores too: each chunk gets only the keys before its end."""
+    if q.device.type != "cpu" or torch.compiler.is_compiling():  # a compiler would specialize on the number of chunks
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=True)
-    T, seen = q.shape[2], k.shape[2]
-    parts = []
+    T, C = q.shape[2], k.shape[2]
+    chunks = []
     for start in range(0, T, MASKED_QUERY_CHUNK):
         end = min(start + MASKED_QUERY_CHUNK, T)
-        keys = seen - T + end  # those before the block's end
-        parts.append(
+        keys = C - T + end
+        chunks.append(
             F.scaled_dot_product_attention(
                 q[:, :, start:end], k[:, :, :keys], v[:, :, :keys], attn_mask=mask[:, :, start:end, :keys], dropout_p=dropout, enable_gqa=True
             )
         )
-    return torch.cat(parts, dim=2)
+    return torch.cat(chunks, dim=2)
 
 
 @cache
 def _flex() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention)  # only compiled does it skip anything
+    return torch.compile(flex_attention)  # uncompiled, FlexAttention computes all scores

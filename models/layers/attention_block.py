@@ -1,4 +1,7 @@
-"""FIXME models.layers.attention_block."""
+"""Decoder layer: attention with its key/value cache, norms and the residual stream.
+
+Shapes: B rows, T tokens, D hidden size, N query heads, K key/value heads, H head width.
+"""
 
 from __future__ import annotations
 
@@ -12,51 +15,50 @@ from torch import Tensor, nn
 from models import activation_checkpointing
 from models.config import ModelConfig
 from models.layers.attention import AttentionMask, attention
-from models.layers.chunked_loss import compute_dtype
-from models.layers.fused_linear import fused_projection
-from models.layers.mlp import MLP, SequenceIndex
-from models.layers.moe import MoE
+from models.layers.fused_linear import compute_dtype, fused_projection
+from models.layers.mlp import MLP
+from models.layers.moe import DocumentIndex, MoE
 from models.layers.rope import apply_rope
 
 WEIGHT_INIT_STD = 0.02
 
 
 class KVCache:
-    """Keys and values of the positions seen so far, allocated once. `start` is the first position of the next call."""
+    """Keys and values of the tokens computed so far, allocated once for `max_length` tokens."""
 
-    def __init__(self, cfg: ModelConfig, rows: int, positions: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, positions, cfg.head_dim)
+    def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, max_length, cfg.head_dim)
         self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
-        self.start = 0
+        self.length = 0  # cached tokens per row
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k, v: (B, K, T, H) of the new positions -> those of all positions so far."""
-        end = self.start + k.shape[2]
-        self.keys[layer, :, :, self.start : end], self.values[layer, :, :, self.start : end] = k, v
+        """k, v: (B, K, T, H) of the new tokens -> (B, K, length + T, H) of all tokens."""
+        end = self.length + k.shape[2]
+        self.keys[layer, :, :, self.length : end], self.values[layer, :, :, self.length : end] = k, v
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
 
 class LayerContext(NamedTuple):
-    """What every layer needs beside its input."""
+    """Inputs that all layers share."""
 
     cos: Tensor  # (B or 1, 1, T, H / 2)
     sin: Tensor
     mask: AttentionMask
     cache: KVCache | None
-    slots: SequenceIndex | None  # None: every line is one sequence, without padding
-    lean: bool  # keep for the backward pass only what is dear to make again
+    documents: DocumentIndex | None  # None: each row is one document without padding
+    selective: bool  # selective activation checkpointing: also recompute the attention probabilities
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root mean square norm (https://arxiv.org/abs/1910.07467), in fp32 whatever comes in."""
+    """Root mean square norm (https://arxiv.org/abs/1910.07467), computed in fp32 for every input dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # With a bf16 input and fp32 weights PyTorch falls back to a norm that is not fused, and warns.
+        # With a bf16 input and fp32 weights PyTorch warns and uses a norm that is not fused.
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (https://arxiv.org/abs/2305.13245), with RMSNorm on queries and keys where asked."""
+    """Grouped-query attention (https://arxiv.org/abs/2305.13245), with RMSNorm on queries and keys if `qk_norm`."""
 
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -76,17 +78,18 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
-        y = attention(
-            q, k, v, context.mask, self.cfg.dropout if self.training else 0.0, self.cfg.attention, cached=context.cache is not None, keep=not context.lean
-        )
+        dropout = self.cfg.dropout if self.training else 0.0
+        y = attention(q, k, v, context.mask, dropout, self.cfg.attention, cached=context.cache is not None, save_probs=not context.selective)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). (B, T, D) -> (B, T, D)."""
+
     def __init__(self, cfg: ModelConfig, layer: int) -> None:
         super().__init__()
         self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, Tensor | None]] | None = None
-        self.lone = False  # compiled for batches of one line
+        self.single_row = False  # compiled for batches of one row
         self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
         self.self_attn = Attention(cfg, layer)
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
@@ -94,15 +97,18 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Compiled is only what lies inside: hooks of those who wrap a layer stay outside. What is no training has shapes of its own,
-        and a compiler takes a single line for another program than several: neither is compiled for little."""
-        if self.compiled is not None and self.training and (len(x) == 1) == self.lone:
-            return self.compiled(x, context)  # a compiler makes again what is cheap, without being asked
-        return activation_checkpointing.selective_checkpointing(self.body, x, context) if context.lean else self.body(x, context)
+        """Return the output and the load-balancing loss (S,), None for a dense model.
+
+        Only `body` is compiled, so that hooks of DDP and FSDP stay outside. Evaluation and batches of another kind of row count (the
+        compiler specializes on one row) run uncompiled: they have shapes of their own and would cost a second compilation.
+        """
+        if self.compiled is not None and self.training and (len(x) == 1) == self.single_row:
+            return self.compiled(x, context)  # the compiler decides what to recompute
+        return activation_checkpointing.selective_checkpointing(self.body, x, context) if context.selective else self.body(x, context)
 
     def body(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        dtype = compute_dtype(x)  # cast once, not for every product
+        dtype = compute_dtype(x)  # one cast per norm, not one per matrix product
         x = x + self.dropout(self.self_attn(self.input_layernorm(x).to(dtype), context))
         h = self.post_attention_layernorm(x).to(dtype)
-        y, aux = self.mlp(h, context.slots) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
-        return x + self.dropout(y), aux
+        y, aux_loss = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+        return x + self.dropout(y), aux_loss

@@ -1,9 +1,9 @@
-"""Attention on a processor, exact, by plain matrix products: blocks of queries against the keys that they can see.
+"""Exact attention on the CPU by plain matrix products: blocks of queries against the keys that they can attend to.
 
-The flash kernel for processors looks at every key even where a mask hides it, and its bf16 products run at a sixth of what a matrix product
-does. Operators of their own: a compiler need not look inside, and what a block sees may depend on the data.
+PyTorch's flash kernel for the CPU computes masked scores too, and its bf16 products reach a sixth of the speed of a matrix product. These are
+custom operators: the compiler does not trace them, and the number of keys of a block may depend on the data.
 
-Shapes: B lines, T positions, N query heads, K key/value heads, H head width, r = N / K query heads that share one key head.
+Shapes: B rows, T tokens, N query heads, K key/value heads, H head width, r = N / K query heads per key head, Q queries and C keys of a block.
 """
 
 from __future__ import annotations
@@ -16,113 +16,115 @@ from torch import Tensor
 from models.layers.custom_op import custom_op
 
 QUERY_BLOCK = 64
-SCRATCH_BUFFERS = 1 << 24  # attention weights of a layer that are kept for the backward pass; where there are more, it makes them again
+MAX_SAVED_PROBS = 1 << 24  # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
 
 
 class AttentionBlock:
-    """Queries from `start` to `end`, which see keys from `first` on; `kept` is their place among the weights that are kept."""
+    """Queries [start, end), which attend to keys [first_key, end)."""
 
-    def __init__(self, start: int, end: int, first: int, mask: Tensor | None) -> None:
-        self.start, self.end, self.first, self.mask = start, end, first, mask
+    def __init__(self, start: int, end: int, first_key: int, mask: Tensor | None) -> None:
+        self.start, self.end, self.first_key, self.mask = start, end, first_key, mask
 
     def queries(self, x: Tensor, K: int) -> Tensor:
-        """Of (B, N, T, H): (B, K, r * block, H)."""
+        """Return the block of x (B, N, T, H) as (B, K, r * Q, H)."""
         B, N, _, H = x.shape
         return x[:, :, self.start : self.end].reshape(B, K, -1, H)
 
-    def put(self, x: Tensor, values: Tensor) -> None:
-        """The way back: `values` (B, K, r * block, H) into their place in `x` (B, N, T, H)."""
+    def write_queries(self, x: Tensor, values: Tensor) -> None:
+        """Write `values` (B, K, r * Q, H) to the block of x (B, N, T, H)."""
         B, N, _, H = x.shape
         x[:, :, self.start : self.end] = values.view(B, N, -1, H)
 
     def keys(self, x: Tensor) -> Tensor:
-        return x[:, :, self.first : self.end]
+        """Return a view of keys or values (B, K, C, H)."""
+        return x[:, :, self.first_key : self.end]
 
-    def weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """(B, K, r * block, keys)"""
+    def probs(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return attention probabilities (B, K, r * Q, C) of the block's queries (B, K, r * Q, H)."""
         scores = q @ self.keys(k).transpose(-2, -1)
-        B, K, _, seen = scores.shape
-        own = self.end - self.start
-        apart = scores.view(B, K, -1, own, seen)
+        B, K, _, C = scores.shape
+        Q = self.end - self.start
+        per_head = scores.view(B, K, -1, Q, C)
         if self.mask is None:
-            apart[..., seen - own :].masked_fill_(torch.ones(own, own, dtype=torch.bool).triu(1), -torch.inf)
+            per_head[..., C - Q :].masked_fill_(torch.ones(Q, Q, dtype=torch.bool).triu(1), -torch.inf)
         else:
-            hidden = (~self.mask[:, :, self.start : self.end, self.first : self.end]).unsqueeze(2)
-            if scores.dtype == torch.float16:  # an overflow in one sequence must not make NaN of another
-                apart.masked_fill_(hidden, -torch.inf)
-            else:  # cheaper: what is filled is filled for each head
-                apart.add_(torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf))
+            hidden = (~self.mask[:, :, self.start : self.end, self.first_key : self.end]).unsqueeze(2)
+            if scores.dtype == torch.float16:  # inf + -inf is NaN: a score that overflows in one document must not reach another
+                per_head.masked_fill_(hidden, -torch.inf)
+            else:  # faster than masked_fill_, which expands the mask to every head
+                per_head.add_(torch.zeros_like(hidden, dtype=scores.dtype).masked_fill_(hidden, -torch.inf))
         return scores.softmax(-1)
 
 
 def attention_blocks(T: int, mask: Tensor | None) -> Iterator[AttentionBlock]:
-    """`mask` (B, 1, T, T) is that of packed lines: what a position sees begins where its sequence does, never before that of an earlier position."""
+    """Cut T queries into blocks. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token."""
     starts = range(0, T, QUERY_BLOCK)
-    firsts = [0] * len(starts) if mask is None else mask[:, 0, ::QUERY_BLOCK].int().argmax(-1).amin(0).tolist()
-    for start, first in zip(starts, firsts, strict=True):
-        yield AttentionBlock(start, min(start + QUERY_BLOCK, T), first, mask)
+    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::QUERY_BLOCK].int().argmax(-1).amin(0).tolist()
+    for start, first_key in zip(starts, first_keys, strict=True):
+        yield AttentionBlock(start, min(start + QUERY_BLOCK, T), first_key, mask)
 
 
 @custom_op("lm_runner::attention")
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the attention weights where they are to be kept."""
-    out, kept = _like(q), _room(q, keep)
-    q, k, v, at = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without `save_probs`."""
+    out, saved = _empty_like(q), _probs_buffer(q, save_probs)
+    q, k, v, offset = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
     for block in attention_blocks(q.shape[2], mask):
-        p = block.weights(block.queries(q, k.shape[1]), k)
-        block.put(out, p @ block.keys(v))
-        if keep:
-            kept[at : at + p.numel()] = p.flatten()
-            at += p.numel()
-    return out, kept
+        p = block.probs(block.queries(q, k.shape[1]), k)
+        block.write_queries(out, p @ block.keys(v))
+        if save_probs:
+            saved[offset : offset + p.numel()] = p.flatten()
+            offset += p.numel()
+    return out, saved
 
 
 @torch.library.register_fake("lm_runner::attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, keep: bool) -> tuple[Tensor, Tensor]:
-    return _like(q), _room(q, keep)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), _probs_buffer(q, save_probs)
 
 
 @custom_op("lm_runner::attention_backward")
-def cpu_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    dq, K, scale, at = _like(q), k.shape[1], q.shape[-1] ** -0.5, 0
+def cpu_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k and v."""
+    dq, K, scale, offset = _empty_like(q), k.shape[1], q.shape[-1] ** -0.5, 0
     q, k, v = q * scale, k.contiguous(), v.contiguous()
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     for block in attention_blocks(q.shape[2], mask):
-        some, g_some = block.queries(q, K), block.queries(g, K)
-        size = some.shape[0] * K * some.shape[2] * (block.end - block.first)
-        p = kept[at : at + size].view(*some.shape[:3], -1) if len(kept) else block.weights(some, k)
-        at += size
-        block.keys(dv).add_(p.transpose(-2, -1) @ g_some)
-        ds = torch.ops.aten._softmax_backward_data(g_some @ block.keys(v).transpose(-2, -1), p, -1, p.dtype)
-        block.put(dq, ds @ block.keys(k))
-        block.keys(dk).add_(ds.transpose(-2, -1) @ some)
-    return dq.mul_(scale), _like(dk, q.dtype).copy_(dk), _like(dv, q.dtype).copy_(dv)
+        q_block, g_block = block.queries(q, K), block.queries(g, K)
+        size = q_block.shape[0] * K * q_block.shape[2] * (block.end - block.first_key)
+        p = saved[offset : offset + size].view(*q_block.shape[:3], -1) if len(saved) else block.probs(q_block, k)
+        offset += size
+        block.keys(dv).add_(p.transpose(-2, -1) @ g_block)
+        ds = torch.ops.aten._softmax_backward_data(g_block @ block.keys(v).transpose(-2, -1), p, -1, p.dtype)
+        block.write_queries(dq, ds @ block.keys(k))
+        block.keys(dk).add_(ds.transpose(-2, -1) @ q_block)
+    return dq.mul_(scale), _empty_like(dk, q.dtype).copy_(dk), _empty_like(dv, q.dtype).copy_(dv)
 
 
 @torch.library.register_fake("lm_runner::attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(q), _like(k), _like(v)
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
-def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As large as `x` (B, heads, T, H), in memory (B, T, heads, H): as what comes before and after wants it."""
+def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the projections before and after."""
     B, N, T, H = x.shape
     return x.new_empty((B, T, N, H), dtype=dtype or x.dtype).transpose(1, 2)
 
 
-def _room(q: Tensor, keep: bool) -> Tensor:
-    """For the weights of all blocks, were they to see all that is before them."""
+def _probs_buffer(q: Tensor, save_probs: bool) -> Tensor:
+    """Return a flat buffer for the probabilities of all blocks if each attends to every earlier token."""
     B, N, T, _ = q.shape
-    return q.new_empty(B * N * T * (T + QUERY_BLOCK) // 2 if keep else 0)
+    return q.new_empty(B * N * T * (T + QUERY_BLOCK) // 2 if save_probs else 0)
 
 
-def _keep(ctx, inputs, output) -> None:
+def _save_for_backward(ctx, inputs, output) -> None:
     q, k, v, mask, _ = inputs
     ctx.save_for_backward(q, k, v, mask, output[1])
 
 
-def _differentiate(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     return *cpu_attention_backward(g.contiguous(), *ctx.saved_tensors), None, None
 
 
-torch.library.register_autograd("lm_runner::attention", _differentiate, setup_context=_keep)
+torch.library.register_autograd("lm_runner::attention", _backward, setup_context=_save_for_backward)

@@ -1,9 +1,9 @@
-"""Cross-entropy behind a linear layer, a chunk of positions at a time: the logits of all positions never exist together.
+"""Cross-entropy of a linear layer's output in chunks of tokens: the logits of all tokens are never in memory together.
 
-Where only the sum is asked for, the gradients are made in the forward pass, while a chunk's logits are at hand; where each position may be
-weighed later, the backward pass makes the logits of each chunk once more. These are operators of their own, so a compiler need not look inside.
+reduction="sum" computes the gradients in the forward pass, while the logits of a chunk are in memory. With reduction="none" each token may get
+a weight later, so the backward pass recomputes the logits of each chunk. These are custom operators: the compiler does not trace them.
 
-Shapes: N positions, D hidden size, V vocabulary.
+Shapes: N tokens, n tokens of a chunk, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,82 +14,77 @@ import torch
 from torch import Tensor, nn
 
 from models.layers.custom_op import custom_op
+from models.layers.fused_linear import compute_dtype
 
-IGNORE_LABEL = -100  # the label of a position that carries no loss
-LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # what the caches of a processor like; what lets a GPU forget its launches
+IGNORE_LABEL = -100  # label of a token without loss
+LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk fits into the caches; GPU: launch overhead is negligible
 
 
 class LMHead(nn.Linear):
-    """The last layer: logits, or with labels each position's loss, or their sum."""
+    """Output layer: logits, or the loss of given labels."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, summed: bool = False) -> Tensor:
-        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, summed)
+    def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
+        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, summed: bool) -> Tensor:
-    """-log softmax(x @ weight.T)[label] in fp32, 0 without a label, as `labels` (B, T); or the sum of all. x: (B, T, D); weight: (V, D)"""
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B, T), or () their sum."""
     flat, y = x.flatten(0, -2).to(compute_dtype(x)), labels.flatten()
-    if not summed:
+    if reduction == "none":
         return _nll(flat, weight, y)[0].view_as(labels)
     grads = torch.is_grad_enabled()
     return _nll_sum(flat, weight, y, grads and flat.requires_grad, grads and weight.requires_grad)[0]
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product of `x` is computed in here."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 @custom_op("lm_runner::nll_sum")
-def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of the losses, and its gradient for x and for weight; an empty one where it is not wanted."""
+def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (N, D), labels: (N,) -> the sum of the losses (), and its gradients for x and weight; empty tensors for those not needed."""
     w = weight.to(x.dtype)
     nll = x.new_zeros(len(x), dtype=torch.float32)
-    dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
+    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
-        some = x[rows]
-        log_p = _log_softmax(some @ w.t())
+        x_chunk = x[rows]
+        log_p = _log_softmax(x_chunk @ w.t())
         nll[rows] = _label_nll(log_p, y)
-        if learn_x or learn_weight:
+        if need_dx or need_dw:
             p = _nll_grad(log_p, y).to(x.dtype)
-            del log_p  # all of a step's activations are in memory now: what a chunk needs comes on top
-            if learn_x:
+            del log_p  # all activations of the step are in memory here: keep the peak low
+            if need_dx:
                 dx[rows] = p @ w
-            if learn_weight:
-                dw += p.t() @ some
+            if need_dw:
+                dw += p.t() @ x_chunk
     return nll.sum(), dx, dw.to(weight.dtype)
 
 
 @torch.library.register_fake("lm_runner::nll_sum")
-def _(x: Tensor, weight: Tensor, labels: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape if learn_x else 0), weight.new_empty(weight.shape if learn_weight else 0)
+def _(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
-def _keep_gradients(ctx, inputs, output) -> None:
-    ctx.learn = inputs[3:]
+def _save_gradients(ctx, inputs, output) -> None:
+    ctx.needed = inputs[3:]
     ctx.save_for_backward(*output[1:])
 
 
 def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
     dx, dw = ctx.saved_tensors
-    learn_x, learn_weight = ctx.learn
-    return (dx * g).to(dx.dtype) if learn_x else None, dw * g if learn_weight else None, None, None, None
+    need_dx, need_dw = ctx.needed
+    return (dx * g).to(dx.dtype) if need_dx else None, dw * g if need_dw else None, None, None, None
 
 
-torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_keep_gradients)
+torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_save_gradients)
 
 
 @custom_op("lm_runner::nll")
 def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Each position's loss, and the logarithm of the sum its softmax is divided by."""
+    """x: (N, D), labels: (N,) -> the loss of each token (N,), and the logsumexp of its logits (N,)."""
     w = weight.to(x.dtype)
-    nll, total = x.new_zeros(2, len(x), dtype=torch.float32).unbind()
+    nll, log_sum = x.new_zeros(2, len(x), dtype=torch.float32).unbind()
     for rows, y in _chunks(labels, len(weight)):
         logits = (x[rows] @ w.t()).float()
-        total[rows] = log_sum = logits.logsumexp(-1)
-        nll[rows] = _label_nll(logits.sub_(log_sum.unsqueeze(-1)), y)
-    return nll.clone(), total.clone()  # two outputs must not share their memory
+        log_sum[rows] = chunk_log_sum = logits.logsumexp(-1)
+        nll[rows] = _label_nll(logits.sub_(chunk_log_sum.unsqueeze(-1)), y)
+    return nll.clone(), log_sum.clone()  # outputs of an operator must not share memory
 
 
 @torch.library.register_fake("lm_runner::nll")
@@ -98,41 +93,42 @@ def _(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @custom_op("lm_runner::nll_backward")
-def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor]:
+def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+    """g: (N,), gradient of each token's loss -> gradients for x and weight; empty tensors for those not needed."""
     w = weight.to(x.dtype)
-    dx, dw = x.new_zeros(x.shape if learn_x else 0), torch.zeros(weight.shape if learn_weight else 0, device=x.device)  # fp32
+    dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
-        some = x[rows]
-        p = _nll_grad((some @ w.t()).float().sub_(total[rows].unsqueeze(-1)), y).mul_(g[rows].unsqueeze(-1)).to(x.dtype)
-        if learn_x:
+        x_chunk = x[rows]
+        p = _nll_grad((x_chunk @ w.t()).float().sub_(log_sum[rows].unsqueeze(-1)), y).mul_(g[rows].unsqueeze(-1)).to(x.dtype)
+        if need_dx:
             dx[rows] = p @ w
-        if learn_weight:
-            dw += p.t() @ some
+        if need_dw:
+            dw += p.t() @ x_chunk
     return dx, dw.to(weight.dtype)
 
 
 @torch.library.register_fake("lm_runner::nll_backward")
-def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, total: Tensor, learn_x: bool, learn_weight: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if learn_x else 0), weight.new_empty(weight.shape if learn_weight else 0)
+def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
-def _keep_inputs(ctx, inputs, output) -> None:
+def _save_inputs(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs, output[1])
 
 
-def _scale(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
-    x, weight, labels, total = ctx.saved_tensors
-    learn_x, learn_weight = ctx.needs_input_grad[:2]
-    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, total, learn_x, learn_weight)
-    return dx if learn_x else None, dw if learn_weight else None, None
+def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+    x, weight, labels, log_sum = ctx.saved_tensors
+    need_dx, need_dw = ctx.needs_input_grad[:2]
+    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, log_sum, need_dx, need_dw)
+    return dx if need_dx else None, dw if need_dw else None, None
 
 
-torch.library.register_autograd("lm_runner::nll", _scale, setup_context=_keep_inputs)
+torch.library.register_autograd("lm_runner::nll", _backward, setup_context=_save_inputs)
 
 
-def _chunks(labels: Tensor, words: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """The positions in groups, and their labels. Without a label they are left out, but for a GPU: it would wait for their number."""
-    size = max(1, LOGITS_PER_CHUNK["cuda" if labels.is_cuda else "cpu"] // words)
+def _chunks(labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Yield (tokens, labels) of each chunk. On the CPU tokens without a label are left out; on a GPU counting them would be a host sync."""
+    size = max(1, LOGITS_PER_CHUNK["cuda" if labels.is_cuda else "cpu"] // vocab_size)
     if not labels.is_cuda:
         labelled = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
         if len(labelled) < len(labels):
@@ -144,18 +140,18 @@ def _chunks(labels: Tensor, words: int) -> Iterator[tuple[Tensor | slice, Tensor
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """In fp32, in as little memory as it can be: in the place of `logits` where these are fp32 themselves."""
+    """Return log-probabilities (n, V) in fp32; fp32 logits are overwritten, to save memory."""
     log_p = logits.float()
     return torch.log_softmax(log_p, -1, out=log_p)
 
 
 def _label_nll(log_p: Tensor, y: Tensor) -> Tensor:
-    """The loss of each row (N, V) under its label (N,)."""
+    """log_p: (n, V), y: (n,) -> the loss of each token (n,)."""
     return torch.where(y == IGNORE_LABEL, 0.0, -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1))
 
 
 def _nll_grad(log_p: Tensor, y: Tensor) -> Tensor:
-    """The gradient of each row's loss for its logits, in the place of `log_p`."""
+    """Return the gradient (n, V) of each token's loss for its logits; overwrites log_p."""
     p = log_p.exp_()
     p.scatter_add_(-1, y.clamp(min=0).unsqueeze(-1), p.new_full((), -1.0).expand(len(y), 1))
     return p.mul_((y != IGNORE_LABEL).unsqueeze(-1)) if y.is_cuda else p

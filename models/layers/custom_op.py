@@ -1,4 +1,4 @@
-"""Operators of our own: a compiler takes them as they are and need not look inside."""
+"""Custom operators: torch.compile calls them without tracing their bodies."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ T = TypeVar("T")
 
 
 def custom_op(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """The function as the operator `name`, for every device; it changes none of its inputs, and returns nothing that shares memory with them.
+    """Register a function as operator `name` for every device. It must not mutate its inputs, nor return tensors that share memory with them.
 
-    As `torch.library.custom_op`, whose operators import the whole compiler when they are first called: a second of every start, compiled or not.
+    `torch.library.custom_op` does the same, but its operators import the compiler when they are first called: one second at every start.
     """
 
     def define(function: Callable[P, T]) -> Callable[P, T]:
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(name, "default", function)
-        space, _, word = name.partition("::")
-        return cast(Callable[P, T], getattr(getattr(torch.ops, space), word).default)
+        namespace, _, op_name = name.partition("::")
+        return cast(Callable[P, T], getattr(getattr(torch.ops, namespace), op_name).default)
 
     return define

@@ -1,11 +1,6 @@
-"""What a layer does to each position by itself: one feed-forward network, or a mixture of them, the experts.
-
-Shapes: B lines, T positions, S sequences (of packed lines several a line, else one), D hidden size, E experts, k of them chosen.
-"""
+"""SwiGLU feed-forward network. Shapes: B rows, T tokens, D hidden size, F width of the network."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +10,8 @@ from models.config import ModelConfig
 from models.layers.fused_linear import fused_projection
 
 
-class SequenceIndex(NamedTuple):
-    """Which sequence each position belongs to."""
-
-    of: Tensor  # (B, T) number of the sequence; S, one too many, for padding
-    lengths: Tensor  # (S,)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """(B, T, E) -> (S, E): over the positions of each sequence."""
-        S, E = len(self.lengths), values.shape[-1]
-        sums = values.new_zeros(S + 1, E).index_add(0, self.of.flatten(), values.reshape(-1, E))[:S]
-        return sums / self.lengths.clamp(min=1).unsqueeze(-1)
-
-
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up. The backward pass makes silu(gate) again: left to itself torch keeps it."""
+    """silu(gate) * up. The backward pass recomputes silu(gate), which autograd would save."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
@@ -43,7 +25,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+    """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x)). (..., D) -> (..., D)."""
 
     def __init__(self, cfg: ModelConfig, width: int) -> None:
         super().__init__()
@@ -52,5 +34,5 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = fused_projection(x, self.gate_proj, self.up_proj)
+        gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))

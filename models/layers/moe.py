@@ -1,17 +1,35 @@
-"""FIXME models.layers.moe."""
+"""Mixture-of-experts layer.
+
+Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, E experts, k experts per token.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.layers.mlp import MLP, SequenceIndex
+from models.layers.mlp import MLP
+
+
+class DocumentIndex(NamedTuple):
+    """The document of each token of a batch."""
+
+    ids: Tensor  # (B, T), S for padding
+    lengths: Tensor  # (S,) tokens
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the tokens of each document: (B, T, E) -> (S, E)."""
+        S, E = len(self.lengths), values.shape[-1]
+        sums = values.new_zeros(S + 1, E).index_add(0, self.ids.flatten(), values.reshape(-1, E))[:S]
+        return sums / self.lengths.clamp(min=1).unsqueeze(-1)
 
 
 class MoE(nn.Module):
-    """A mixture of feed-forward experts, each token through its best few (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
+    """Feed-forward experts, each token routed to its top k (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
 
     def __init__(self, cfg: ModelConfig) -> None:
         super().__init__()
@@ -19,32 +37,32 @@ class MoE(nn.Module):
         self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
 
-    def forward(self, x: Tensor, slots: SequenceIndex | None) -> tuple[Tensor, Tensor]:
-        """x: (B, T, D) -> the mixture (B, T, D), and each sequence's balance loss (S,)."""
+    def forward(self, x: Tensor, documents: DocumentIndex | None) -> tuple[Tensor, Tensor]:
+        """x: (B, T, D) -> the weighted sum of expert outputs (B, T, D) and the load-balancing loss of each document (S,)."""
         B, T, D = x.shape
         flat = x.reshape(-1, D)
-        shares = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
-        weights, chosen = shares.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
+        probs = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
+        weights, chosen = probs.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
         if self.cfg.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
-        y = (self._visits(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
-        return y.view(B, T, D), self._balance(shares.view(B, T, -1), chosen.view(B, T, -1), slots)
+        y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
+        return y.view(B, T, D), self._load_balancing_loss(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
-    def _visits(self, flat: Tensor, chosen: Tensor) -> Tensor:
-        """What each token (B*T, D) hears from each expert it chose (B*T, k): (B*T, k, D). Sorted by expert the visits of each lie together.
+    def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
+        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
 
-        index_select gives the same bits each time on the CPU, backwards too; the gradient of flat[tokens] does not. An expert that
-        nobody chose works on nothing, so that its weights have a gradient all the same: ranks wait for it.
+        index_select is deterministic on the CPU in both directions; the gradient of flat[tokens] is not. An expert without tokens runs on
+        an empty batch, so that its weights get a gradient, which the other ranks wait for.
         """
-        visits = chosen.flatten()
-        order = visits.argsort(stable=True)
-        groups = flat.index_select(0, order // chosen.shape[1]).split(visits.bincount(minlength=len(self.experts)).tolist())
-        heard = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
-        return heard.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        groups = flat.index_select(0, order // chosen.shape[1]).split(experts.bincount(minlength=len(self.experts)).tolist())
+        outputs = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
-    def _balance(self, shares: Tensor, chosen: Tensor, slots: SequenceIndex | None) -> Tensor:
-        """E * sum_e f_e P_e of the Switch Transformer (https://arxiv.org/abs/2101.03961, equation 4), for each sequence by itself
-        as in DeepSeek-V2 (https://arxiv.org/abs/2405.04434, section 2.2.3): so it adds up over micro-batches, ranks and packed lines."""
-        visits = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(shares.dtype) / chosen.shape[-1]  # (B, T, E)
-        f, p = (values.mean(1) if slots is None else slots.mean(values) for values in (visits, shares))
+    def _load_balancing_loss(self, probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
+        """E * sum_e f_e P_e (Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4) of each document, as in DeepSeek-V2
+        (https://arxiv.org/abs/2405.04434, section 2.2.3): sums over documents add up over micro-batches, ranks and packed rows."""
+        fractions = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(probs.dtype) / chosen.shape[-1]  # (B, T, E)
+        f, p = (values.mean(1) if documents is None else documents.mean(values) for values in (fractions, probs))  # (S, E)
         return self.cfg.num_experts * (f * p).sum(-1)

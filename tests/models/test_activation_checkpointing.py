@@ -18,14 +18,14 @@ from models.lora import add_lora
 CASES: dict[str, dict[str, Any]] = {"dense": {}, "moe": BEST_TWO, "dropout": {"dropout": 0.3}, "flash": {"attention": "flash"}}
 
 
-def learn(model: Decoder, packed: bool = False, dtype: torch.dtype = torch.float32, summed: bool = True) -> list[Tensor]:
+def learn(model: Decoder, packed: bool = False, dtype: torch.dtype = torch.float32, reduction: str = "sum") -> list[Tensor]:
     """The loss and all gradients."""
     ids, lines = tokens(4, 73), torch.arange(72).expand(4, 72)
-    layout = {"sequences": lines // 20, "position_ids": lines % 20} if packed else {}
+    layout = {"document_ids": lines // 20, "position_ids": lines % 20} if packed else {}
     model.train().zero_grad()
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        out = model(ids[:, :-1], labels=ids[:, 1:], summed=summed, **layout)
+        out = model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction, **layout)
     loss = out.nll.sum() + (0 if out.aux is None else out.aux.sum())
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
@@ -35,7 +35,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("again", ["selective", "whole"])
+@pytest.mark.parametrize("again", ["selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("case", CASES)
@@ -46,21 +46,21 @@ def test_making_again_changes_no_bit(case: str, packed: bool, dtype: torch.dtype
     assert same(learn(model, packed, dtype), expected)
 
 
-@pytest.mark.parametrize("again", ["selective", "whole"])
+@pytest.mark.parametrize("again", ["selective", "full"])
 def test_making_again_changes_no_bit_of_adapters(again: str) -> None:
     model = random_model()
     add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=["q_proj", "o_proj", "gate_proj", "down_proj"]))
-    expected = learn(model, packed=True, summed=False)
+    expected = learn(model, packed=True, reduction="none")
     model.activation_checkpointing = again
-    assert len(expected) == 1 + 2 * 4 * 2 and same(learn(model, packed=True, summed=False), expected)
+    assert len(expected) == 1 + 2 * 4 * 2 and same(learn(model, packed=True, reduction="none"), expected)
 
 
 @pytest.mark.slow
 def test_making_again_changes_no_bit_of_compiled_layers() -> None:
     model = random_model()
-    model.compile_layers(lone=False, backend="aot_eager_decomp_partition")
+    model.compile_layers(single_row=False, backend="aot_eager_decomp_partition")
     expected = learn(model, packed=True, dtype=torch.bfloat16)
-    for again in ("whole", "selective"):
+    for again in ("full", "selective"):
         model.activation_checkpointing = again
         assert same(learn(model, packed=True, dtype=torch.bfloat16), expected)
 
@@ -84,7 +84,7 @@ def calls(again: str) -> Counter[str]:
 
 
 def test_selective_makes_again_what_is_cheap_and_nothing_that_is_dear() -> None:
-    none, selective, whole = (calls(again) for again in ("none", "selective", "whole"))
+    none, selective, whole = (calls(again) for again in ("none", "selective", "full"))
     for dear in ("aten.mm.default", "lm_runner.attention.default"):
         assert none[dear] == selective[dear] < whole[dear]
     assert none["aten.silu.default"] < selective["aten.silu.default"] == whole["aten.silu.default"]

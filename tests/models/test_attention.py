@@ -46,15 +46,15 @@ def test_a_score_that_overflows_spoils_no_other_sequence() -> None:
 def test_all_layers_and_all_shapes_are_one_compiled_program(packed: bool, lone: bool, dropout: float) -> None:
     programs = []
     model = random_model(dropout=dropout).train()
-    model.compile_layers(lone=lone, backend=lambda graph, inputs: programs.append(graph) or graph)
+    model.compile_layers(single_row=lone, backend=lambda graph, inputs: programs.append(graph) or graph)
     for B, T in ((1, 64), (1, 56)) if lone else ((4, 64), (4, 56), (1, 64), (3, 128), (2, 200)):
         ids, lines = tokens(B, T + 1), torch.arange(T).expand(B, T)
-        layout = {"sequences": lines // 20, "position_ids": lines % 20} if packed else {}
-        model(ids[:, :-1], labels=ids[:, 1:], summed=True, **layout).nll.backward()
+        layout = {"document_ids": lines // 20, "position_ids": lines % 20} if packed else {}
+        model(ids[:, :-1], labels=ids[:, 1:], reduction="sum", **layout).nll.backward()
     assert len(programs) == 1
 
 
 def test_compiled_layers_are_for_training_alone() -> None:
     model, ids = random_model(), tokens(2, 16)
-    model.compile_layers(lone=False, backend=lambda graph, inputs: pytest.fail("compiled"))
+    model.compile_layers(single_row=False, backend=lambda graph, inputs: pytest.fail("compiled"))
     model(ids)

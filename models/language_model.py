@@ -1,0 +1,63 @@
+"""The interface between the engine and a model family."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+
+
+class ModelOutput(NamedTuple):
+    logits: Tensor | None  # (B, T, V); None with labels
+    nll: Tensor | None  # (B, T) fp32, -log p(label), 0 without a label; () their sum with reduction="sum"; None without labels
+    aux_loss: Tensor | None  # (S,) load-balancing loss of each document; None for a dense model
+
+
+class Cache(Protocol):
+    length: int  # cached tokens per row
+
+
+class LanguageModel(nn.Module):
+    """A causal language model that the engine trains and `generate` samples from. Parameter names are those of transformers.
+
+    Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), V vocabulary.
+    """
+
+    cfg: ModelConfig
+    activation_checkpointing: str  # none, selective or full
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: Any = None,
+        cache: Any = None,
+        reduction: str = "none",
+    ) -> ModelOutput:
+        """input_ids, labels, position_ids: (B, T); lengths: (S,) tokens of each document; padding is on the right.
+
+        labels[b, t] is the token to predict at t, IGNORE_LABEL for none. Packed rows have `document_ids` (B, T), the document of each
+        token (-1 for padding), and position_ids that start at 0 in each document; attention does not cross documents. With a cache, `mask`
+        (B, 1, T, cached tokens + T) is True where attention is allowed, and logits are (B, 1, V), of the last token only: those of a long
+        prompt would not fit into memory. reduction="sum" returns the sum of nll, which takes less time and memory.
+        """
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Layers with parameters of their own, in order: what FSDP shards one by one."""
+        raise NotImplementedError
+
+    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
+        """Train with compiled layers. single_row: batches have one row; options: those of torch.compile."""
+        raise NotImplementedError
+
+    def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> Cache:
+        """Return an empty key/value cache for `rows` sequences of up to `max_length` tokens."""
+        raise NotImplementedError
