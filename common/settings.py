@@ -20,11 +20,23 @@ def setting(on_resume: OnResume, **default: Any) -> Any:
     return dataclasses.field(metadata={"on_resume": on_resume}, **default)
 
 
-def resume_rules(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, OnResume]]:
-    """Yield (dotted key, value, rule) of every setting of a config dataclass and the sections below it."""
+def iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every setting of a config dataclass and the sections below it."""
     for field in dataclasses.fields(config):
-        value, rule = getattr(config, field.name), field.metadata.get("on_resume", getattr(config, "ON_RESUME", "incompatible"))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from iter_settings(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def resume_rules(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, rule) of every setting, and of every section: its rule is that of settings which only another class of it has."""
+    default: str = getattr(config, "ON_RESUME", "incompatible")
+    yield prefix.removesuffix("."), default
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
             yield from resume_rules(value, f"{prefix}{field.name}.")
         else:
-            yield prefix + field.name, value, rule
+            yield prefix + field.name, field.metadata.get("on_resume", default)

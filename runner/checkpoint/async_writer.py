@@ -1,4 +1,4 @@
-"""One thread that commits saves while the training goes on."""
+"""Background thread that commits saves while training continues."""
 
 from __future__ import annotations
 
@@ -12,36 +12,32 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a job of the Writer ended, and the seconds it took beside the training."""
+    """Result of one job of the AsyncWriter."""
 
     name: str
-    seconds: float
+    seconds: float  # of the job itself, while training continued
     error: BaseException | None
-    result: Any = None
 
 
 class AsyncWriter:
-    """Commits in the background, one job at a time. Its thread is no daemon: leaving the program waits for the last save."""
+    """Runs one job at a time in a thread. The thread is no daemon: the process exits only after the last save."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._ended: deque[SaveResult] = deque()  # filled by the thread, emptied by the caller
+        self._results: deque[SaveResult] = deque()  # filled by the thread, emptied by the caller
 
-    def submit(self, name: str, job: Callable[[], Any]) -> float:
-        """Start `job`; returns the seconds the caller was held up by the one before, still in flight."""
-        start = time.perf_counter()
+    def submit(self, name: str, job: Callable[[], Any]) -> None:
+        """Start `job`, after waiting for the previous one."""
         self._join()
-        waited = time.perf_counter() - start
-        self._thread = threading.Thread(target=self._work, args=(name, job), name=f"save {name}", daemon=False)
+        self._thread = threading.Thread(target=self._run, args=(name, job), name=f"save {name}", daemon=False)
         self._thread.start()
-        return waited
 
     def poll(self) -> list[SaveResult]:
-        """The jobs that ended since the last call; never waits. An error is handed over, not raised: training may go on."""
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+        """Return the results since the last call, without waiting. An error is returned, not raised: training may continue."""
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait(self) -> list[SaveResult]:
-        """As `poll`, once nothing is in flight any more."""
+        """Wait for the job in flight, then return the results since the last call."""
         self._join()
         return self.poll()
 
@@ -50,10 +46,10 @@ class AsyncWriter:
             self._thread.join()
             self._thread = None
 
-    def _work(self, name: str, job: Callable[[], Any]) -> None:
-        start, error, result = time.perf_counter(), None, None
+    def _run(self, name: str, job: Callable[[], Any]) -> None:
+        started, error = time.perf_counter(), None
         try:
-            result = job()
-        except BaseException as caught:  # noqa: BLE001  whatever it is, the training thread must hear of it
+            job()
+        except BaseException as caught:  # noqa: BLE001  every error is handed to the training thread
             error = caught
-        self._ended.append(SaveResult(name, time.perf_counter() - start, error, result))
+        self._results.append(SaveResult(name, time.perf_counter() - started, error))

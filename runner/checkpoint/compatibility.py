@@ -1,72 +1,51 @@
-"""What a checkpoint remembers of the run that saved it, and the one table of what may change when that run is continued."""
+"""Facts about a run that its checkpoints store, and what a difference in one of them means for a resume."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import platform
-from collections.abc import Iterator
-from fnmatch import fnmatch
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
-import numpy as np
-import torch
-from torch import Tensor
+from common.settings import OnResume, iter_settings, resume_rules
 
-from runner.engine.config import Config
-from runner.engine.device.distributed import DistributedContext
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-ROWS_PER_STEP = "rows of a step"
-
-# Each fact belongs to the first row that names it; docs/resume.md shows this table.
-COMPATIBILITY_RULES = {
-    # Nothing of the training depends on these. Data and tokenizer are known by their content, not by their path.
-    "free": (
-        "model.name", "data.name", "data.path", "data.val_path", "data.tokenizer", "data.shape", "data.on_bad_row", "data.max_bad_fraction", "data.cache", "data.num_workers", "stage.after", "stage.prompts", "tracker.*", "sweep.*", "init_from", "resume",
-        "distributed.nproc", "distributed.nnodes", "distributed.timeout", "distributed.max_restarts",
-        "train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.sample_tokens", "train.keep_checkpoints", "train.keep_every", "train.patience", "train.max_failed_saves", "train.verify_resume",
-    ),
-    # Allowed, said and recorded: another course from here on, exactly reproducible all the same.
-    "course": ("optimizer.lr", "optimizer.weight_decay", "optimizer.betas", "optimizer.eps", "optimizer.grad_clip", "optimizer.layer_decay", "optimizer.momentum", "schedule.*",
-               "train.max_steps", "train.epochs", "train.max_nonfinite_steps"),
-    # Allowed, said and recorded as exact: false: the same mathematics, summed in another order.
-    "inexact": ("model.attention", "train.compile", "train.activation_checkpointing", "train.batch_size", "train.accumulation_steps", "device", "distributed.*", "environment.*"),
-    # All else makes it another run.
-    "refused": ("*",),
-}  # fmt: skip
+# Facts that are no settings. data and tokenizer are identified by their content, so that their files may be moved.
+ROWS_PER_STEP, DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, FROZEN_WEIGHTS, ENVIRONMENT = (
+    "rows_per_step",
+    "data_fingerprint",
+    "tokenizer_fingerprint",
+    "frozen_weights",
+    "environment",
+)
 
 
-def describe_run(cfg: Config, world: DistributedContext, rows_of_step: int, frozen: dict[str, Tensor], tokenizer: str, rows: str) -> dict[str, Any]:
-    """Dotted word -> value: the config, the fingerprints of what it points to, and the environment.
+def describe_run(
+    config: Any, *, device: torch.device, num_ranks: int, rows_per_step: int, data: str, tokenizer: str, frozen: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return fact -> value: every setting of `config` (a dataclass), the fingerprints of what it refers to, and the environment.
 
-    `frozen` are weights the training reads and never changes, a base under adapters or a reference: they are in no checkpoint.
+    `data`, `tokenizer`: fingerprints. `frozen`: weights that training reads and never changes (a base under adapters, a reference);
+    no checkpoint contains them.
     """
-    found = dict(_flatten(dataclasses.asdict(cfg), ""))
-    found |= {ROWS_PER_STEP: rows_of_step, "content of the data": rows, "content of the tokenizer": tokenizer}
+    facts = dict(iter_settings(config)) | {ROWS_PER_STEP: rows_per_step, DATA_FINGERPRINT: data, TOKENIZER_FINGERPRINT: tokenizer}
     if frozen:
-        found["weights it starts from"] = fingerprint_parameters(frozen)
-    return found | {f"environment.{name}": value for name, value in environment_facts(world).items()}
+        facts[FROZEN_WEIGHTS] = fingerprint_parameters(frozen)
+    return facts | {f"{ENVIRONMENT}.{name}": value for name, value in describe_environment(device, num_ranks).items()}
 
 
-def saved_facts(folder: Path) -> dict[str, Any]:
-    """The facts that the newest checkpoint of a run folder holds; none where there is no checkpoint. Whether it is whole is not asked."""
-    for path in sorted(folder.glob("checkpoints/step-*/state.json"), reverse=True):
-        try:
-            return json.loads(path.read_text())["facts"]
-        except (OSError, ValueError, KeyError, TypeError):  # torn; loading it will say so
-            continue
-    return {}
+def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]:
+    """Return what rounding depends on besides settings and data."""
+    import numpy
+    import torch
 
-
-def environment_facts(world: DistributedContext) -> dict[str, Any]:
-    """What the bits depend on beside words and data."""
-    device = world.device
-    ranks = {} if world.size == 1 else {"ranks": world.size}
+    ranks = {"ranks": num_ranks} if num_ranks > 1 else {}
     return ranks | {
         "torch": torch.__version__,
-        "numpy": np.__version__,
+        "numpy": numpy.__version__,
         "python": platform.python_version(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
@@ -74,31 +53,31 @@ def environment_facts(world: DistributedContext) -> dict[str, Any]:
     }
 
 
-def diff_facts(stored: dict[str, Any], now: dict[str, Any]) -> dict[str, list[str]]:
-    """What differs, under the row of RULES it belongs to, each as "word: then -> now"."""
-    found: dict[str, list[str]] = {row: [] for row in COMPATIBILITY_RULES}
-    for word in sorted(stored.keys() | now.keys()):
-        if stored.get(word) != now.get(word):
-            found[rule_of(word)].append(f"{word}: {stored.get(word)} -> {now.get(word)}")
-    return found
+def run_rules(config: Any) -> dict[str, str]:
+    """Return the rule of every fact that may change; other facts are incompatible."""
+    return {ENVIRONMENT: "changes_rounding", **dict(resume_rules(config))}
 
 
-def rule_of(word: str) -> str:
-    return next(row for row, patterns in COMPATIBILITY_RULES.items() if any(fnmatch(word, pattern) for pattern in patterns))
+def rule_of(fact: str, rules: Mapping[str, str]) -> str:
+    """Return the rule of a fact: its own, that of the nearest section it is in, or "incompatible"."""
+    while fact not in rules and "." in fact:
+        fact = fact.rpartition(".")[0]
+    return rules.get(fact, "incompatible")
 
 
-def fingerprint_parameters(tensors: dict[str, Tensor]) -> str:
-    """sha256 over names and values."""
+def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return rule -> differences of that rule, each as "key: saved -> current"."""
+    differences: dict[str, list[str]] = {rule: [] for rule in get_args(OnResume)}
+    for fact in sorted(saved.keys() | current.keys()):
+        if saved.get(fact) != current.get(fact):
+            differences[rule_of(fact, rules)].append(f"{fact}: {saved.get(fact)} -> {current.get(fact)}")
+    return differences
+
+
+def fingerprint_parameters(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of names and values."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _flatten(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

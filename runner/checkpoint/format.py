@@ -1,55 +1,102 @@
-"""FIXME runner.checkpoint.format."""
+"""Format of a checkpoint on disk.
+
+step-00000120/ model.safetensors      trainable weights, fp32 (adapters only under LoRA; tied tensors once)
+               optimizer.safetensors  the optimizers' state by parameter name
+               state.json             progress, loss scaler, random states, positions in the logs, facts about the run
+               MANIFEST.json          sizes and checksums, written last (atomic_dir.py)
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from common.errors import TrainingError, UserError
+from common.filesystem import Chunks, read_bounded
 
-from common.errors import TrainingError
-from common.filesystem import Chunks
+if TYPE_CHECKING:
+    from torch import Tensor
 
-FileContents = dict[str, Callable[[], Chunks]]
+CHECKPOINT_FORMAT = 2  # of state.json
+CHECKPOINTS_DIR = "checkpoints"  # in a run directory
+STATE_FILE = "state.json"
+TENSOR_FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
+MAX_STATE_BYTES = 64 << 20
+SAFETENSORS_DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
 
-CHECKPOINT_FORMAT = 1  # of state.json
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors names them
+CheckpointTensors = dict[str, dict[str, "Tensor"]]  # file ("model", "optimizer") -> name -> tensor
 
 
 def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def safetensors_chunks(tensors: dict[str, Tensor]) -> list[bytes | memoryview]:
-    """A safetensors file (https://huggingface.co/docs/safetensors) as its header and the memory of each tensor: nothing is copied.
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint's name."""
+    return int(name.removeprefix("step-"))
 
-    Also on the writer thread. No NaN is ever committed, however it came into the memory of a healthy run.
+
+def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> dict[str, Callable[[], Chunks]]:
+    """Return file name -> function that returns its content. `tensors` are in host memory."""
+    state_json = json.dumps({"format": CHECKPOINT_FORMAT, **state}, indent=1).encode()
+    return {**{TENSOR_FILES[file]: partial(safetensors_chunks, named) for file, named in tensors.items()}, STATE_FILE: lambda: state_json}
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Return the content of state.json. Raises UserError if another version of this program wrote it."""
+    state = json.loads(read_bounded(checkpoint / STATE_FILE, MAX_STATE_BYTES))
+    if state.get("format") != CHECKPOINT_FORMAT:
+        raise UserError(
+            f"the checkpoint has format {state.get('format')}, this version reads format {CHECKPOINT_FORMAT} only",
+            str(checkpoint),
+            "resume with the version that wrote it, or start a new run from its weights with init_from=",
+        )
+    return state
+
+
+def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
+    """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a checkpoint does that."""
+    for checkpoint in sorted((run_dir / CHECKPOINTS_DIR).glob("step-*"), reverse=True):
+        try:
+            return read_state(checkpoint)
+        except UserError:
+            raise
+        except (OSError, ValueError, AttributeError):  # an incomplete checkpoint; the previous one will be loaded
+            continue
+    return None
+
+
+def read_checkpoint_tensors(checkpoint: Path) -> CheckpointTensors:
+    import safetensors.torch
+
+    return {file: safetensors.torch.load_file(checkpoint / name) for file, name in TENSOR_FILES.items()}
+
+
+def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """Return a safetensors file as its header and the memory of each tensor, without a copy.
+
+    Raises TrainingError if a value is not finite: a fault of the memory may put a NaN into the weights of a healthy run.
     """
+    import torch
+
     header: dict[str, Any] = {}
-    parts: list[bytes | memoryview] = []
+    chunks: list[bytes | memoryview] = []
     end = 0
     for name, tensor in sorted(tensors.items()):
         if not all_finite(tensor):
-            raise TrainingError(f"{name} is no longer finite and was not saved; resume= continues from the checkpoint before")
+            raise TrainingError(f"{name} contains values that are not finite and was not saved; resume= continues from the previous checkpoint")
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        parts.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        header[name] = {"dtype": SAFETENSORS_DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        chunks.append(tensor.reshape(-1).view(torch.uint8).numpy().data)
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
-    return [len(text).to_bytes(8, "little") + text, *parts]
-
-
-def total_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def describe_shape(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else "x".join(map(str, tensor.shape))
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    return [len(text).to_bytes(8, "little") + text, *chunks]
 
 
 def all_finite(tensor: Tensor) -> bool:
-    low, high = tensor.aminmax()  # a NaN anywhere comes out as both; isfinite() takes longer than writing the file
+    low, high = tensor.aminmax()  # both are NaN if any value is; isfinite() takes longer than writing the file
     return math.isfinite(low.item() + high.item())

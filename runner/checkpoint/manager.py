@@ -1,253 +1,222 @@
-"""What a checkpoint holds and how it comes back: everything the next step reads, whole or not at all.
-
-step-00000120/ model.safetensors      what learns, fp32 (adapters only under LoRA; tied tensors once)
-               optimizer.safetensors  the optimizers' state by parameter name
-               state.json             progress, scaler, random states, positions in the logs, facts about the run
-               MANIFEST.json          sizes and checksums, written last
-How it gets onto the disk is durable.py's business.
-"""
+"""Checkpoint manager of a run: save in the background, retain, load the newest valid checkpoint."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import safetensors.torch
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TrainingError, UserError
-from common.filesystem import make_dirs
-from models.decoder import Decoder
+from common.filesystem import Chunks, make_dirs
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.async_writer import SaveResult
+from runner.checkpoint.async_writer import AsyncWriter, SaveResult
 from runner.checkpoint.compatibility import diff_facts
-from runner.checkpoint.format import CHECKPOINT_FORMAT, FileContents, checkpoint_name, describe_shape, safetensors_chunks, total_bytes
-from runner.engine.device import rng
-from runner.engine.device.mesh import distribute_like, full_tensor
-from runner.engine.state import Progress, TrainState
+from runner.checkpoint.format import CHECKPOINTS_DIR, CheckpointTensors, checkpoint_files, checkpoint_name, read_checkpoint_tensors, read_state, step_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def save_async(run: TrainState) -> None:
-    """Copy the state to the leading rank's host memory and hand it to its writer thread; each step is saved once."""
-    assert not run.unread, "what a checkpoint says of its steps must be known"
-    step, folder = run.progress.step, run.folder / "checkpoints"
-    if run.world.leader_says(step == run.saved_step):
-        return None
-    started = time.perf_counter()
-    random = run.world.gather(rng.get_rng_state())
-    run.world.reshard(run.model)
-    model, optimizer = (_copy_tensors(tensors, run.world.leads) for tensors in (trainable_parameters(run.model), run.optimizers.state()))
-    if not run.world.leads:
-        return None
-    try:
-        state = json.dumps(_progress_state(run, random), indent=1).encode()
-    except OSError as error:  # the logs it points into could not be written
-        return _handle_failure(run, error)
-    files: FileContents = {
-        "model.safetensors": partial(safetensors_chunks, model),
-        "optimizer.safetensors": partial(safetensors_chunks, optimizer),
-        "state.json": lambda: state,
-    }
-    retention = RetentionPolicy(run.cfg.train.keep_checkpoints, run.cfg.train.keep_every, run.progress.best_step)
-    run.writer.submit(
-        checkpoint_name(step), partial(_write_checkpoint, folder, checkpoint_name(step), files, total_bytes(model) + total_bytes(optimizer), retention)
-    )
-    run.saved_step = step
-    run.save_stall += time.perf_counter() - started
+class Stateful(Protocol):
+    """What a checkpoint saves and restores; the engine's TrainState."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the fields of state.json, `progress` among them. Raises OSError while a log cannot be written."""
+
+    def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
+        """Return file -> name -> function that returns the whole tensor; every rank calls each function."""
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+
+    def load_tensors(self, files: CheckpointTensors, source: Path) -> None: ...
 
 
-@dataclasses.dataclass(frozen=True)
+class Messages(Protocol):
+    def info(self, message: str) -> None: ...
+
+    def warning(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints stay: the newest few, every so many steps, and the best."""
+    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best."""
 
-    newest: int
-    every: int  # steps; 0: none
-    best: int | None  # step of the best evaluation, if it was saved
+    keep_newest: int
+    keep_every: int
 
-    def protects(self, step: int) -> bool:
-        return step == self.best or (self.every > 0 and step % self.every == 0)
-
-
-def _write_checkpoint(folder: Path, name: str, files: FileContents, size: int, retention: RetentionPolicy) -> None:
-    """On the writer thread. Only what is on the disk for good may be called latest, or push an older one out."""
-    make_dirs(folder)
-    atomic_dir.write_atomic_dir(folder, name, files, {}, expected=size)
-    atomic_dir.write_pointer(folder, "latest", name)
-    mark_best(folder, retention.best)
-    atomic_dir.prune_dirs(folder, retention.newest, protect={path.name for path in folder.glob("step-*") if retention.protects(int(path.name[5:]))})
+    def protects(self, step: int, best_step: int | None) -> bool:
+        return step == best_step or (self.keep_every > 0 and step % self.keep_every == 0)
 
 
-def mark_best(folder: Path, step: int | None) -> None:
-    """`best` names the best step among those saved; an evaluation that falls between two saves leaves no mark."""
-    if step is not None and (folder / checkpoint_name(step)).is_dir():
-        atomic_dir.write_pointer(folder, "best", checkpoint_name(step))
+class CheckpointManager:
+    """Checkpoints of one run. Every rank calls the same methods in the same order; rank 0 writes."""
 
+    def __init__(
+        self,
+        run_dir: Path,
+        retention: RetentionPolicy,
+        max_failed_saves: int,
+        messages: Messages,
+        update_metadata: Callable[..., None],
+        is_rank_zero: bool = True,
+        broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
+    ) -> None:
+        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
+        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
+        self.saved_step = 0  # the newest step handed to the writer
+        self._retention, self._max_failed_saves, self._messages, self._update_metadata = retention, max_failed_saves, messages, update_metadata
+        self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
+        self._writer = AsyncWriter()
+        self._failed_saves = 0  # consecutive
+        self._stall = 0.0
 
-def report_finished(run: TrainState) -> None:
-    """Say what the writer has finished since the last call; stop a run whose saves keep failing."""
-    _handle_result(run, run.writer.poll())
+    def save_async(self, step: int, source: Stateful) -> None:
+        """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is skipped."""
+        if self._broadcast_flag(step == self.saved_step):
+            return None
+        started = time.perf_counter()
+        tensors = {file: _copy_to_host(sources, self._is_rank_zero) for file, sources in source.tensor_sources().items()}
+        try:
+            state = source.state_dict()
+        except OSError as error:
+            return self._handle_failure(step, error)
+        if not self._is_rank_zero:
+            return None
+        files, size = checkpoint_files(tensors, state), sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
+        best_step = state["progress"]["best_step"]
+        self._writer.submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size, self._retention, best_step))
+        self.saved_step = step
+        self._stall += time.perf_counter() - started
 
+    def save_blocking(self, step: int, source: Stateful) -> None:
+        """Save and wait until it is on disk; retry until it succeeds or TrainingError is raised."""
+        while True:
+            self.save_async(step, source)
+            self.wait_for_save()
+            if self._broadcast_flag(self.saved_step == step):
+                return
 
-def save_blocking(run: TrainState) -> None:
-    """Save, and see it on the disk; what fails is tried again until it passes or RunFailed is raised."""
-    while True:
-        save_async(run)
-        wait_for_save(run)
-        if run.world.leader_says(run.saved_step == run.progress.step):
-            return
+    def report_finished(self) -> None:
+        """Report saves that have finished since the last call. Raises TrainingError after max_failed_saves consecutive failures."""
+        self._handle_results(self._writer.poll())
 
+    def wait_for_save(self) -> None:
+        """Wait until the save in flight has finished, and report it."""
+        self._handle_results(self._writer.wait())
 
-def wait_for_save(run: TrainState) -> None:
-    """Wait until what was handed to the writer is on the disk, or has failed."""
-    _handle_result(run, run.writer.wait())
+    def close(self) -> None:
+        """Wait for the save in flight. Its result is not reported: training has ended."""
+        self._writer.wait()
 
+    def take_stall(self) -> float:
+        """Return the seconds that training waited for saves since the last call."""
+        stall, self._stall = self._stall, 0.0
+        return stall
 
-def _handle_result(run: TrainState, outcomes: list[SaveResult]) -> None:
-    for outcome in outcomes:
-        if outcome.error is None:
-            run.failed_saves = 0
-            run.track.say(f"saved {outcome.name} in {outcome.seconds:.2f} s")
-            run.note(checkpoint=outcome.name, step=int(outcome.name[5:]), degraded=None)
-        elif isinstance(outcome.error, OSError):
-            _handle_failure(run, outcome.error)
-        else:
-            raise outcome.error
+    def mark_best(self, step: int | None) -> None:
+        mark_best(self.dir, step)
 
+    def load_newest(self, source: Stateful, facts: Mapping[str, Any], rules: Mapping[str, str], total_steps: int) -> bool:
+        """Load the newest valid checkpoint into `source`; return False if there is no checkpoint yet.
 
-def _handle_failure(run: TrainState, error: OSError) -> None:
-    """A full or broken disk: go on with the last good checkpoint, say so, and stop when it does not pass."""
-    run.failed_saves += 1
-    run.saved_step = 0
-    run.track.warn(str(error))
-    run.note(degraded=f"step {run.progress.step}: {error}")
-    if run.failed_saves >= run.cfg.train.max_failed_saves:
-        raise TrainingError(f"{run.failed_saves} saves in a row failed, the last one with: {error}")
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """The newest checkpoint of a run folder that proves whole; FileNotFoundError where none does."""
-    found, _ = atomic_dir.newest_valid(folder / "checkpoints")
-    if found is None:
-        raise FileNotFoundError(f"no checkpoint in {folder}")
-    return found
-
-
-def load_newest(run: TrainState) -> bool:
-    """Continue from the newest checkpoint that proves whole; False where there is none yet.
-
-    Raises ValueError(what, where, fix) if the checkpoint is of another model, stage, tokenizer or data.
-    """
-    folder, passed_over = atomic_dir.newest_valid(run.folder / "checkpoints")
-    for name, reason in passed_over:
-        run.track.warn(f"checkpoint {name} passed over: {reason}")
-    if folder is None:
-        if passed_over:
+        `facts` and `rules` describe the run as it is now (compatibility.py). Raises UserError if the checkpoint belongs to another
+        model, stage, tokenizer or data, if it is beyond `total_steps`, or if no checkpoint is valid.
+        """
+        checkpoint, skipped = atomic_dir.newest_valid(self.dir)
+        for name, reason in skipped:
+            self._messages.warning(f"checkpoint {name} skipped: {reason}")
+        if checkpoint is None:
+            if skipped:
+                raise UserError(
+                    "no checkpoint of this run is valid: " + "; ".join(f"{name}: {reason}" for name, reason in skipped),
+                    str(self.dir),
+                    "restore one from a backup, or start a new run",
+                )
+            return False
+        saved = read_state(checkpoint)
+        self.saved_step = saved["progress"]["step"]
+        if self.saved_step > total_steps:
             raise UserError(
-                "no checkpoint of this run is whole: " + "; ".join(f"{name}: {reason}" for name, reason in passed_over),
-                str(run.folder / "checkpoints"),
-                "bring one back, or start a new run",
+                f"the run is already at step {self.saved_step}", f"train.max_steps={total_steps}", f"give at least {self.saved_step}; a run cannot go back"
             )
-        return False
-    load_checkpoint(run, folder)
-    return True
+        self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
+        source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
+        source.load_state_dict(saved)
+        return True
+
+    def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
+        if differences["incompatible"]:
+            raise UserError(
+                "cannot resume, the checkpoint was saved by another configuration:\n    " + "\n    ".join(differences["incompatible"]),
+                str(checkpoint),
+                f"resume with the saved settings, or start a new run with init_from={self.run_dir}",
+            )
+        for change in differences["changes_training"]:
+            self._messages.info(f"changed from here on: {change}")
+        for change in differences["changes_rounding"]:
+            self._messages.warning(f"no longer bitwise reproducible: {change}")
+        if differences["changes_rounding"]:
+            self._update_metadata(exact=False, inexact_because=differences["changes_rounding"])
+        if differences["changes_training"]:
+            self._update_metadata(changed=differences["changes_training"])
+
+    def _handle_results(self, results: list[SaveResult]) -> None:
+        for result in results:
+            step = step_of(result.name)
+            if result.error is None:
+                self._failed_saves = 0
+                self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
+                self._update_metadata(checkpoint=result.name, step=step, degraded=None)
+            elif isinstance(result.error, OSError):
+                self._handle_failure(step, result.error)
+            else:
+                raise result.error
+
+    def _handle_failure(self, step: int, error: OSError) -> None:
+        """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
+        self._failed_saves += 1
+        self.saved_step = 0
+        self._messages.warning(str(error))
+        self._update_metadata(degraded=f"step {step}: {error}")
+        if self._failed_saves >= self._max_failed_saves:
+            raise TrainingError(f"{self._failed_saves} consecutive saves failed, the last one with: {error}")
 
 
-def load_checkpoint(run: TrainState, folder: Path) -> None:
-    state = json.loads((folder / "state.json").read_text())
-    if state.get("format") != CHECKPOINT_FORMAT:
-        raise UserError(
-            f"the checkpoint has format {state.get('format')}, this program reads format {CHECKPOINT_FORMAT}",
-            str(folder),
-            "use the version of the program that wrote it, or init_from= for its weights",
-        )
-    if state["progress"]["step"] > run.total_steps:
-        raise UserError(
-            f"the run already stands at step {state['progress']['step']}", f"train.max_steps={run.total_steps}", "give a larger number; a run does not go back"
-        )
-    _check_compatible(run, state["facts"], folder)
-    load_strict(trainable_parameters(run.model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
-    run.optimizers.load_state(safetensors.torch.load_file(folder / "optimizer.safetensors"))
-    run.precision.load_state(state["scaler"])
-    run.progress = Progress(**state["progress"])
-    run.saved_step = run.progress.step
-    run.log_position, run.tracker_id = state["log"], state["tracker_id"]
-    restore_rng(run, [state["random"], *state.get("random of other ranks", ())])
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Return the newest valid checkpoint of a run. Raises FileNotFoundError if there is none."""
+    checkpoint, _ = atomic_dir.newest_valid(run_dir / CHECKPOINTS_DIR)
+    if checkpoint is None:
+        raise FileNotFoundError(f"no checkpoint in {run_dir}")
+    return checkpoint
 
 
-def restore_rng(run: TrainState, states: list[dict[str, Any]]) -> None:
-    """A rank that was not there when the checkpoint was saved begins with a random state of its own."""
-    rank = run.world.rank
-    if rank < len(states):
-        rng.set_rng_state(states[rank])
-    else:
-        rng.seed_all((run.cfg.seed + rank + run.progress.step * run.world.size) % 2**32)
+def mark_best(checkpoints: Path, step: int | None) -> None:
+    """Point `best` to the checkpoint of `step`; without effect if that step was not saved."""
+    if step is not None and (checkpoints / checkpoint_name(step)).is_dir():
+        atomic_dir.write_pointer(checkpoints, "best", checkpoint_name(step))
 
 
-def trainable_parameters(model: Decoder) -> dict[str, Tensor]:
-    """What training changes, by name; a tied tensor appears once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _write_checkpoint(
+    checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int, retention: RetentionPolicy, best_step: int | None
+) -> None:
+    """Runs on the writer thread. `latest` is updated, and older checkpoints are deleted, only once this one is on disk."""
+    make_dirs(checkpoints)
+    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
+    atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
+    mark_best(checkpoints, best_step)
+    protected = {path.name for path in checkpoints.glob("step-*") if retention.protects(step_of(path.name), best_step)}
+    atomic_dir.prune_dirs(checkpoints, retention.keep_newest, protected)
 
 
-def _progress_state(run: TrainState, random: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "format": CHECKPOINT_FORMAT,
-        "progress": dataclasses.asdict(run.progress),
-        "scaler": run.precision.state(),
-        "random": random[0],
-        **({"random of other ranks": random[1:]} if len(random) > 1 else {}),
-        "log": run.track.position(),
-        "tracker_id": run.track.tracker_id,
-        "facts": run.facts,
-    }
-
-
-def _copy_tensors(tensors: dict[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """On the host. Those that ranks share are gathered one at a time, by all of them; most keep nothing of it."""
+def _copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:
+    """Return copies in host memory, {} unless `keep`. Sharded tensors are gathered one at a time, to limit device memory."""
     copies = {}
-    for name, tensor in tensors.items():
-        gathered = full_tensor(tensor.detach())
-        assert gathered.dtype == torch.float32, f"{name} would be saved as {gathered.dtype}"
+    for name, get_tensor in sources.items():
+        tensor = get_tensor()
+        assert str(tensor.dtype) == "torch.float32", f"{name} would be saved as {tensor.dtype}"
         if keep:
-            copies[name] = gathered.to("cpu", copy=True).contiguous()
+            copies[name] = tensor.to("cpu", copy=True).contiguous()
     return copies
-
-
-def load_strict(into: dict[str, Tensor], state: dict[str, Tensor], folder: Path) -> None:
-    differ = {
-        f"{name}: {describe_shape(into.get(name))} here, {describe_shape(state.get(name))} there"
-        for name in into.keys() | state.keys()
-        if describe_shape(into.get(name)) != describe_shape(state.get(name))
-    }
-    if differ:
-        raise UserError(
-            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(sorted(differ)[:12]),
-            str(folder),
-            "resume with the model the run was started with",
-        )
-    with torch.no_grad():
-        for name, tensor in into.items():
-            tensor.copy_(distribute_like(state[name].to(tensor.device), like=tensor))
-
-
-def _check_compatible(run: TrainState, stored: dict[str, Any], folder: Path) -> None:
-    """Refuse what would make this another run; say, and put on record, what changes its course or its bits."""
-    found = diff_facts(stored, run.facts)
-    if found["refused"]:
-        raise UserError(
-            "this run is not the one the checkpoint was saved by:\n    " + "\n    ".join(found["refused"]),
-            str(folder),
-            f"resume with the stored words, or start a new run with init_from={run.folder}",
-        )
-    for word in found["course"]:
-        run.track.say(f"from here on {word}")
-    for word in found["inexact"]:
-        run.track.warn(f"no longer exact to the bit, {word}")
-    if found["inexact"]:
-        run.note(exact=False, inexact_because=found["inexact"])
-    if found["course"]:
-        run.note(changed=found["course"])

@@ -1,0 +1,1 @@
+"""Output of a run: metrics.jsonl, samples.jsonl, train.log, the console and external trackers. Imports common/ only."""

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a pinned bar on a terminal, plain lines everywhere else."""
+"""Console output of a run: a progress bar on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 MetricValues = Mapping[str, int | float | None]
 
-# How a number is shown; one that is not named here is shown as `name value`.
+CONSOLE_MODES = ("auto", "rich", "plain", "quiet")
+# How a metric is printed; one that is not listed is printed as `name value`.
 VALUE_FORMATS = {
     "loss": "loss {:.3f}",
     "lr": "lr {:.1e}",
@@ -20,20 +21,20 @@ VALUE_FORMATS = {
     "perplexity": "perplexity {:.4g}",
 }
 BAR_FIELDS = ("loss", "lr", "tokens_per_second")
-HIDDEN_FIELDS = ("epoch", "tokens", "tokens_per_second", "data_wait", "save_stall")
-# Format characters (direction overrides among them), surrogates and unassigned codes may rewrite a terminal as control codes do.
+HIDDEN_FIELDS = ("epoch", "loss_tokens", "tokens", "tokens_per_second", "data_wait", "save_stall")
+# Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
 CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 def strip_control(text: str) -> str:
-    """Text of any origin, safe to print: line ends and tabs stay, other control and format characters become escapes."""
+    """Return untrusted text, safe to print: newlines and tabs stay, other control and format characters are escaped."""
     return "".join(
         c if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text
     )
 
 
 def format_values(numbers: MetricValues, validation: str) -> str:
-    """`loss 3.412 | val 3.50@100 | lr 4.9e-04 | 41.2k tok/s`; `validation` stands right behind the loss."""
+    """Return `loss 3.412 | val 3.50@100 | lr 4.9e-04 | 41.2k tok/s`; `validation` is inserted after the loss."""
     parts = []
     for name, value in numbers.items():
         if name in HIDDEN_FIELDS:
@@ -53,40 +54,39 @@ def format_seconds(seconds: float) -> str:
 
 
 class NullConsole:
-    """No output; the files of the run say everything. Also the interface of a console."""
+    """No output. Also the interface of a console."""
 
-    def begin(self, total_steps: int) -> None: ...
+    def start(self, total_steps: int) -> None: ...
 
-    def progress(self, step: int, line: str, shown: str) -> None:
-        """One logged step: `line` is the whole plain line, `shown` the few numbers that fit beside a bar."""
+    def show_step(self, step: int, line: str, numbers: str) -> None:
+        """Show a logged step: `line` is the whole plain line, `numbers` the few values that fit next to a bar."""
 
-    def say(self, text: str) -> None: ...
+    def print(self, text: str) -> None: ...
 
-    def end(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class PlainConsole(NullConsole):
-    """One line a message, no control codes: for pipes, files and logs."""
+    """One line per message, without control codes: for pipes, files and logs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
 
-    def progress(self, step: int, line: str, shown: str) -> None:
-        self.say(line)
+    def show_step(self, step: int, line: str, numbers: str) -> None:
+        self.print(line)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         if self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"
         try:
             print(text.encode(encoding, "backslashreplace").decode(encoding), file=self._stream, flush=True)
         except (OSError, ValueError):
-            # The reader went away (a closed pipe, a lost terminal). Training does not: train.log has every line.
-            self._stream = None
+            self._stream = None  # a closed pipe or terminal must not stop training; train.log has every line
 
 
 class RichConsole(NullConsole):
-    """One pinned progress bar; messages scroll past above it."""
+    """A progress bar fixed at the bottom; messages scroll above it."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -95,26 +95,25 @@ class RichConsole(NullConsole):
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
-    def begin(self, total_steps: int) -> None:
+    def start(self, total_steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        # Four turns a second are enough for the eye and leave the cores to the training.
         steps = TextColumn("{task.completed}/{task.total}", table_column=Column(no_wrap=True))
-        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))  # it gives way, the numbers do not
-        numbers = TextColumn("{task.fields[shown]}", markup=False, table_column=Column(no_wrap=True))
-        self._bar = Progress(steps, bar, numbers, console=self._console, refresh_per_second=4, expand=True)
-        self._task = self._bar.add_task("train", total=total_steps, shown="")
+        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))  # on a narrow terminal the bar shrinks, not the numbers
+        numbers = TextColumn("{task.fields[numbers]}", markup=False, table_column=Column(no_wrap=True))
+        self._bar = Progress(steps, bar, numbers, console=self._console, refresh_per_second=4, expand=True)  # a faster refresh takes CPU time from training
+        self._task = self._bar.add_task("train", total=total_steps, numbers="")
         self._bar.start()
 
-    def progress(self, step: int, line: str, shown: str) -> None:
+    def show_step(self, step: int, line: str, numbers: str) -> None:
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, shown=shown)
+            self._bar.update(self._task, completed=step, numbers=numbers)
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 

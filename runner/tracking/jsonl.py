@@ -1,4 +1,4 @@
-"""An append-only JSONL file that can be cut back to where a checkpoint left it."""
+"""Append-only JSON Lines file that can be truncated to the position a checkpoint has saved."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from common.errors import UserError
 
 
 class JsonlLog:
-    """One JSON object a line, handed to the operating system at once: kill -9 loses nothing that was appended.
+    """One JSON object per line, written without buffering: kill -9 loses no appended record.
 
-    A line the disk refuses is kept in memory and tried again with the next one, so a full disk leaves no gap once there is room.
+    A record that cannot be written is kept in memory and retried with the next one, so a full disk leaves no gap once there is space again.
     """
 
     def __init__(self, path: Path, position: int, attempt: int) -> None:
-        """Continue `path` at byte `position`; what stands behind it is moved to `<stem>.attempt<N>.jsonl`, N being the attempt that wrote it.
+        """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt that wrote them.
 
-        Raises ValueError(what, where, fix) where the file ends before `position`.
+        Raises UserError if the file is shorter than `position`.
         """
         self.path = path
         self._pending = b""
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # open as long as the run
-        self._cut_back(position, attempt)
+        self._truncate_to(position, attempt)
 
     def append(self, record: dict[str, object]) -> None:
-        """Raises OSError where the disk refuses; the line is then still in hand."""
-        # A lone surrogate has no UTF-8 form; written as a backslash escape it is valid JSON again.
+        """Raises OSError if the record cannot be written; it is then kept and retried."""
+        # A lone surrogate has no UTF-8 form; as a backslash escape it is valid JSON again.
         self._pending += json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         self._write()
 
     def position(self) -> int:
-        """Length in bytes, all of it on the disk. Raises OSError where it cannot be brought there."""
+        """Return the length in bytes, all of them synced to disk. Raises OSError if that fails."""
         self._write()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
@@ -42,37 +42,37 @@ class JsonlLog:
 
     def _write(self) -> None:
         while self._pending:
-            # An unbuffered write may take only a part of what it is given.
-            written = self._file.write(self._pending) or 0
+            written = self._file.write(self._pending) or 0  # an unbuffered write may take a part only
             self._pending = self._pending[written:]
 
-    def _cut_back(self, position: int, attempt: int) -> None:
+    def _truncate_to(self, position: int, attempt: int) -> None:
         content = self.path.read_bytes()
         if len(content) < position:
             raise UserError(
-                f"{self.path.name} ends at byte {len(content)}, the checkpoint was saved at byte {position}",
+                f"{self.path.name} has {len(content)} bytes, but had {position} when the checkpoint was saved",
                 str(self.path),
-                "put the file back as it was, or begin a new run from these weights with init_from=",
+                "restore the file, or start a new run from these weights with init_from=",
             )
         if len(content) == position:
             return
         for writer, lines in _by_attempt(content[position:], attempt - 1).items():
-            self._keep_aside(self.path.with_name(f"{self.path.stem}.attempt{writer}.jsonl"), lines)
+            _archive(self.path.with_name(f"{self.path.stem}.attempt{writer}.jsonl"), lines)
         self._file.truncate(position)
         os.fsync(self._file.fileno())
 
-    def _keep_aside(self, path: Path, lines: bytes) -> None:
-        with open(path, "a+b") as aside:
-            aside.seek(0)
-            # Killed between this write and the truncation, the next attempt comes here with the same lines.
-            if not aside.read().endswith(lines):
-                aside.write(lines)
-            aside.flush()
-            os.fsync(aside.fileno())
+
+def _archive(path: Path, lines: bytes) -> None:
+    with open(path, "a+b") as archive:
+        archive.seek(0)
+        # After a kill between this write and the truncation, the next attempt archives the same lines again.
+        if not archive.read().endswith(lines):
+            archive.write(lines)
+        archive.flush()
+        os.fsync(archive.fileno())
 
 
 def _by_attempt(tail: bytes, last: int) -> dict[int, bytes]:
-    """The lines of a tail under the attempt each names; a line torn in mid-write names none and was the last to be written."""
+    """Group the lines of `tail` by their field `attempt`; a line cut off in the middle belongs to attempt `last`."""
     groups: dict[int, bytes] = {}
     for line in tail.splitlines(keepends=True):
         try:
