@@ -1,41 +1,44 @@
-"""Where the text is and how it becomes rows. No torch here: the words must be checkable at once."""
+"""Settings of the group `data`: where examples are read from and how they become token sequences. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from common.checks import check_at_least, check_choice, check_fraction
 from common.errors import UserError
-from data.schemas.schemas import SCHEMAS
+from common.settings import setting
+from data.schemas.registry import SCHEMAS
 
-TOO_LONG_CHOICES = ("auto", "truncate", "drop", "split")
-ON_BAD_ROW_CHOICES = ("error", "skip")
-LOSS_ON_CHOICES = ("assistant", "last_assistant", "all")
-PACKING_CHOICES = ("none", "pack")
+CHOICES = {
+    "too_long": ("auto", "truncate", "drop", "split"),
+    "on_bad_row": ("error", "skip"),
+    "loss_on": ("assistant", "last_assistant", "all"),
+    "packing": ("none", "best_fit"),
+}
 
 
 @dataclass
 class DataConfig:
-    name: str
-    path: Any  # a file, a glob, a folder, hub:owner/name, or a list of these
-    weights: Optional[list[float]]  # of a list of paths: their shares of the rows of an epoch; null: every row once
-    shape: Optional[str]  # of the rows; null: recognised file by file
-    val_path: Optional[str]  # held-out rows; auto: X_val.jsonl beside X.jsonl, where there is one
-    val_fraction: float  # where there is no such file, this share of every file is held out; 0: no evaluation
-    tokenizer: str  # a folder with tokenizer.json
-    max_length: int  # tokens a sequence feeds to the model at most, and with packing those of a window
-    too_long: str  # auto: split a text, truncate a conversation
-    on_bad_row: str  # error: stop at the first; skip: count and go on
-    max_bad_fraction: float  # skip: more bad rows than this share stop the run all the same
-    train_on: str  # which turns of a conversation carry loss
-    packing: str  # pack: several rows in one window, each seeing only itself
-    group_by_length: bool  # without packing: rows of like length in a step
-    system_prompts: list[str]  # one of these is put in front of a conversation without a system message ...
-    system_prob: float  # ... with this probability
-    empty_think_prob: float  # an answer without reasoning gets an empty think block
-    cache: str  # where token stores are kept between runs
-    num_workers: int  # processes that build batches ahead of time; 0: the training process does it
+    name: str = setting("ignored")  # name of the group file in conf/data/
+    path: Any = setting("ignored")  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
+    weights: Optional[list[float]]  # relative share of each entry of data.path in an epoch, e.g. [3,1]; null: each row once
+    schema: Optional[str] = setting("ignored")  # row schema, e.g. "openai messages"; null: detected per file
+    val_path: Optional[str] = setting("ignored")  # validation data, same forms as data.path; auto: X_val.jsonl beside X.jsonl if it exists; null: none
+    val_fraction: float  # fraction of the rows to hold out for validation where data.val_path gives none, in [0, 1); 0: no evaluation
+    tokenizer: str = setting("ignored")  # folder with tokenizer.json and tokenizer_config.json
+    max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
+    too_long: str  # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
+    on_bad_row: str = setting("ignored")  # a row that cannot be used: error (stop at the first) or skip (count and continue)
+    max_bad_fraction: float = setting("ignored")  # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
+    loss_on: str  # tokens with loss in a conversation: assistant (all its messages), last_assistant, or all
+    packing: str  # best_fit: several examples per sequence, separated by the document mask; none: one example per sequence
+    group_by_length: bool  # batches of examples of similar length, to reduce padding; needs packing=none
+    system_prompts: list[str]  # candidates for the random system message of a conversation that has none
+    system_prob: float  # probability of adding one of data.system_prompts, in [0, 1]
+    empty_think_prob: float  # probability of starting answers without reasoning with an empty think block, in [0, 1]
+    cache: str = setting("ignored")  # folder of the token stores, shared by all runs
+    num_workers: int = setting("ignored")  # processes that prepare batches in advance; 0: the training process does it
 
     @property
     def paths(self) -> list[str]:
@@ -43,34 +46,28 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
-            raise UserError("no text to train on", f"data.path={self.path}", "name a file, a folder, or a list: data.path=[a.jsonl,b.parquet]")
+            raise UserError("data.path must name a file, a folder, or a list of these", f"data.path={self.path}", "e.g. data.path=[a.jsonl,b.parquet]")
         self._check_weights()
-        if self.shape is not None and self.shape not in SCHEMAS:
-            near = difflib.get_close_matches(self.shape, SCHEMAS, n=1)
-            raise UserError("no such shape of rows", f"data.shape={self.shape}", f"did you mean {near[0]}?" if near else f"choose one of {', '.join(SCHEMAS)}")
-        for word, options in {"too_long": TOO_LONG_CHOICES, "on_bad_row": ON_BAD_ROW_CHOICES, "train_on": LOSS_ON_CHOICES, "packing": PACKING_CHOICES}.items():
-            if getattr(self, word) not in options:
-                raise UserError(f"unknown value of data.{word}", f"data.{word}={getattr(self, word)}", f"choose one of {', '.join(options)}")
-        if self.max_length < 2:
-            raise UserError("a row needs a token to read and one to predict", f"data.max_length={self.max_length}", "choose at least 2")
+        if self.schema is not None:
+            check_choice("data.schema", self.schema, SCHEMAS)
+        for key, choices in CHOICES.items():
+            check_choice(f"data.{key}", getattr(self, key), choices)
+        check_at_least("data.max_length", self.max_length, 2, 512)
         if not 0 <= self.val_fraction < 1:
-            raise UserError("a share of the rows lies in [0, 1)", f"data.val_fraction={self.val_fraction}", "choose e.g. 0.02")
-        for word in ("max_bad_fraction", "system_prob", "empty_think_prob"):
-            if not 0 <= getattr(self, word) <= 1:
-                raise UserError("a probability or a share lies in [0, 1]", f"data.{word}={getattr(self, word)}", "choose e.g. 0.1")
-        if self.group_by_length and self.packing == "pack":
-            raise UserError("packed windows are all of one length", "data.group_by_length=true", "add data.packing=none")
+            raise UserError(f"data.val_fraction must be in [0, 1), got {self.val_fraction}", f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
+        for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
+            check_fraction(f"data.{key}", getattr(self, key), 0.1)
+        if self.group_by_length and self.packing != "none":
+            raise UserError(f"data.group_by_length needs data.packing=none, got {self.packing}", "data.group_by_length=true", "data.packing=none")
         if self.system_prob and not self.system_prompts:
-            raise UserError("there is no system prompt to choose from", f"data.system_prob={self.system_prob}", 'add data.system_prompts=["..."]')
-        if self.num_workers < 0:
-            raise UserError("a count cannot be negative", f"data.num_workers={self.num_workers}", "choose 0 or more")
+            raise UserError("data.system_prob needs data.system_prompts, which is empty", f"data.system_prob={self.system_prob}", 'data.system_prompts=["..."]')
+        check_at_least("data.num_workers", self.num_workers, 0, 2)
 
     def _check_weights(self) -> None:
         if self.weights is None:
             return
         if len(self.weights) != len(self.paths):
-            raise UserError(
-                f"{len(self.weights)} weights for {len(self.paths)} paths", f"data.weights={self.weights}", "give one weight for each path, in their order"
-            )
+            message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
+            raise UserError(message, f"data.weights={self.weights}", f"e.g. data.weights={[1] * len(self.paths)}".replace(" ", ""))
         if not all(0 < weight < float("inf") for weight in self.weights):
-            raise UserError("a weight is a positive number", f"data.weights={self.weights}", "leave a path out instead of giving it 0")
+            raise UserError(f"data.weights must be positive numbers, got {self.weights}", f"data.weights={self.weights}", "remove the entry from data.path instead")

@@ -1,4 +1,4 @@
-"""FIXME data.types."""
+"""Types that the folders of data/ share: how examples are encoded, and encoded examples as the batches read them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,31 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data.schemas.schemas import ChatExample, PreferencePair, TextExample
 
-SourceItem = TextExample | ChatExample | PreferencePair
-
-
-def sequences_per_row(rows: str) -> int:
-    """Sequences of a row: (chosen, rejected) for a preference."""
-    return 2 if rows == "preference" else 1
+def sequences_per_row(data_format: str) -> int:
+    """Return how many token sequences an encoded row has: 2 (chosen, rejected) for a preference, else 1."""
+    return 2 if data_format == "preference" else 1
 
 
 @dataclass(frozen=True)
 class EncodingConfig:
-    """Everything beside a file's bytes that decides which ids its rows become."""
+    """All settings that decide which token ids the rows of a file become. Part of the key of the token store."""
 
-    rows: str  # text | chat | preference
-    shape: str  # a name of data.shapes.SHAPES
+    data_format: str  # text | chat | preference
+    schema: str  # name in data.schemas.registry.SCHEMAS
     tokenizer: Path
     max_length: int
     too_long: str  # truncate | drop | split
-    train_on: str
-    on_bad_row: str
+    loss_on: str  # assistant | last_assistant | all
+    on_bad_row: str  # error | skip
     system_prompts: tuple[str, ...] = ()
     system_prob: float = 0.0
     empty_think_prob: float = 0.0
-    seed: int = 0  # of these two; without them it changes nothing, and stays 0
+    seed: int = 0  # of the two probabilities; 0 where both are 0, so that the seed of the run does not change the key
 
     @property
-    def sides(self) -> int:
-        return sequences_per_row(self.rows)
+    def sequences_per_row(self) -> int:
+        return sequences_per_row(self.data_format)
 
     def key(self, tokenizer_fingerprint: str) -> str:
         parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint}
@@ -47,22 +43,22 @@ class EncodingConfig:
 
 
 class TokenSequence(NamedTuple):
-    ids: np.ndarray  # int32 (n,), n <= max_length + 1: the model reads all but the last and predicts all but the first
-    learn: np.ndarray  # bool (n,): learn[t] where predicting token t is a lesson; learn[0] is False, nothing predicts it
+    ids: np.ndarray  # int32 (n,), n <= max_length + 1: ids[:-1] is the model's input, ids[1:] are its targets
+    loss_mask: np.ndarray  # bool (n,): whether the prediction of ids[t] has loss; loss_mask[0] is False, nothing predicts ids[0]
 
 
 class EncodedRow(NamedTuple):
-    sequences: tuple[TokenSequence, ...]  # one; (chosen, rejected) for a preference pair
+    sequences: tuple[TokenSequence, ...]  # one; (chosen, rejected) for a preference
     name: str  # file:line
 
 
 class RowSource(Protocol):
-    """Rows by their number: what is packed, and what batches are made of."""
+    """Encoded rows by index, as packing and batches read them."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int) -> EncodedRow: ...
     def lengths(self, start: int, stop: int) -> np.ndarray:
-        """Positions that each of the rows [start, stop) feeds to the model."""
+        """Number of input tokens of each of the rows [start, stop)."""
 
     @property
     def fingerprint(self) -> str: ...

@@ -1,187 +1,189 @@
-"""Conversations as files write them, checked and brought into one form: roles and fields as OpenAI names them."""
+"""Conversations as data files contain them, checked and converted to one form: roles and fields as in OpenAI's chat API."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import Any
 
-from data.schemas.errors import BadRowError, parse_row, type_name
+from common.errors import did_you_mean
+from data.errors import BadRowError, parse_json_row, type_name
 
-OPENAI = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
-SHAREGPT = {
+OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
+SHAREGPT_ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"},
     **{"function_call": "assistant", "observation": "tool"},
 }
-# Who may speak after whom; "" is the beginning. An answer may be followed by a call, or by what a tool found.
+# Role -> roles allowed after it; "" is the beginning. An assistant message with tool calls may also follow another one (`check_order`).
 ALLOWED_NEXT_ROLE = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant", "user")}
-EMPTY_VALUES = ("null", "None")  # as tables hold it in columns of strings
-REASONING = ("reasoning_content", "reasoning", "thinking")  # DeepSeek's and Qwen's name, OpenRouter's and vLLM's, Ollama's and gpt-oss's
-MESSAGE = 'write {"role": "user", "content": "..."}'
+NULL_STRINGS = ("null", "None")  # null in tables with string columns
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen, of OpenRouter and vLLM, of Ollama and gpt-oss
+MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
 def check_chat(messages: Any, tools: Any, where: str) -> tuple[list[dict], list[dict] | None]:
-    """(messages, tools), each of its right type, where both may be stored as JSON strings. Raises BadRow.
+    """Return (messages, tools) with checked types; both may be stored as JSON strings. Raises BadRowError.
 
-    Tools may stand beside the messages or on one of them. Of the order of roles nothing is said: a question alone is fine.
+    Tools may also be a field of one message. The order of roles is not checked: a prompt alone is valid.
     """
     messages = parse_json_field(messages, where)
     if not isinstance(messages, list) or not messages:
-        found = "an empty one" if messages == [] else type_name(messages)
-        raise BadRowError("wrong type", f"a conversation is a list of messages, found {found}", where, f"{MESSAGE[:6]}[{MESSAGE[6:]}, ...]")
-    turns = [_turn(message, f"{where}[{place}]") for place, message in enumerate(messages)]
-    for place, turn in enumerate(turns):
-        tools = as_objects(turn.pop("tools", None), f"{where}[{place}].tools") or tools
+        found = "an empty list" if messages == [] else type_name(messages)
+        raise BadRowError("wrong type", f"a conversation must be a list of messages, found {found}", where, 'write [{"role": "user", "content": "..."}, ...]')
+    turns = [_check_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+    for index, turn in enumerate(turns):
+        tools = as_objects(turn.pop("tools", None), f"{where}[{index}].tools") or tools
     return turns, as_objects(tools, f"{where} tools")
 
 
 def check_order(messages: list[dict], where: str) -> list[dict]:
-    """The messages, where they can be learned from: roles take turns and the assistant has one. Raises BadRow."""
-    before = ""
-    for place, message in enumerate(messages):
+    """Return `messages`. Raises BadRowError unless the roles alternate and at least one message is the assistant's."""
+    previous = ""
+    for index, message in enumerate(messages):
         role = message["role"]
-        if _is_silent(message):
+        if _is_empty_system(message):
             continue
-        calls = before == role == "assistant" and message.get("tool_calls")
-        if role not in ALLOWED_NEXT_ROLE[before] and not calls:
-            what = f"{role} after {before}" if before else f"{role} comes first"
-            allowed = " or ".join(ALLOWED_NEXT_ROLE[before])
-            fix = "put the system message first" if role == "system" else f"here comes {allowed}: join or delete turns"
-            raise BadRowError("roles out of order", f"roles out of order: {what}", f"{where}[{place}].role", fix)
-        before = role
+        is_second_call = previous == role == "assistant" and message.get("tool_calls")
+        if role not in ALLOWED_NEXT_ROLE[previous] and not is_second_call:
+            problem = f"{role} after {previous}" if previous else f"{role} comes first"
+            allowed = " or ".join(ALLOWED_NEXT_ROLE[previous])
+            fix = "move the system message to the front" if role == "system" else f"merge or delete messages: allowed here is {allowed}"
+            raise BadRowError("roles out of order", f"roles out of order: {problem}", f"{where}[{index}].role", fix)
+        previous = role
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRowError("no assistant turn", "no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row")
+        raise BadRowError("no assistant turn", "no assistant message: no token has loss", where, "add an answer of the assistant, or delete the row")
     return messages
 
 
 def drop_empty_system(messages: list[dict]) -> list[dict]:
-    """The messages without a system message that says nothing (MiniMind hangs tools on such ones)."""
-    return [message for message in messages if not _is_silent(message)]
+    """Return the messages without blank system messages (MiniMind stores tools in such messages)."""
+    return [message for message in messages if not _is_empty_system(message)]
 
 
-def _is_silent(message: dict) -> bool:
+def _is_empty_system(message: dict) -> bool:
     return message["role"] == "system" and not message["content"].strip()
 
 
+def parse_json_field(value: Any, where: str) -> Any:
+    """Return the list or object in a JSON string, as tables and MiniMind store them; any other value as it is, a blank string as None."""
+    if not isinstance(value, str):
+        return value
+    first = value.lstrip()[:1]
+    return parse_json_row(value.encode(), where) if first and first in "[{" else value.strip() or None
+
+
 def as_objects(value: Any, where: str) -> list[dict] | None:
-    """A list of objects, also where it is stored as a JSON string; None where there is nothing."""
+    """Return a list of objects, which may be stored as a JSON string; None if it is empty. Raises BadRowError."""
     value = parse_json_field(value, where)
-    if not value or value in EMPTY_VALUES:
+    if not value or value in NULL_STRINGS:
         return None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRowError("wrong type", f"expected a list of objects, found {type_name(value)}", where, "write a JSON list of objects")
     return value
 
 
-def message_content(value: Any, where: str) -> str:
-    """The words of a message: one string, or OpenAI's list of text parts."""
-    if isinstance(value, list):
-        for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                found = part.get("type") if isinstance(part, dict) else type_name(part)
-                raise BadRowError("wrong type", f"only text can be read, found a part {found}", where, 'write {"type": "text", "text": "..."}')
-        return "".join(part["text"] for part in value)
-    if not isinstance(value, str):
-        raise BadRowError("wrong type", f"{where.rpartition('.')[2]} must be a string, found {type_name(value)}", where, "write the words as one string")
-    return value
+# --- one message ---
 
 
-def _turn(message: Any, where: str) -> dict:
+def _check_message(message: Any, where: str) -> dict:
+    """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0. Raises BadRowError."""
     if not isinstance(message, dict):
-        raise BadRowError("wrong type", f"a message is a JSON object, found {type_name(message)}", where, MESSAGE)
+        raise BadRowError("wrong type", f"a message must be a JSON object, found {type_name(message)}", where, MESSAGE_FIX)
     if "from" in message and "role" not in message:
         turn = _from_sharegpt(message, where)
     else:
-        turn = {**message, "role": _role(message.get("role"), OPENAI, f"{where}.role")}
-    speaks = turn["role"] == "assistant"
-    may_miss = turn["role"] in ("assistant", "system")
-    turn["content"] = "" if turn.get("content") is None and may_miss else message_content(turn.get("content"), f"{where}.content")
-    turn["reasoning_content"] = _reasoning(turn, where)
-    turn["tool_calls"] = _called(turn, where)
-    if not _carries_loss(turn.pop("weight", None), f"{where}.weight"):
+        turn = {**message, "role": _check_role(message.get("role"), OPENAI_ROLES, f"{where}.role")}
+    is_assistant = turn["role"] == "assistant"
+    may_be_null = turn["role"] in ("assistant", "system")
+    turn["content"] = "" if turn.get("content") is None and may_be_null else _check_content(turn.get("content"), f"{where}.content")
+    turn["reasoning_content"] = _check_reasoning(turn, where)
+    turn["tool_calls"] = _check_tool_calls(turn, where)
+    if not _has_loss(turn.pop("weight", None), f"{where}.weight"):
         turn["weight"] = 0
-    for field in () if speaks else ("reasoning_content", "tool_calls"):
+    for field in () if is_assistant else ("reasoning_content", "tool_calls"):
         if turn[field]:
-            raise BadRowError("wrong type", f"a {turn['role']} message has {field}", f"{where}.{field}", "only the assistant reasons and calls: take it out")
-    if speaks and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
-        raise BadRowError("empty assistant turn", "the assistant says nothing", f"{where}.content", "give the turn a content, or delete it")
+            problem = f"{field} is allowed in assistant messages only, found in a {turn['role']} message"
+            raise BadRowError("wrong type", problem, f"{where}.{field}", "remove the field")
+    if is_assistant and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
+        raise BadRowError("empty assistant turn", "the assistant message is empty", f"{where}.content", "add content, or delete the message")
     return turn
 
 
-def _reasoning(message: dict, where: str) -> str:
-    """What stands under any of the names that reasoning has; OpenRouter's details are the same in parts, beside it or alone."""
-    said = {field: message_content(message[field], f"{where}.{field}") for field in REASONING if message.get(field) is not None}
-    fields = [field for field, words in said.items() if words]
-    if len({said[field].strip() for field in fields}) > 1:
-        raise BadRowError("wrong type", f"{' and '.join(fields)} differ", where, "keep one of them")
-    if fields:
-        return said[fields[0]]
-    details = as_objects(message.get("reasoning_details"), f"{where}.reasoning_details") or []
-    words = [part for detail in details if isinstance(part := detail.get("text") or detail.get("summary"), str)]
-    if len(words) < len(details):
-        what, fix = "reasoning_details without words (encrypted?)", "write the words as reasoning_content, or take the field out"
-        raise BadRowError("wrong type", what, f"{where}.reasoning_details", fix)
-    return "".join(words)
-
-
-def _called(message: dict, where: str) -> list[dict] | None:
-    """The tool calls, also where there is one under the name it had in OpenAI's first form."""
-    calls = _calls(message.get("tool_calls"), f"{where}.tool_calls")
-    call = parse_json_field(message.pop("function_call", None), f"{where}.function_call")
-    if not call:
-        return calls
-    if calls:
-        raise BadRowError("wrong type", "function_call and tool_calls stand side by side", f"{where}.function_call", "keep tool_calls, its new name")
-    return _calls([call], f"{where}.function_call")
-
-
-def _carries_loss(weight: Any, where: str) -> bool:
-    """OpenAI's weight of a message: 0 for an answer that is read and not learned."""
-    if weight is None or (weight in (0, 1) and not isinstance(weight, bool)):
-        return weight != 0
-    what = f"the weight of a message is 0 or 1, found {json.dumps(weight, default=str)}"
-    raise BadRowError("wrong weight", what, where, "write 0 for an answer that is not to be learned; a weight beside the messages may be any number above 0")
-
-
-def _role(name: Any, known: dict[str, str], where: str) -> str:
-    if isinstance(name, str) and name in known:
-        return known[name]
-    near = difflib.get_close_matches(name if isinstance(name, str) else "", known, n=1)
-    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
-    raise BadRowError("unknown role", f"unknown role {json.dumps(name, ensure_ascii=False, default=str)}", where, fix)
+def _check_role(name: Any, roles: dict[str, str], where: str) -> str:
+    if isinstance(name, str) and name in roles:
+        return roles[name]
+    message = f"role must be one of {', '.join(roles)}, got {json.dumps(name, ensure_ascii=False, default=str)}"
+    raise BadRowError("unknown role", message, where, did_you_mean(name if isinstance(name, str) else "", roles, "correct the role"))
 
 
 def _from_sharegpt(message: dict, where: str) -> dict:
     turn = {key: value for key, value in message.items() if key not in ("from", "value")}
-    turn["role"] = _role(message["from"], SHAREGPT, f"{where}.from")
+    turn["role"] = _check_role(message["from"], SHAREGPT_ROLES, f"{where}.from")
     if message["from"] == "function_call":
         value = message.get("value")
-        calls = parse_row(value.encode(), f"{where}.value") if isinstance(value, str) and value.strip() else value
+        calls = parse_json_row(value.encode(), f"{where}.value") if isinstance(value, str) and value.strip() else value
         return {**turn, "tool_calls": [calls] if isinstance(calls, dict) else calls}
-    return {**turn, "content": None if message.get("value") is None else message_content(message["value"], f"{where}.value")}
+    return {**turn, "content": None if message.get("value") is None else _check_content(message["value"], f"{where}.value")}
 
 
-def _calls(value: Any, where: str) -> list[dict] | None:
-    """Tool calls as OpenAI nests them; their arguments as an object where they are one, which every template can write out."""
-    calls = as_objects(value, where)
-    return calls and [_call(call, where) for call in calls]
+def _check_content(value: Any, where: str) -> str:
+    """Return the text of a message: one string, or OpenAI's list of text parts."""
+    if isinstance(value, list):
+        for part in value:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                found = part.get("type") if isinstance(part, dict) else type_name(part)
+                raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, 'write {"type": "text", "text": "..."}')
+        return "".join(part["text"] for part in value)
+    if not isinstance(value, str):
+        raise BadRowError("wrong type", f"{where.rpartition('.')[2]} must be a string, found {type_name(value)}", where, "write one string")
+    return value
 
 
-def _call(call: dict, where: str) -> dict:
+def _check_reasoning(message: dict, where: str) -> str:
+    """Return the reasoning under any of its names; OpenRouter's reasoning_details repeat it in parts, or replace it."""
+    texts = {field: _check_content(message[field], f"{where}.{field}") for field in REASONING_FIELDS if message.get(field) is not None}
+    fields = [field for field, text in texts.items() if text]
+    if len({texts[field].strip() for field in fields}) > 1:
+        raise BadRowError("wrong type", f"{' and '.join(fields)} differ", where, "keep one of them")
+    if fields:
+        return texts[fields[0]]
+    details = as_objects(message.get("reasoning_details"), f"{where}.reasoning_details") or []
+    parts = [part for detail in details if isinstance(part := detail.get("text") or detail.get("summary"), str)]
+    if len(parts) < len(details):
+        problem, fix = "reasoning_details without text (encrypted?)", "write the reasoning as reasoning_content, or remove the field"
+        raise BadRowError("wrong type", problem, f"{where}.reasoning_details", fix)
+    return "".join(parts)
+
+
+def _has_loss(weight: Any, where: str) -> bool:
+    """Return whether OpenAI's weight of a message is not 0: the tokens of a message of weight 0 have no loss."""
+    if weight is None or (weight in (0, 1) and not isinstance(weight, bool)):
+        return weight != 0
+    problem = f"the weight of a message must be 0 or 1, found {json.dumps(weight, default=str)}"
+    raise BadRowError("wrong weight", problem, where, "write 0 for an answer without loss; only the weight of a row may be any number above 0")
+
+
+def _check_tool_calls(message: dict, where: str) -> list[dict] | None:
+    """Return the calls in `tool_calls`, or the one in its former name `function_call`, as OpenAI nests them."""
+    calls = as_objects(message.get("tool_calls"), f"{where}.tool_calls")
+    call = parse_json_field(message.pop("function_call", None), f"{where}.function_call")
+    if calls:
+        calls = [_check_tool_call(item, f"{where}.tool_calls") for item in calls]
+    if not call:
+        return calls
+    if calls:
+        raise BadRowError("wrong type", "the message has both function_call and tool_calls", f"{where}.function_call", "keep tool_calls, the current name")
+    calls = as_objects([call], f"{where}.function_call")
+    return calls and [_check_tool_call(item, f"{where}.function_call") for item in calls]
+
+
+def _check_tool_call(call: dict, where: str) -> dict:
+    """Return the call with its arguments as an object where they are one, which every chat template can render."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("arguments"), (dict, str)):
-        raise BadRowError("wrong type", "a tool call has a name and arguments", where, 'write {"name": "...", "arguments": {...}}')
+        raise BadRowError("wrong type", "a tool call needs a name and arguments", where, 'write {"name": "...", "arguments": {...}}')
     arguments = function["arguments"]
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        arguments = parse_row(arguments.encode(), f"{where} arguments")
+        arguments = parse_json_row(arguments.encode(), f"{where} arguments")
     nested = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {**nested, "id": call["id"]} if isinstance(call.get("id"), str) else nested
-
-
-def parse_json_field(value: Any, where: str) -> Any:
-    """What a string holds that is a JSON list or object: tables and MiniMind store them so."""
-    if not isinstance(value, str):
-        return value
-    begin = value.lstrip()[:1]
-    return parse_row(value.encode(), where) if begin and begin in "[{" else value.strip() or None

@@ -1,4 +1,4 @@
-"""Data sets by their name on Hugging Face, through the optional library `datasets`."""
+"""Data sets by their name on the Hugging Face Hub, through the optional library `datasets`."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from common.errors import UserError
 HUB_NAME = "hub:owner/name[@config][:split]"
 
 
-def load_hub_dataset(word: str) -> Iterator[tuple[Path, str]]:
-    """(Arrow file in the cache of `datasets`, name for messages) of the data set that `word` names.
+def load_hub_dataset(name: str) -> Iterator[tuple[Path, str]]:
+    """Yield (Arrow file in the cache of `datasets`, name for messages) of each part of the data set `name` (hub:owner/name or hub:FOLDER).
 
-    It may name a folder instead. Without a split: train, or the only one there is. Asks the network where the cache does not have it.
+    The default split is train, or the only one. Uses the network if the data set is not in the cache.
     """
     try:
         import datasets
     except ImportError as error:
-        raise UserError("data sets of Hugging Face need the library datasets", word, "pip install '.[hub]'") from error
+        raise UserError("data sets of the Hugging Face Hub need the library datasets", name, "pip install '.[hub]'") from error
 
-    name, config, split = _parse_hub_name(word)
+    path, config, split = _parse_hub_name(name)
     try:
-        found: Any = datasets.load_dataset(name, config)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # what it raises where there is no such set, or no network
+        splits: Any = datasets.load_dataset(path, config)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # no such data set, or no network
         reason = " ".join(str(error).split())
-        raise UserError(f"the data set cannot be loaded: {reason}", word, f"the form is {HUB_NAME}; offline only what the cache holds can be had") from error
-    split = split or ("train" if "train" in found else next(iter(found)) if len(found) == 1 else None)
-    if split not in found:
-        raise UserError(f"the splits are {', '.join(map(str, found))}", word, f"name one: hub:{name}:{next(iter(found))}")
-    for number, shard in enumerate(found[split].cache_files):
-        yield Path(shard["filename"]), f"hub:{name}:{split}" + (f"#{number}" if number else "")
+        fix = f"check the name ({HUB_NAME}); without network, only data sets in the cache can be read"
+        raise UserError(f"the data set cannot be loaded: {reason}", name, fix) from error
+    split = split or ("train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else None)
+    if split not in splits:
+        raise UserError(f"the split must be one of {', '.join(map(str, splits))}, got {split}", name, f"e.g. hub:{path}:{next(iter(splits))}")
+    for number, shard in enumerate(splits[split].cache_files):
+        yield Path(shard["filename"]), f"hub:{path}:{split}" + (f"#{number}" if number else "")
 
 
-def _parse_hub_name(word: str) -> tuple[str, str | None, str | None]:
-    rest, split, config = word.removeprefix("hub:"), "", ""
-    if not Path(rest).is_dir():
-        head, _, tail = rest.rpartition(":")
-        rest, split = (head, tail) if head else (rest, "")
-    if not Path(rest).is_dir():
-        rest, _, config = rest.partition("@")
-    return rest, config or None, split or None
+def _parse_hub_name(name: str) -> tuple[str, str | None, str | None]:
+    """Return (path, config, split) of hub:path[@config][:split]; the path of a folder may contain `:` and `@`."""
+    path, split, config = name.removeprefix("hub:"), "", ""
+    if not Path(path).is_dir():
+        head, _, tail = path.rpartition(":")
+        path, split = (head, tail) if head else (path, "")
+    if not Path(path).is_dir():
+        path, _, config = path.partition("@")
+    return path, config or None, split or None

@@ -1,71 +1,74 @@
-"""How each kind of file is taken apart into rows, as a stream: what is held at once does not grow with the file.
+"""Readers of JSON Lines, JSON arrays and plain text.
 
-A reader gets the bytes (unpacked already), gives (place, raw), and names places by `where`; raw is what `Source.row` makes a row of: bytes of JSON, a row as it is, or the BadRow that stands in its place.
+A reader of a file format is a function (file, locate) -> (position, raw) pairs, in file order. `file` has the decompressed bytes. `raw` is
+the row as JSON bytes or as a dict, or the BadRowError of a row that cannot be read; `Source.parse` returns the row or raises.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from data.schemas.errors import BadRowError
-from data.sources.byte_stream import BOM, MAX_LINE_BYTES, READ_BYTES, ItemPosition, Items, iter_lines, line_too_long
-from data.sources.tables import read_arrow, read_csv, read_parquet
+from data.errors import BadRowError, not_utf8
+from data.sources.byte_stream import BOM, MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines, row_too_large
 
-# To the end of a string, and what else matters outside of one. Possessive: a string of megabytes is walked through once.
+# A string up to its end, or a bracket outside of strings. Possessive quantifiers: a string of megabytes is scanned once.
 JSON_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)|[\[\]{}]', re.DOTALL)
 REST_OF_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 
 
-def read_jsonl(file: BinaryIO, where: ItemPosition) -> Items:
-    return (item for item in iter_lines(file, where) if isinstance(item[1], BadRowError) or item[1].strip())
+def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
+    return (item for item in iter_lines(file, locate) if isinstance(item[1], BadRowError) or item[1].strip())
 
 
-def read_array(file: BinaryIO, where: ItemPosition) -> Items:
-    """Items of a JSON array from 0, as the bytes of each: one broken row leaves the others readable."""
-    place = 0
+def read_json_array(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (index from 0, JSON bytes) of each item of an array; an invalid item leaves the others readable."""
+    index = 0
     for level, part in _split_array(file):
         if level == IN_ROW:
-            yield place, line_too_long(where(place)) if part is None else part
-            place += 1
+            yield index, row_too_large(locate(index)) if part is None else part
+            index += 1
         elif level == BETWEEN:
-            for raw in _between(part, where(place)):
-                yield place, raw
-                place += not isinstance(raw, BadRowError)
+            for raw in _scalars_between(part, locate(index)):
+                yield index, raw
+                index += not isinstance(raw, BadRowError)
         elif level == UNCLOSED:
-            what = "the array is not closed: the file is cut off, or a bracket of this row is missing"
-            yield place, BadRowError("file cut off", what, where(place), "copy the file again, or mend the row")
+            message = "the array is not closed: the file is truncated, or a bracket of this row is missing"
+            yield index, BadRowError("truncated file", message, locate(index), "copy the file again, or correct the row")
         elif part is None or part.removeprefix(BOM).strip():
-            found = "more" if part is None else repr(part.removeprefix(BOM).strip()[:40])
-            raise UserError(f"broken JSON: {found} stands outside of the array", where(place), "a file is one array of rows, or holds one row a line")
+            text = "text" if part is None else repr(part.removeprefix(BOM).strip()[:40])
+            raise UserError(f"invalid JSON: {text} outside of the array", locate(index), "write one array of rows per file, or one row per line")
 
 
-def _between(gap: bytes | None, where: str) -> Iterator[Any]:
-    """A comma stands between two rows, and nothing is wrong; else numbers and strings, which are rows of a wrong kind."""
+def _scalars_between(gap: bytes | None, where: str) -> Iterator[Any]:
+    """Yield the values between two objects: nothing if it is one comma, else numbers and strings (rows of a wrong type) or an error."""
     if gap is None:
-        yield line_too_long(where)
+        yield row_too_large(where)
         return
     gap = gap.strip()
     try:
         yield from json.loads(b"[" + gap.removeprefix(b",").removesuffix(b",") + b"]")
-    except ValueError:  # UnicodeDecodeError is one, too
-        yield BadRowError("broken JSON", f"broken JSON: {gap[:40]!r} before this row", where, "put one comma between two rows, and nothing else")
+    except ValueError:  # includes UnicodeDecodeError
+        yield BadRowError("invalid JSON", f"invalid JSON: {gap[:40]!r} before this row", where, "write one comma between two rows, and nothing else")
 
 
-OUTSIDE, BETWEEN, IN_ROW, UNCLOSED = range(4)
+OUTSIDE, BETWEEN, IN_ROW, UNCLOSED = range(4)  # nesting levels of a part of the file: outside the array, in it, in one of its rows
 
 
 def _split_array(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """The file in parts: rows, and what stands around them. Brackets outside of strings are counted, no more. None: a part too long to hold."""
-    held, depth, in_string = _BoundedBuffer(), 0, False
-    for chunk in _whole_escapes(file):
-        begin = at = 0
+    """Yield (level, bytes) of each row and of the text around rows; None for a part that is too large.
+
+    Counts brackets outside of strings only: the JSON of a row is checked when it is parsed.
+    """
+    buffer, depth, in_string = _BoundedBuffer(), 0, False
+    for chunk in _chunks_without_split_escapes(file):
+        begin = position = 0
         if in_string and (rest := REST_OF_STRING.match(chunk)):
-            in_string, at = not rest[1], rest.end()
-        for token in JSON_TOKEN.finditer(chunk, at):
+            in_string, position = not rest[1], rest.end()
+        for token in JSON_TOKEN.finditer(chunk, position):
             if token[1] is not None:
                 in_string = not token[1]
                 continue
@@ -76,17 +79,17 @@ def _split_array(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
                 end = after = token.end()
             elif depth == 2:
                 end = after = token.start()
-            else:  # the brackets of the array belong to no part; any other is left in, to be found there
+            else:  # the brackets of the array are in no part; any other bracket stays in its part and is an error there
                 end, after = token.start() if token[0] == b"[]"[before : before + 1] else token.end(), token.end()
-            held.add(chunk[begin:end])
-            yield min(before, IN_ROW), held.take()
+            buffer.add(chunk[begin:end])
+            yield min(before, IN_ROW), buffer.pop()
             begin, depth = after, max(depth, 0)
-        held.add(chunk[begin:])
-    yield (UNCLOSED if depth else OUTSIDE), held.take()
+        buffer.add(chunk[begin:])
+    yield (UNCLOSED if depth else OUTSIDE), buffer.pop()
 
 
 class _BoundedBuffer:
-    """Bytes collected so far, and not more than a row may have."""
+    """Collects the bytes of a part, at most MAX_ROW_BYTES."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -94,59 +97,51 @@ class _BoundedBuffer:
 
     def add(self, part: bytes) -> None:
         self.size += len(part)
-        self.parts = [*self.parts, part] if self.size <= MAX_LINE_BYTES else []
+        self.parts = [*self.parts, part] if self.size <= MAX_ROW_BYTES else []
 
-    def take(self) -> bytes | None:
-        taken = b"".join(self.parts) if self.size <= MAX_LINE_BYTES else None
+    def pop(self) -> bytes | None:
+        """Return the bytes collected so far, None if there were too many, and start again."""
+        content = b"".join(self.parts) if self.size <= MAX_ROW_BYTES else None
         self.parts, self.size = [], 0
-        return taken
+        return content
 
 
-def _whole_escapes(file: BinaryIO) -> Iterator[bytes]:
-    """Pieces of the file that do not end between a backslash and what it escapes."""
+def _chunks_without_split_escapes(file: BinaryIO) -> Iterator[bytes]:
+    """Yield chunks that do not end between a backslash and the character it escapes."""
     while chunk := file.read(READ_BYTES):
         while chunk.endswith(b"\\") and (more := file.read(1)):
             chunk += more
         yield chunk
 
 
-def read_text(file: BinaryIO, where: ItemPosition) -> Items:
-    """One file is one document; a longer one is cut at line ends. Counted by the line that a piece begins with."""
+def read_text(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (line number, {"text": ...}): the file as one document, a long one in several, split at line ends."""
     line, rest, more = 1, file.read(len(BOM)).removeprefix(BOM), True
     while more:
-        read = file.read(READ_BYTES)
-        more = len(read) == READ_BYTES
-        piece = rest + read
-        piece, rest = (piece[: (seam := _seam(piece))], piece[seam:]) if more else (piece, b"")
-        if piece.strip():
-            yield line, _document(piece, where(line))
-        line += piece.count(b"\n")
+        chunk = file.read(READ_BYTES)
+        more = len(chunk) == READ_BYTES
+        document, rest = rest + chunk, b""
+        if more:
+            end = _end_of_document(document)
+            document, rest = document[:end], document[end:]
+        if document.strip():
+            yield line, _decode_document(document, locate(line))
+        line += document.count(b"\n")
 
 
-def _seam(piece: bytes) -> int:
-    """After the last line end; where there is none, not inside of a character."""
-    if end := piece.rfind(b"\n") + 1:
+def _end_of_document(chunk: bytes) -> int:
+    """Return the end of the last line; without line ends, a position that is not within a UTF-8 character."""
+    if end := chunk.rfind(b"\n") + 1:
         return end
-    starts = (len(piece) - back for back in range(1, 5) if piece[-back] & 0xC0 != 0x80)
-    return next(starts, len(piece))
+    starts = (len(chunk) - back for back in range(1, 5) if chunk[-back] & 0xC0 != 0x80)
+    return next(starts, len(chunk))
 
 
-def _document(piece: bytes, where: str) -> dict | BadRowError:
+def _decode_document(document: bytes, where: str) -> dict | BadRowError:
     try:
-        words = piece.decode("utf-8")
+        text = document.decode("utf-8")
     except UnicodeDecodeError as error:
-        fix = "save the file as UTF-8, e.g. with: iconv -f LATIN1 -t UTF-8"
-        return BadRowError("not UTF-8", f"not UTF-8: {error.reason}", f"{where}, byte {error.start + 1} from there", fix)
-    if "\0" in words:
-        return BadRowError("not a text", "the text holds NUL characters", where, "is it a binary file, or UTF-16? Save it as UTF-8")
-    return {"text": words.replace("\r\n", "\n")}
-
-
-TEXT_READERS: dict[str, Callable[[BinaryIO, ItemPosition], Items]] = {
-    "jsonl": read_jsonl,
-    "array": read_array,
-    "text": read_text,
-    "csv": read_csv,
-    "parquet": read_parquet,
-    "arrow": read_arrow,
-}
+        return not_utf8(f"{where}, byte {error.start + 1} from there", error.reason)
+    if "\0" in text:
+        return BadRowError("binary data", "the text contains NUL characters", where, "remove the binary file, or save UTF-16 as UTF-8")
+    return {"text": text.replace("\r\n", "\n")}

@@ -1,4 +1,4 @@
-"""Tables as rows: CSV, Parquet and Arrow, a few records at a time."""
+"""Readers of tables: CSV, Parquet and Arrow, a few rows at a time. What a reader is: data/sources/json_text.py."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 from common.errors import UserError
-from data.schemas.errors import BadRowError
-from data.sources.byte_stream import MAX_LINE_BYTES, READ_BYTES, ItemPosition, Items, iter_lines
+from data.errors import BadRowError, not_utf8
+from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines
 
 
-def read_csv(file: BinaryIO, where: ItemPosition) -> Items:
-    """Records of a CSV file with a header, counted by the line they begin on; every value is a string."""
-    csv.field_size_limit(MAX_LINE_BYTES)  # of the whole process; Python's own limit is 128 KB
-    reader = csv.reader(_decode_lines(file, where), strict=True)
+def read_csv(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (line number, row) of a CSV file with a header; every value is a string."""
+    csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
+    reader = csv.reader(_decode_lines(file, locate), strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
-        raise UserError(f"broken CSV: {error}", where(1), "the first line names the columns") from error
+        raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
     if len({*header, ""}) <= len(header):
-        raise UserError(f"the columns of the header are {', '.join(header)}", where(1), "give every column a name of its own in the first line")
+        raise UserError(f"the columns of a CSV file need different names, got {', '.join(header)}", locate(1), "name each column in the first line")
     while True:
         line = reader.line_num + 1
         try:
@@ -28,66 +28,63 @@ def read_csv(file: BinaryIO, where: ItemPosition) -> Items:
         except StopIteration:
             return
         except csv.Error as error:
-            yield line, BadRowError("broken CSV", f"broken CSV: {error}", where(line), "put quotes around a value with quotes in it, and double those")
+            yield line, BadRowError("invalid CSV", f"invalid CSV: {error}", locate(line), 'quote values that contain quotes, and double these: "a ""b"" c"')
             continue
         if cells:
-            yield line, _csv_record(header, cells, where(line))
+            yield line, _csv_row(header, cells, locate(line))
 
 
-def _decode_lines(file: BinaryIO, where: ItemPosition) -> Iterator[str]:
-    for _, line in iter_lines(file, where):
+def _decode_lines(file: BinaryIO, locate: Locate) -> Iterator[str]:
+    for _, line in iter_lines(file, locate):
         if isinstance(line, BadRowError):
-            raise ValueError(*line.args)  # where records begin is not known any more
-        yield line.decode("utf-8", "surrogateescape")  # so that one wrong byte spoils one record, not the file
+            raise UserError(line.message, line.setting, line.fix)  # of the file: where the next row begins is unknown
+        yield line.decode("utf-8", "surrogateescape")  # an invalid byte makes one row invalid, not the file
 
 
-def _csv_record(header: list[str], cells: list[str], where: str) -> dict | BadRowError:
+def _csv_row(header: list[str], cells: list[str], where: str) -> dict | BadRowError:
     if len(cells) != len(header):
-        return BadRowError("broken CSV", f"{len(cells)} values under a header of {len(header)}", where, "is a comma outside of quotes, or missing?")
+        return BadRowError("invalid CSV", f"the row has {len(cells)} values, the header {len(header)}", where, "quote values that contain commas")
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:
-        return _not_utf8(where)
+        return not_utf8(where)
     return dict(zip(header, cells, strict=True))
 
 
-def _not_utf8(where: str) -> BadRowError:
-    return BadRowError("not UTF-8", "not UTF-8", where, "save the file as UTF-8, e.g. with: iconv -f LATIN1 -t UTF-8")
-
-
-def read_parquet(file: BinaryIO, where: ItemPosition) -> Items:
-    """Rows from 0, a batch at a time."""
+def read_parquet(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (index from 0, row), a batch of rows at a time."""
     from pyarrow.parquet import ParquetFile
 
     def batches() -> Iterator[Any]:
-        # Read part by part: reading ahead would hold a whole row group, and threads of its own do not survive a fork.
-        stored = ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
-        return stored.iter_batches(batch_size=256, use_threads=False)
+        # pre_buffer would hold a whole row group in memory, and threads do not survive a fork.
+        table = ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
+        return table.iter_batches(batch_size=256, use_threads=False)
 
-    return _batch_rows(batches, where)
+    return _iter_table(batches, locate)
 
 
-def read_arrow(file: BinaryIO, where: ItemPosition) -> Items:
-    """Rows from 0 of an Arrow stream, which is how `datasets` keeps what it has loaded."""
+def read_arrow(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (index from 0, row) of an Arrow stream, the format in which `datasets` caches data sets."""
     import pyarrow
 
-    return _batch_rows(lambda: pyarrow.ipc.open_stream(file), where)
+    return _iter_table(lambda: pyarrow.ipc.open_stream(file), locate)
 
 
-def _batch_rows(batches: Callable[[], Iterator[Any]], where: ItemPosition) -> Items:
+def _iter_table(batches: Callable[[], Iterator[Any]], locate: Locate) -> Items:
     import pyarrow
 
-    place = 0
+    index = 0
     try:
         for batch in batches():
-            for row in _unnest(batch):
-                yield place, {name: _without_nulls(value) for name, value in row.items()} if row else _not_utf8(where(place))
-                place += 1
+            for row in _batch_rows(batch):
+                yield index, {name: _without_nulls(value) for name, value in row.items()} if row else not_utf8(locate(index))
+                index += 1
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"the table cannot be read: {str(error).strip()}", where(place), "is the file cut off? Copy or write it again") from error
+        raise UserError(f"the table cannot be read: {str(error).strip()}", locate(index), "copy or write the file again; it may be truncated") from error
 
 
-def _unnest(batch: Any) -> Iterator[dict | None]:
+def _batch_rows(batch: Any) -> Iterator[dict | None]:
+    """Yield the rows of a batch, None for a row that is not UTF-8."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -99,7 +96,7 @@ def _unnest(batch: Any) -> Iterator[dict | None]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """In Parquet every object of a list has the fields of all the others, filled with null."""
+    """Drop null fields: in Parquet every object of a list has the fields of all the others, filled with null."""
     if isinstance(value, dict):
         return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

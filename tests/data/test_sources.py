@@ -1,4 +1,4 @@
-"""Every kind of file gives its rows as a stream, and says by place what it cannot give."""
+"""Data sources: rows of every file format, positions of bad rows, limits on memory, errors of paths."""
 
 import csv
 import gzip
@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.schemas.errors import BadRowError
+from common.errors import UserError
+from data.errors import BadRowError
 from data.sources import byte_stream, json_text
 from data.sources.files import Source, resolve_sources
 from data.sources.tables import read_arrow
 
 ROWS = [{"text": "one\u2028still one"}, {"text": 'tab\t, "quotes"\nand a line'}, {"text": "二"}]
-ZSTD = "zstd"
 
 
-def lines(rows):
+def json_lines(rows):
     return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
@@ -43,60 +43,60 @@ def as_parquet(rows, **options):
     return out.getvalue()
 
 
-def zst(content):
-    return pyarrow.compress(content, ZSTD, asbytes=True)
+def zstd(content):
+    return pyarrow.compress(content, "zstd", asbytes=True)
 
 
 CONTENT = {
-    "rows.jsonl": lines(ROWS),
+    "rows.jsonl": json_lines(ROWS),
     "rows.json": json.dumps(ROWS, indent=1).encode(),
-    "lines.json": lines(ROWS),
+    "lines.json": json_lines(ROWS),
     "array.jsonl": json.dumps(ROWS).encode(),
     "rows.csv": as_csv(ROWS),
     "rows.parquet": as_parquet(ROWS, row_group_size=2),
-    "rows": lines(ROWS),
+    "rows": json_lines(ROWS),
     "array": json.dumps(ROWS).encode(),
     "table": as_parquet(ROWS),
 }
 
 
 def read(path):
-    """(place as people count, row) or the reason of a bad row."""
+    """Return [(position, row)] and [(reason, position)] of bad rows; positions without the path."""
     source, bad = Source.open(path), []
-    rows = [(source.where(place).removeprefix(str(path)), row) for place, row in source.rows(bad.append)]
-    return rows, [(error.reason, error.args[1].removeprefix(str(path))) for error in bad]
+    rows = [(source.where(position).removeprefix(str(path)), row) for position, row in source.rows(bad.append)]
+    return rows, [(error.reason, error.setting.removeprefix(str(path))) for error in bad]
 
 
-@pytest.mark.parametrize("pack, ending", [(bytes, ""), (gzip.compress, ".gz"), (zst, ".zst"), (gzip.compress, "")])
+@pytest.mark.parametrize("compress, extension", [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (gzip.compress, "")], ids=["plain", "gz", "zst", "gz unnamed"])
 @pytest.mark.parametrize("name", CONTENT)
-def test_the_same_rows_come_out_of_every_kind_of_file(write, name, pack, ending):
-    rows, bad = read(write(pack(CONTENT[name]), name + ending))
+def test_source_gives_the_same_rows_for_every_file_format(write, name, compress, extension):
+    rows, bad = read(write(compress(CONTENT[name]), name + extension))
     assert [row for _, row in rows] == ROWS and bad == []
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, zst])
-def test_a_text_file_is_one_document(write, pack):
-    rows, bad = read(write(pack("\ufeffone\r\ntwo\u2028\n三".encode()), "book.txt"))
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstd])
+def test_source_reads_a_text_file_as_one_document(write, compress):
+    rows, bad = read(write(compress("\ufeffone\r\ntwo\u2028\n三".encode()), "book.txt"))
     assert rows == [(":1", {"text": "one\ntwo\u2028\n三"})] and bad == []
 
 
-def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(write, monkeypatch):
+def test_source_splits_a_long_text_at_line_ends_without_loss(write, monkeypatch):
     monkeypatch.setattr(json_text, "READ_BYTES", 64)
-    words = "\n".join(f"line {number} ends here" for number in range(40)) + "\n" + "字" * 100 + "\nend"
-    rows, _ = read(write(words.encode(), "book.txt"))
-    assert "".join(row["text"] for _, row in rows) == words and len(rows) > 10
+    text = "\n".join(f"line {number} ends here" for number in range(40)) + "\n" + "字" * 100 + "\nend"
+    rows, _ = read(write(text.encode(), "book.txt"))
+    assert "".join(row["text"] for _, row in rows) == text and len(rows) > 10
     assert all(row["text"].endswith("\n") for _, row in rows if "字" not in row["text"] and "end" not in row["text"][-3:])
     assert rows[1][0] == f":{rows[0][1]['text'].count(chr(10)) + 1}"
 
 
-def test_places_are_named_as_people_count_them(write):
-    assert [place for place, _ in read(write(CONTENT["rows.jsonl"] + b"\n \n" + lines(ROWS[:1]), "rows.jsonl"))[0]] == [":1", ":2", ":3", ":6"]
-    assert [place for place, _ in read(write(CONTENT["rows.json"], "rows.json"))[0]] == ["[0]", "[1]", "[2]"]
-    assert [place for place, _ in read(write(CONTENT["rows.csv"], "rows.csv"))[0]] == [":2", ":3", ":5"]  # the second record has two lines
-    assert [place for place, _ in read(write(CONTENT["rows.parquet"], "rows.parquet"))[0]] == ["[0]", "[1]", "[2]"]
+def test_source_positions_are_lines_from_1_or_indices_from_0(write):
+    assert [position for position, _ in read(write(CONTENT["rows.jsonl"] + b"\n \n" + json_lines(ROWS[:1]), "rows.jsonl"))[0]] == [":1", ":2", ":3", ":6"]
+    assert [position for position, _ in read(write(CONTENT["rows.json"], "rows.json"))[0]] == ["[0]", "[1]", "[2]"]
+    assert [position for position, _ in read(write(CONTENT["rows.csv"], "rows.csv"))[0]] == [":2", ":3", ":5"]  # the second row has two lines
+    assert [position for position, _ in read(write(CONTENT["rows.parquet"], "rows.parquet"))[0]] == ["[0]", "[1]", "[2]"]
 
 
-def test_objects_in_a_table_lose_the_fields_that_only_others_have(write):
+def test_source_drops_null_fields_of_objects_in_a_table(write):
     rows = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho", "name": "Ada"}], "more": None}, {"messages": [], "more": 1}]
     assert [row for _, row in read(write(as_parquet(rows), "rows.parquet"))[0]] == rows
 
@@ -105,178 +105,187 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambd
 
 
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
-def test_an_array_is_cut_into_its_rows_wherever_the_pieces_end(rows, piece, indent, ascii_only):
+def test_source_splits_an_array_into_rows_for_any_chunk_size(rows, chunk_size, indent, ascii_only):
     content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
-    before, json_text.READ_BYTES = json_text.READ_BYTES, piece
-    try:
-        assert [json.loads(raw) for _, raw in json_text.read_array(io.BytesIO(content), str)] == rows
-    finally:
-        json_text.READ_BYTES = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "READ_BYTES", chunk_size)
+        assert [json.loads(raw) for _, raw in json_text.read_json_array(io.BytesIO(content), str)] == rows
 
 
 @pytest.mark.parametrize(
-    "content, rows, bad",
+    "content, positions, bad",
     [
         (b'[{"a": 1}, 5, "x, {", null, {"a": 2}]', ["[0]", "[4]"], [("not an object", "[1]"), ("not an object", "[2]"), ("not an object", "[3]")]),
-        (b'[{"a": 1}, {"a": }, {"a": 2},]', ["[0]", "[2]"], [("broken JSON", "[1]:7")]),
-        (b'[{"a": 1} x {"a": 2}]', ["[0]", "[1]"], [("broken JSON", "[1]")]),
-        (b'[{"a": 1}, {"a": "cut', ["[0]"], [("file cut off", "[1]")]),
-        (b'[{"a": 1},\n', ["[0]"], [("file cut off", "[1]")]),
+        (b'[{"a": 1}, {"a": }, {"a": 2},]', ["[0]", "[2]"], [("invalid JSON", "[1]:7")]),
+        (b'[{"a": 1} x {"a": 2}]', ["[0]", "[1]"], [("invalid JSON", "[1]")]),
+        (b'[{"a": 1}, {"a": "cut', ["[0]"], [("truncated file", "[1]")]),
+        (b'[{"a": 1},\n', ["[0]"], [("truncated file", "[1]")]),
         (b'[{"a": 1}, {"a": "\xe9"}, {"a": 2}]', ["[0]", "[2]"], [("not UTF-8", "[1], byte 8")]),
         (b'[{"a": 1}][{"a": 2}]', ["[0]", "[1]"], []),
         (b"[]", [], []),
     ],
+    ids=["scalars", "no value", "text between", "truncated row", "truncated array", "latin-1", "two arrays", "empty"],
 )
-def test_one_bad_item_of_an_array_leaves_the_others_readable(write, content, rows, bad):
+def test_source_bad_item_of_an_array_leaves_the_others_readable(write, content, positions, bad):
     good, reasons = read(write(content, "rows.json"))
-    assert ([place for place, _ in good], reasons) == (rows, bad)
+    assert ([position for position, _ in good], reasons) == (positions, bad)
 
 
 @pytest.mark.parametrize("content", [b'[{"a": 1}] trailing', b'[{"a": 1}]]'])
-def test_what_stands_behind_an_array_is_refused(write, content):
-    with pytest.raises(ValueError, match="outside of the array"):
+def test_source_refuses_content_after_an_array(write, content):
+    with pytest.raises(UserError, match="outside of the array"):
         read(write(content, "rows.json"))
 
 
-def test_a_list_on_a_first_line_of_lines_is_a_bad_row_and_no_array(write):
+def test_source_list_on_the_first_of_several_lines_is_a_bad_row(write):
     good, bad = read(write(b'["a"]\n{"text": "b"}\n'))
     assert good == [(":2", {"text": "b"})] and bad == [("not an object", ":1")]
 
 
 @pytest.mark.parametrize(
-    "content, places, reason, where",
+    "content, positions, reason, where",
     [
-        (b'a,b\n1,2\n3\n"4,\n4",5\n', [":2", ":4"], "broken CSV", ":3"),
-        (b'a,b\n1,2\n"3"3,4\n5,6\n', [":2", ":4"], "broken CSV", ":3"),
-        (b'a,b\n1,2\n3,"4\n5,6\n', [":2"], "broken CSV", ":3"),
+        (b'a,b\n1,2\n3\n"4,\n4",5\n', [":2", ":4"], "invalid CSV", ":3"),
+        (b'a,b\n1,2\n"3"3,4\n5,6\n', [":2", ":4"], "invalid CSV", ":3"),
+        (b'a,b\n1,2\n3,"4\n5,6\n', [":2"], "invalid CSV", ":3"),
         (b"a,b\r\n1,2\r\n\xe9,4\r\n\r\n5,6\r\n", [":2", ":5"], "not UTF-8", ":3"),
     ],
+    ids=["missing value", "text after quote", "open quote", "latin-1"],
 )
-def test_a_bad_record_of_a_csv_file_is_named_by_its_line(write, content, places, reason, where):
+def test_source_bad_csv_row_is_reported_with_its_line(write, content, positions, reason, where):
     good, bad = read(write(content, "rows.csv"))
-    assert [place for place, _ in good] == places and bad == [(reason, where)]
+    assert [position for position, _ in good] == positions and bad == [(reason, where)]
 
 
-@pytest.mark.parametrize("header", [b"a,a\n1,2\n", b"a,\n1,2\n", b'"a"a,b\n1,2\n'])
-def test_a_csv_file_needs_a_name_for_every_column(write, header):
-    with pytest.raises(ValueError) as refusal:
+@pytest.mark.parametrize("header", [b"a,a\n1,2\n", b"a,\n1,2\n", b'"a"a,b\n1,2\n'], ids=["twice", "unnamed", "invalid"])
+def test_source_refuses_a_csv_header_without_distinct_names(write, header):
+    with pytest.raises(UserError) as error:
         read(write(header, "rows.csv"))
-    assert refusal.value.args[1].endswith("rows.csv:1") and len(refusal.value.args) == 3
+    assert error.value.setting.endswith("rows.csv:1")
 
 
-def test_a_long_field_of_a_csv_file_is_read(write):
+def test_source_reads_a_csv_field_above_the_limit_of_python(write):
     assert len(read(write(b"text\n" + b"x" * 300_000 + b"\n", "rows.csv"))[0][0][1]["text"]) == 300_000
 
 
-def test_a_table_with_a_string_that_is_no_utf8_loses_that_row_only(tmp_path):
+def test_source_refuses_a_csv_file_with_a_line_above_the_limit(write, monkeypatch):
+    monkeypatch.setattr(byte_stream, "MAX_ROW_BYTES", 20)
+    with pytest.raises(UserError, match="the row is larger than") as error:
+        read(write(b"a\n1\n" + b"x" * 30 + b"\n2\n", "rows.csv"))
+    assert error.value.setting.endswith("rows.csv:3") and not isinstance(error.value, BadRowError)  # the next row cannot be found
+
+
+def test_source_row_of_a_table_that_is_not_utf8_leaves_the_others_readable():
     batch = pyarrow.record_batch({"text": pyarrow.array([b"a", b"\xe9", b"b"]).view(pyarrow.string())})
     out = io.BytesIO()
     with pyarrow.ipc.new_stream(out, batch.schema) as writer:
         writer.write_batch(batch)
-    found = list(read_arrow(io.BytesIO(out.getvalue()), str))
-    assert [raw.reason if isinstance(raw, BadRowError) else raw["text"] for _, raw in found] == ["a", "not UTF-8", "b"]
+    items = list(read_arrow(io.BytesIO(out.getvalue()), str))
+    assert [raw.reason if isinstance(raw, BadRowError) else raw["text"] for _, raw in items] == ["a", "not UTF-8", "b"]
 
 
-@pytest.mark.parametrize("content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]])
-def test_a_table_that_is_cut_off_is_refused(write, content):
-    with pytest.raises(ValueError, match="the table cannot be read"):
+@pytest.mark.parametrize("content", [b"PAR1 is how it begins", as_parquet(ROWS)[:-20]], ids=["header only", "truncated"])
+def test_source_refuses_a_truncated_parquet_file(write, content):
+    with pytest.raises(UserError, match="the table cannot be read"):
         read(write(content, "rows.parquet"))
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zst])
-def test_a_packed_file_that_is_cut_off_is_noticed(write, pack):
-    noise = [{"text": os.urandom(200).hex()} for _ in range(20_000)]  # nothing to pack: half the file holds half the rows
-    whole = pack(lines(noise))
-    good, bad = read(write(whole[: len(whole) // 2], "rows.jsonl.gz"))
-    assert 0 < len(good) < len(noise) and [reason for reason, _ in bad] == ["file cut off"]
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_source_reports_a_truncated_compressed_file_after_its_rows(write, compress):
+    noise = [{"text": os.urandom(200).hex()} for _ in range(8_000)]  # incompressible: half of the file has half of the rows
+    content = compress(json_lines(noise))
+    good, bad = read(write(content[: len(content) // 2], "rows.jsonl.gz"))
+    assert 0 < len(good) < len(noise) and [reason for reason, _ in bad] == ["truncated file"]
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zst])
-def test_a_packed_table_that_is_cut_off_is_refused(write, pack):
-    with pytest.raises(ValueError, match="Truncated compressed stream"):
-        read(write(pack(as_parquet([{"text": os.urandom(20_000).hex()}]))[:20_000], "rows.parquet.gz"))
+@pytest.mark.parametrize("compress", [gzip.compress, zstd])
+def test_source_refuses_a_truncated_compressed_table(write, compress):
+    with pytest.raises(UserError, match="Truncated compressed stream"):
+        read(write(compress(as_parquet([{"text": os.urandom(20_000).hex()}]))[:20_000], "rows.parquet.gz"))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
-def test_it_is_told_how_far_reading_has_come(write, name):
-    rows = [{"text": f"{number} " + os.urandom(100).hex()} for number in range(20_000)]
-    made = {"jsonl": lines, "json": lambda rows: json.dumps(rows).encode(), "csv": as_csv, "parquet": lambda rows: as_parquet(rows, row_group_size=2000)}
-    path, told = write(gzip.compress(lines(rows)) if name.endswith("gz") else made[name.split(".")[1]](rows), name), []
-    source = Source.open(path)
-    assert sum(1 for _ in source.items(told.append)) == len(rows)
-    assert told == sorted(told) and told[-1] == source.size == path.stat().st_size
-    assert any(0.3 * source.size < consumed < 0.7 * source.size for consumed in told)
+def test_source_reports_progress_in_bytes_of_the_file(write, name):
+    rows = [{"text": f"{number} " + os.urandom(500).hex()} for number in range(6_000)]
+    encode = {"jsonl": json_lines, "json": lambda rows: json.dumps(rows).encode(), "csv": as_csv, "parquet": lambda rows: as_parquet(rows, row_group_size=500)}
+    path = write(gzip.compress(json_lines(rows)) if name.endswith("gz") else encode[name.split(".")[1]](rows), name)
+    source, consumed = Source.open(path), []
+    assert sum(1 for _ in source.items(consumed.append)) == len(rows)
+    assert consumed == sorted(consumed) and consumed[-1] == source.size == path.stat().st_size
+    assert any(0.3 * source.size < done < 0.7 * source.size for done in consumed)
 
 
-def test_a_source_and_a_bad_row_travel_between_processes(write):
+def test_source_and_bad_row_can_be_pickled(write):
     source = Source.open(write(b"{}"))
-    error = pickle.loads(pickle.dumps(BadRowError("reason", "what", "where", "fix")))
+    error = pickle.loads(pickle.dumps(BadRowError("reason", "message", "where", "fix")))
     assert pickle.loads(pickle.dumps(source)) == source
-    assert error.reason == "reason" and error.args == ("what", "where", "fix")
+    assert (error.reason, error.message, error.setting, error.fix) == ("reason", "message", "where", "fix")
 
 
-def test_a_row_of_a_hundred_megabytes_is_passed_over_in_little_memory(tmp_path):
+def test_source_skips_a_row_of_200_megabytes_in_bounded_memory(tmp_path):
     program = """
 import resource, sys
-from data.formats import Source
-with open(sys.argv[1], "wb") as file:
-    file.write(sys.argv[2].encode() + b'{"text": "')
-    for _ in range(200):
-        file.write(b"x" * (1 << 20))
-    file.write(sys.argv[3].encode())
-source = Source.open(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print([raw.reason if isinstance(raw, Exception) else raw.strip() for _, raw in source.items()])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+from data.sources.files import Source
+for begin, end in (("{}\\n", '"}\\n{}\\n'), ("[{},", '"},{}]')):
+    with open(sys.argv[1], "wb") as file:
+        file.write(begin.encode() + b'{"text": "')
+        for _ in range(200):
+            file.write(b"x" * (1 << 20))
+        file.write(end.encode())
+    source = Source.open(sys.argv[1])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print([raw.reason if isinstance(raw, Exception) else raw.strip() for _, raw in source.items()])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    for begin, end in (("{}\n", '"}\n{}\n'), ("[{},", '"},{}]')):
-        words = [sys.executable, "-c", program, str(tmp_path / "rows.json"), begin, end]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=Path(json_text.__file__).parents[2])
-        rows, kilobytes = done.stdout.splitlines()
-        assert rows == str([b"{}", "line too long", b"{}"]) and int(kilobytes) < 150_000, done.stdout + done.stderr
+    command = [sys.executable, "-c", program, str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(json_text.__file__).parents[2])
+    results = done.stdout.splitlines()
+    assert results[::2] == [str([b"{}", "row too large", b"{}"])] * 2, done.stderr
+    assert all(int(kilobytes) < 150_000 for kilobytes in results[1::2])
 
 
-def test_the_longest_row_is_exactly_as_long_as_is_said(write, monkeypatch):
+def test_source_limit_of_a_row_is_exact(write, monkeypatch):
     for module in (json_text, byte_stream):
-        monkeypatch.setattr(module, "LONGEST", 20)
+        monkeypatch.setattr(module, "MAX_ROW_BYTES", 20)
     for content in (b'{"text": "1234567"}\n{"text": "12345678"}\n', b'[{"text": "12345678"},{"text": "123456789"}]'):
         good, bad = read(write(content, "rows.json"))
-        assert len(good) == 1 and [reason for reason, _ in bad] == ["line too long"]
+        assert len(good) == 1 and [reason for reason, _ in bad] == ["row too large"]
 
 
-def names(word):
-    return [[source.path.name for source in found] for found in resolve_sources(word)]
+def names(path):
+    return [[source.path.name for source in sources] for sources in resolve_sources(path)]
 
 
-def test_a_word_names_a_file_a_glob_or_a_folder(tmp_path, monkeypatch):
+def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b.jsonl", "a.json.gz", "deep/c.csv", "deep/notes.md", ".hidden/d.jsonl", "deep/[x].txt"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     assert names(".") == [["a.json.gz", "b.jsonl", "[x].txt", "c.csv"]]
-    assert names("deep/[x].txt") == [["[x].txt"]]  # a file that is there is no pattern
+    assert names("deep/[x].txt") == [["[x].txt"]]  # an existing file is not a pattern
     assert names(["*.json*", "**/*.csv", "b.jsonl"]) == [["a.json.gz", "b.jsonl"], ["c.csv"], ["b.jsonl"]]
 
 
 @pytest.mark.parametrize(
-    "word, what, fix",
+    "path, message, fix",
     [
-        ("x" * 300, "there is no such file", "check the path"),
-        ("other/place", "there is no such file", "check the path"),
-        ("rowz.jsonl", "there is no such file", "did you mean rows.jsonl"),
+        ("x" * 300, "no such file", "check the path"),
+        ("other/file", "no such file", "check the path"),
+        ("rowz.jsonl", "no such file", "rows.jsonl?"),
         ("*.parquet", "no file matches", "ls *.parquet"),
-        ("empty", "no file of rows in this folder", ".parquet"),
-        ("pipe", "not a file", "into a file first"),
-        ("/dev/null", "not a file", "into a file first"),
-        ("https://example.org/rows.jsonl", "nothing is read over the network", "download it"),
-        ("model.bin", "what kind of file", ".jsonl"),
-        ("blank.jsonl", "the file is empty", "one JSON object a line"),
-        ("blank.txt", "the file is empty", "one JSON object a line"),
+        ("empty", "the folder has no data files", ".parquet"),
+        ("pipe", "a regular file is needed", "to a file first"),
+        ("/dev/null", "a regular file is needed", "to a file first"),
+        ("https://example.org/rows.jsonl", "URLs are not supported", "download the file"),
+        ("model.bin", "the file format cannot be detected", ".jsonl"),
+        ("blank.jsonl", "the file is empty", "one JSON object per line"),
+        ("blank.txt", "the file is empty", "one JSON object per line"),
         ("torn.jsonl.gz", "cannot be read", "copy it again"),
     ],
+    ids=lambda value: value[:30],
 )
-def test_a_word_that_names_no_rows_is_refused(tmp_path, monkeypatch, word, what, fix):
+def test_resolve_sources_refuses_a_path_without_rows(tmp_path, monkeypatch, path, message, fix):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("empty")
@@ -288,31 +297,31 @@ def test_a_word_that_names_no_rows_is_refused(tmp_path, monkeypatch, word, what,
         ("torn.jsonl.gz", gzip.compress(b"{}")[:12]),
     ):
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError) as refusal:
-        resolve_sources(word)
-    assert what in refusal.value.args[0] and word in refusal.value.args[1] and fix in refusal.value.args[2]
+    with pytest.raises(UserError) as error:
+        resolve_sources(path)
+    assert message in error.value.message and path in error.value.setting and fix in error.value.fix
 
 
-def test_a_data_set_of_the_hub_is_read_from_the_cache_of_its_library(tmp_path, monkeypatch, write):
+def test_resolve_sources_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypatch, write):
     pytest.importorskip("datasets", reason="the optional extra [hub] is not installed")
     folder = tmp_path / "set"
     folder.mkdir()
-    write(lines(ROWS)).rename(folder / "train.jsonl")
-    write(lines(ROWS[:1])).rename(folder / "test.jsonl")
+    write(json_lines(ROWS)).rename(folder / "train.jsonl")
+    write(json_lines(ROWS[:1])).rename(folder / "test.jsonl")
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    for word, rows in ((f"hub:{folder}", ROWS), (f"hub:{folder}:train", ROWS), (f"hub:{folder}:test", ROWS[:1])):
-        ((source,),) = resolve_sources(word)
+    for name, split, rows in ((f"hub:{folder}", "train", ROWS), (f"hub:{folder}:train", "train", ROWS), (f"hub:{folder}:test", "test", ROWS[:1])):
+        ((source,),) = resolve_sources(name)
         assert [row for _, row in source.rows()] == rows and source.size > 0
-        assert source.where(2) == f"hub:{folder}:{word.removeprefix(f'hub:{folder}')[1:] or 'train'}[2]"
-    for word, what in ((f"hub:{folder}:dev", "the splits are train, test"), ("hub:nobody/nothing", "cannot be loaded")):
-        with pytest.raises(ValueError, match=what):
-            resolve_sources(word)
+        assert source.where(2) == f"hub:{folder}:{split}[2]"
+    for name, message in ((f"hub:{folder}:dev", "the split must be one of train, test, got dev"), ("hub:unknown/unknown", "cannot be loaded")):
+        with pytest.raises(UserError, match=message):
+            resolve_sources(name)
 
 
-def test_without_the_library_a_data_set_of_the_hub_is_refused_with_the_way_to_get_it(monkeypatch):
+def test_resolve_sources_without_datasets_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as error:
         resolve_sources("hub:owner/name")
-    assert refusal.value.args[1:] == ("hub:owner/name", "pip install '.[hub]'")
+    assert (error.value.setting, error.value.fix) == ("hub:owner/name", "pip install '.[hub]'")

@@ -1,0 +1,124 @@
+"""Schemas of conversations: OpenAI, ShareGPT, MiniMind, Alpaca, Dolly, and prompts with one answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data.errors import BadRowError
+from data.schemas.messages import as_objects, check_chat, check_order, drop_empty_system, parse_json_field
+from data.schemas.registry import ChatExample, register_schema
+from data.schemas.text import optional_text, required_text
+
+NO_PROMPT: list[dict] = []  # of rows whose answers contain the prompt
+
+
+def chat_message(role: str, text: str) -> dict:
+    return {"role": role, "content": text, "reasoning_content": "", "tool_calls": None}
+
+
+def chat_example(messages: Any, row: dict, where: str) -> ChatExample:
+    """Check `messages` and return them with the tools and the system message of `row`. Raises BadRowError."""
+    turns, tools = check_chat(messages, row.get("tools"), where)
+    turns = drop_empty_system(check_order(turns, where))
+    system = optional_text(row, "system", where)
+    if system and turns[0]["role"] == "system" and turns[0]["content"].strip() != system.strip():
+        message = "the field system differs from the system message of the conversation"
+        raise BadRowError("two system messages", message, f"{where} system", "keep one of them")
+    if system and turns[0]["role"] != "system":
+        turns = [chat_message("system", system), *turns]
+    return ChatExample(turns, tools)
+
+
+# --- prompts with one answer ---
+
+
+def answer_example(prompt: Any, row: dict, key: str, where: str) -> ChatExample:
+    """Return `prompt` and the answer in `row[key]`: a string, a message, or messages, which may repeat the prompt."""
+    answer = _messages_or_text(row[key], f"{where} {key}")
+    if isinstance(answer, str) and prompt:
+        answer = [chat_message("assistant", required_text(row, key, where))]
+    question, tools = check_chat(prompt, row.get("tools"), f"{where} prompt") if prompt is not NO_PROMPT else ([], row.get("tools"))
+    turns, tools = check_chat([answer] if isinstance(answer, dict) else answer, tools, f"{where} {key}")
+    question, turns = drop_empty_system(question), drop_empty_system(turns)
+    prefix, texts = ([(turn["role"], turn["content"]) for turn in part] for part in (question, turns))
+    contains_prompt = texts[: len(prefix)] == prefix or (len(prefix) == 1 and prefix[0] in texts)
+    return chat_example(turns if contains_prompt else [*question, *turns], {**row, "tools": tools}, f"{where} {key}")
+
+
+def prompt_messages(row: dict, where: str) -> Any:
+    """Return the messages in `row["prompt"]`, a string or a list of messages."""
+    prompt = _messages_or_text(row["prompt"], f"{where} prompt")
+    if not isinstance(prompt, str):
+        return prompt
+    if not prompt.strip():
+        raise BadRowError("empty text", "the prompt is empty", f"{where} prompt", "delete the row")
+    return [chat_message("user", prompt)]
+
+
+def alpaca_prompt(row: dict, where: str, more: tuple[str, ...] = ("input",)) -> list[dict]:
+    """Return the messages before the answer of an Alpaca row: `history`, then `instruction` with the fields `more` appended."""
+    history = parse_json_field(row.get("history"), f"{where} history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in history):
+        raise BadRowError("wrong type", "history must be a list of [question, answer]", f"{where} history", 'write [["...", "..."]]')
+    question = "\n".join(text for text in (optional_text(row, key, where) for key in ("instruction", *more)) if text)
+    if not question.strip():
+        raise BadRowError("empty text", f"instruction and {' and '.join(more)} are empty", where, "delete the row")
+    earlier = [chat_message(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [*earlier, chat_message("user", question)]
+
+
+def _messages_or_text(value: Any, where: str) -> Any:
+    """Return a list of messages, which may be stored as a JSON string, or any other value as it is."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("[{") and _role_key(value)
+    return parse_json_field(value, where) if is_json else value
+
+
+def _role_key(messages: Any) -> str:
+    """Return the key of the first message that names its author: role, from, or "". Messages may be stored as a JSON string."""
+    if isinstance(messages, str):
+        return next((key for key in ("role", "from") if f'"{key}"' in messages), "")
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return next((key for key in ("role", "from") if isinstance(first, dict) and key in first), "")
+
+
+def chat_tools(row: dict, where: str) -> list[dict] | None:
+    """Return the tools of a row in OpenAI's format, from `tools` or its former name `functions`."""
+    tools, functions = (as_objects(row.get(key), f"{where} {key}") for key in ("tools", "functions"))
+    if tools and functions:
+        raise BadRowError("wrong type", "the row has both tools and functions", f"{where} functions", "keep tools, the current name")
+    return tools or (functions and [{"type": "function", "function": function} for function in functions])
+
+
+# --- schemas: of those that match a row, the last one is used ---
+
+
+@register_schema("prompt response", "chat", keys=("prompt", "response"))
+def parse_prompt_response(row: dict, where: str) -> ChatExample:
+    return answer_example(prompt_messages(row, where), row, "response", where)
+
+
+@register_schema("prompt completion", "chat", keys=("prompt", "completion"))
+def parse_prompt_completion(row: dict, where: str) -> ChatExample:
+    return answer_example(prompt_messages(row, where), row, "completion", where)
+
+
+@register_schema("dolly", "chat", keys=("instruction", "context", "response"))
+def parse_dolly(row: dict, where: str) -> ChatExample:
+    prompt = alpaca_prompt(row, where, ("input", "context"))
+    return chat_example([*prompt, chat_message("assistant", required_text(row, "response", where))], row, where)
+
+
+@register_schema("alpaca", "chat", keys=("instruction", "output"))
+def parse_alpaca(row: dict, where: str) -> ChatExample:
+    return chat_example([*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where)
+
+
+@register_schema("sharegpt", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "from")
+@register_schema("minimind chat", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "role")
+def parse_conversations(row: dict, where: str) -> ChatExample:
+    return chat_example(row["conversations"], row, f"{where} conversations")
+
+
+@register_schema("openai messages", "chat", keys=("messages",))
+def parse_openai(row: dict, where: str) -> ChatExample:
+    return chat_example(row["messages"], {**row, "tools": chat_tools(row, where)}, f"{where} messages")

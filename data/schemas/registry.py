@@ -1,0 +1,145 @@
+"""Registry of row schemas: what a row of a data file looks like, and how it becomes a text, a conversation or a preference.
+
+A schema is a function from a row (a dict) to an example, registered with its name and the keys by which its rows are detected:
+
+    @register_schema("question answer", "chat", keys=("question", "answer"))
+    def parse_question(row, where):
+        return chat_example([chat_message("user", row["question"]), chat_message("assistant", row["answer"])], row, where)
+
+The modules of this folder register the built-in schemas (data/schemas/__init__.py imports them), modules named in `plugins=[...]` their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import UserError
+from data.errors import BadRowError
+from data.sources.files import Source
+
+STAGE_OF_FORMAT = {"preference": "stage=dpo", "chat": "stage=sft", "text": "stage=pretrain"}  # most specific format first
+DETECTION_ROWS = 100  # rows of a file that are read to detect its schema
+
+
+@dataclass(frozen=True)
+class TextExample:
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatExample:
+    """A conversation. Messages have role (system, user, assistant, tool), content, and optionally reasoning_content and tool_calls."""
+
+    messages: list[dict]
+    tools: list[dict] | None
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two complete conversations that differ; both begin with the prompt."""
+
+    chosen: ChatExample
+    rejected: ChatExample
+
+
+Example = TextExample | ChatExample | PreferencePair
+Parse = Callable[[dict, str], Example]
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    name: str
+    data_format: str  # text | chat | preference
+    keys: tuple[str, ...]  # a row must have all of them
+    parse: Parse
+    detect: Callable[[dict], bool]  # distinguishes schemas with the same keys
+
+    def read(self, row: dict, where: str) -> Example:
+        """Return the example in `row`. Raises BadRowError if the row does not have this schema or cannot be trained on."""
+        if any(key not in row for key in self.keys):
+            raise _unmatched_keys(row, f"rows of the schema {self.name} have {' and '.join(self.keys)}", self.data_format, self.keys, where)
+        return self.parse(row, where)
+
+    def matches(self, row: dict) -> bool:
+        return all(row.get(key) is not None for key in self.keys) and self.detect(row)
+
+    @property
+    def module(self) -> str:
+        """Name of the module that registers this schema when it is imported."""
+        return self.parse.__module__
+
+
+SCHEMAS: dict[str, RowSchema] = {}
+
+
+def register_schema(name: str, data_format: str, keys: Iterable[str], detect: Callable[[dict], bool] = lambda row: True) -> Callable[[Parse], Parse]:
+    """Register the decorated function `parse(row, where)` as a row schema.
+
+    `where` is the position of the row for errors (`file:line`). Where several schemas match a row, the last registered one is used.
+    """
+    if data_format not in STAGE_OF_FORMAT:
+        raise UserError(f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}", f"schema {name}", 'e.g. data_format="chat"')
+
+    def register(parse: Parse) -> Parse:
+        known = SCHEMAS.get(name)
+        if known and known.module != parse.__module__:
+            raise UserError(f"two modules register the schema {name}: {known.module} and {parse.__module__}", f"schema {name}", "rename one of them")
+        SCHEMAS[name] = RowSchema(name, data_format, tuple(keys), parse, detect)
+        return parse
+
+    return register
+
+
+def schemas_of(data_format: str) -> list[RowSchema]:
+    """Return the schemas of a data format, the preferred one first."""
+    return [schema for schema in reversed(SCHEMAS.values()) if schema.data_format == data_format]
+
+
+def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
+    """Return the schema of `row`. Raises BadRowError if no schema of `data_format` (text, chat or preference) matches."""
+    candidates = schemas_of(data_format)
+    if data_format == "chat" and "chosen" in row and "rejected" in row and "messages" not in row:
+        candidates = []  # a conversation beside chosen and rejected is their prompt, without an answer
+    with_keys = [schema for schema in candidates if all(key in row for key in schema.keys)]
+    if matching := [schema for schema in with_keys if schema.matches(row)] or with_keys:
+        return matching[0]
+    wanted = dict.fromkeys(" and ".join(schema.keys) for schema in schemas_of(data_format))
+    message = f"{STAGE_OF_FORMAT[data_format]} reads {', or '.join(wanted)}"
+    raise _unmatched_keys(row, message, data_format, schemas_of(data_format)[0].keys, where)
+
+
+def schema_of_source(source: Source, data_format: str) -> str:
+    """Return the name of the schema of a file: that of the first row with a schema of `data_format`. Raises UserError if there is none."""
+    error = UserError("no row of the file can be read", source.name, "inspect the file: head -c 300 FILE")
+    for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
+        try:
+            return detect_schema(source.parse(position, raw), data_format, source.where(position)).name
+        except BadRowError as bad:
+            error = error if isinstance(error, BadRowError) else bad
+    raise error
+
+
+def _unmatched_keys(row: dict, message: str, data_format: str, keys: tuple[str, ...], where: str) -> BadRowError:
+    """Return the error of a row without the required keys; its fix names the stage or the schema that fits the row."""
+    other = _matching_schema(row)
+    fix = f"write rows as {{{', '.join(f'{json.dumps(key)}: ...' for key in keys)}}}"
+    if other and other.data_format != data_format:
+        fix = f"the row matches {STAGE_OF_FORMAT[other.data_format]}"
+    elif nested := next((key for key, value in row.items() if _is_list_of_rows(value)), None):
+        fix = f"the field {json.dumps(nested)} contains the rows; extract them, e.g. with: jq -c '.[{json.dumps(nested)}][]' FILE"
+    elif other:
+        fix = f'the row matches the schema {other.name}: data.schema="{other.name}"'
+    return BadRowError("wrong keys", f"{message}; found {', '.join(map(str, row)) or 'no keys'}", where, fix)
+
+
+def _matching_schema(row: dict) -> RowSchema | None:
+    return next((schema for data_format in STAGE_OF_FORMAT for schema in schemas_of(data_format) if schema.matches(row)), None)
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and _matching_schema(first) is not None

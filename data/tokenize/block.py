@@ -1,0 +1,86 @@
+"""Encoded rows as flat arrays, and counts of what happened to the rows of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SpanPair = tuple[int, int]  # [start, stop) within a sequence
+
+
+@dataclass
+class RowStats:
+    """Counts of the rows of a source, by what happened to them. Stats of parts add up."""
+
+    read: int = 0
+    kept: int = 0
+    split: int = 0  # texts cut into several encoded rows
+    truncated: int = 0  # conversations without their end
+    tokens: int = 0
+    loss_tokens: int = 0  # tokens with loss
+    lost_loss_tokens: int = 0  # tokens that would have loss if no row were truncated or dropped for its length
+    dropped: Counter[str] = field(default_factory=Counter)  # rows left out because of a setting, by reason
+    bad: Counter[str] = field(default_factory=Counter)  # rows that cannot be used, by reason
+    first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
+
+    def __iadd__(self, other: RowStats) -> RowStats:
+        for part in dataclasses.fields(self):
+            mine, added = getattr(self, part.name), getattr(other, part.name)
+            setattr(self, part.name, {**added, **mine} if part.name == "first_seen" else mine + added)
+        return self
+
+    def count_dropped(self, kind: str, reason: str, where: str) -> None:
+        """Count a row that is left out; `kind` is dropped or bad."""
+        getattr(self, kind)[reason] += 1
+        self.first_seen.setdefault(reason, where)
+
+
+@dataclass
+class EncodedBlock:
+    """Some encoded rows of a source: N rows, S sequences (1 or 2 per row), P spans of tokens with loss."""
+
+    tokens: np.ndarray  # int32, the ids of all sequences, concatenated
+    lengths: np.ndarray  # int64 (S,) tokens of each sequence
+    spans: np.ndarray  # int32 (P, 2) [start, stop) within the sequence
+    span_counts: np.ndarray  # int64 (S,) spans of each sequence
+    positions: np.ndarray  # int64 (N,) position of each row in its file: line number or index
+    weights: np.ndarray  # float32 (N,)
+    stats: RowStats
+
+
+class BlockBuilder:
+    """Collects encoded rows for a block."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.lengths: list[int] = []
+        self.spans: list[SpanPair] = []
+        self.span_counts: list[int] = []
+        self.positions: list[int] = []
+        self.weights: list[float] = []
+
+    def add(self, position: int, weight: float, sequences: list[tuple[list[int], list[SpanPair]]]) -> None:
+        self.positions.append(position)
+        self.weights.append(weight)
+        for ids, spans in sequences:
+            self.tokens += ids
+            self.lengths.append(len(ids))
+            self.spans += spans
+            self.span_counts.append(len(spans))
+
+    def build(self, stats: RowStats) -> EncodedBlock:
+        spans = np.array(self.spans, np.int32).reshape(-1, 2)
+        stats.tokens += len(self.tokens)
+        stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
+        return EncodedBlock(
+            tokens=np.array(self.tokens, np.int32),
+            lengths=np.array(self.lengths, np.int64),
+            spans=spans,
+            span_counts=np.array(self.span_counts, np.int64),
+            positions=np.array(self.positions, np.int64),
+            weights=np.array(self.weights, np.float32),
+            stats=stats,
+        )
