@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from common.errors import UserError, did_you_mean
+from common.plugins import import_inherited_plugins
 
 T = TypeVar("T")
 Entry = TypeVar("Entry")
@@ -27,7 +28,7 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, setting: str, package: str | None, helpers: Collection[str] = ()) -> None:
-        """`package` is None where all implementations stand in the module of the registry; `helpers` are modules of it that register nothing."""
+        """`package` is None if all implementations are in the module of the registry; `helpers`: modules of the package that register nothing."""
         self.setting = setting  # config key that holds the name, e.g. `tracker`
         self._package, self._helpers = package, helpers
         self._entries: dict[str, T] = {}
@@ -42,7 +43,8 @@ class Registry(Generic[T]):
         return add
 
     def names(self) -> list[str]:
-        """Return the names of all modules of the package and of all registered entries; imports nothing but the package."""
+        """Return the names of all modules of the package and of all registered entries; imports nothing but the package and plugins."""
+        import_inherited_plugins()
         modules = pkgutil.iter_modules(importlib.import_module(self._package).__path__) if self._package else ()
         return sorted({module.name for module in modules if module.name not in self._helpers} | self._entries.keys())
 

@@ -1,8 +1,7 @@
-"""Folders that are whole or do not exist, whatever is killed, fails or loses power meanwhile.
+"""Atomic folders: complete with verified checksums, or absent, after any kill, write error or power cut.
 
-A folder is written beside its place, every file is synced, a manifest of checksums comes last, then one rename and one
-fsync of the parent make it real. Whoever reads it back believes the checksums and nothing else. What stands in the
-files is the business of the caller: see checkpoint.py.
+A folder is written under a temporary name, every file is synced, a manifest of checksums is written last, then a rename and an
+fsync of the parent commit it. Readers trust the checksums only.
 """
 
 from __future__ import annotations
@@ -33,50 +32,49 @@ from common.filesystem import (
 )
 
 MANIFEST_FILE = "MANIFEST.json"
-RESERVED_BYTES = 1 << 20  # bytes that stay free beside a new folder: its entries, metrics.jsonl, run.json
-MAX_MANIFEST_BYTES = 1 << 20  # a longer manifest is not one of ours
+RESERVED_BYTES = 1 << 20  # kept free besides a new folder: for its directory entries, metrics.jsonl and run.json
+MAX_MANIFEST_BYTES = 1 << 20  # a longer file is no manifest
 STEP_NAME = re.compile(r"step-[0-9]{8}")
 FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class SaveError(OSError):
-    """A folder could not be committed; nothing of it is left behind. `need` and `free` are bytes (free: None if unknown)."""
+    """A folder could not be committed, and no part of it remains. `need` and `free` in bytes (free: None if unknown)."""
 
-    def __init__(self, cause: OSError, folder: Path, need: int):
+    def __init__(self, cause: OSError, folder: Path, need: int) -> None:
         try:
             self.free: int | None = filesystem.fs.free(folder.parent)
         except OSError:
             self.free = None
         self.need = need
         free = "an unknown number of" if self.free is None else f"{self.free:,}"
-        super().__init__(
-            cause.errno, f"{folder.name} was not saved: {cause.strerror or cause}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}"
-        )
+        reason = cause.strerror or cause
+        super().__init__(cause.errno, f"{folder.name} was not saved: {reason}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}")
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Callable[[], Chunks]], manifest: dict[str, Any], expected: int = 0) -> None:
-    """Commit `parent/name` with these files; once this returns, not even a power cut takes it away.
+    """Commit the folder `parent/name` with these files; once this returns, it survives a power cut.
 
-    A callable is asked for its bytes when its turn comes, so that only one file's bytes need be held at a time. The fields
-    of `manifest` stand in MANIFEST.json beside the checksums. Room for `expected` bytes, all the callables will give, is asked for
-    before the first is written. A good folder of that name is left as it is, a bad one is
-    replaced. Raises DiskTrouble, after clearing up, when the disk is full, read-only or broken.
+    A callable returns the content of its file and is called when that file is written, so that only one file's content is in memory at
+    a time. `expected` is their total size in bytes; it is checked against the free space first. The fields of `manifest` are stored in
+    MANIFEST.json. A valid folder of that name is left as it is, an invalid one is replaced. Raises SaveError, after removing what was
+    written, if the disk is full, read-only or broken.
     """
-    assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names we would refuse to read back: {list(files)}"
-    assert not manifest.keys() & {"files", "sha256"}, f"fields the manifest needs for itself: {list(manifest)}"
+    assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names that could not be read back: {list(files)}"
+    assert not manifest.keys() & {"files", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
     target, temp = parent / name, parent / temp_name("tmp", name)
     written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
     try:
         if os.path.lexists(target):
             if verify_dir(target) is None:
-                sync_dir(parent)  # whoever wrote it may have died between its rename and this
+                sync_dir(parent)  # its writer may have been killed between the rename and the sync
                 return
             discard_dir(target)
         make_dirs(parent)
-        _require_room(parent, need)
+        _require_space(parent, need)
         filesystem.fs.mkdir(temp)
         entries = {}
         for file, data in files.items():
@@ -84,13 +82,13 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 data = data()
             written += _payload_bytes(data)
             need = max(need, written)
-            _require_room(parent, _payload_bytes(data))
+            _require_space(parent, _payload_bytes(data))
             entries[file] = write_new_file(temp / file, data)
         write_new_file(temp / MANIFEST_FILE, _dump_manifest({**manifest, "files": entries}))
         sync_dir(temp)
         filesystem.fs.rename(temp, target)
         sync_dir(parent)  # the commit point
-        _verified[str(target)] = _stat_signature(target)  # pruning need not read back what we have just summed up
+        _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
     except BaseException as error:
         remove_quietly(temp)
         if isinstance(error, OSError):
@@ -99,18 +97,18 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
 
 
 def verify_dir(folder: Path) -> str | None:
-    """None for a folder that is byte for byte what was committed, otherwise the reason why it is not."""
+    """Return None if the folder is byte for byte what was committed, otherwise the reason why not."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return "not a folder"
         entries = _load_manifest(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
-        for word, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
+        for problem, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
             if names:
-                return f"{word}: {', '.join(sorted(names)[:4])!r}"
+                return f"{problem}: {', '.join(sorted(names)[:4])!r}"
         for file, entry in sorted(entries.items()):
             if sha256_of(folder / file, entry["size"]) != entry["sha256"]:
-                return f"{file}: the checksum differs"
+                return f"{file}: wrong checksum"
     except OSError as error:
         return f"{Path(error.filename).name if error.filename else folder.name}: {error.strerror or error}"
     except ValueError as error:
@@ -119,52 +117,52 @@ def verify_dir(folder: Path) -> str | None:
 
 
 def newest_valid(parent: Path) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The newest good step folder under `parent`, and every newer one that was passed over, with the reason."""
-    passed: list[tuple[str, str]] = []
-    for name in _steps(parent):
+    """Return the newest valid step folder in `parent`, and (name, reason) of every newer one that was skipped."""
+    skipped: list[tuple[str, str]] = []
+    for name in _step_names(parent):
         reason = verify_dir(parent / name)
         if reason is None:
-            return parent / name, passed
-        passed.append((name, reason))
-    return None, passed
+            return parent / name, skipped
+        skipped.append((name, reason))
+    return None, skipped
 
 
 def prune_dirs(parent: Path, keep: int, protect: set[str]) -> list[str]:
-    """Delete good step folders beyond the newest `keep` and the protected ones; returns the names deleted.
+    """Delete valid step folders except the newest `keep` (at least two) and the protected ones; return the deleted names.
 
-    Only folders proven good are counted and only such are deleted: at least two stay, whatever `keep` says.
+    Invalid folders are neither counted nor deleted.
     """
-    good = [name for name in _steps(parent) if _verified_cached(parent / name)]
-    gone = [name for name in good[max(keep, 2) :] if name not in protect]
-    for name in reversed(gone):  # oldest first: an interruption leaves the newer ones
+    valid = [name for name in _step_names(parent) if _verified_cached(parent / name)]
+    surplus = [name for name in valid[max(keep, 2) :] if name not in protect]
+    for name in reversed(surplus):  # oldest first: an interruption leaves the newer ones
         discard_dir(parent / name)
-    return gone
+    return surplus
 
 
 def discard_dir(folder: Path) -> None:
-    """Delete a step folder. Its renaming is made durable first, so that nothing half deleted ever bears its name."""
-    dead = folder.parent / temp_name("del", folder.name)
-    filesystem.fs.rename(folder, dead)
+    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name."""
+    trash = folder.parent / temp_name("del", folder.name)
+    filesystem.fs.rename(folder, trash)
     sync_dir(folder.parent)
     _verified.pop(str(folder), None)
-    remove_tree(dead)
+    remove_tree(trash)
 
 
 def remove_temp(parent: Path) -> list[str]:
-    """Remove what interrupted writers left behind. Only for the holder of the lock: a living writer's folder looks the same."""
-    litter = sorted(name for name in os.listdir(parent) if name.startswith((".tmp-", ".del-")))
-    for name in litter:
+    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same."""
+    leftovers = sorted(name for name in os.listdir(parent) if name.startswith((".tmp-", ".del-")))
+    for name in leftovers:
         remove_tree(parent / name)
-    return litter
+    return leftovers
 
 
 def write_pointer(parent: Path, kind: str, name: str) -> None:
-    """Note `name` in the file `parent/kind` (latest, best). For people and for speed: `newest` never asks it."""
+    """Write `name` to the file `parent/kind` (latest, best). For users and for speed only: `newest_valid` does not read it."""
     write_atomic_file(parent / kind, f"{name}\n".encode())
 
 
 def read_pointer(parent: Path, kind: str) -> str | None:
-    """The step folder a hint names; None where there is no hint, or none that could be one of ours."""
+    """Return the step folder that a pointer names; None if there is no pointer or it holds no step name."""
     try:
         name = read_bounded(parent / kind, 64).decode("ascii", "replace").strip()
     except OSError:
@@ -181,55 +179,56 @@ def _dump_manifest(body: dict[str, Any]) -> bytes:
 
 
 def _load_manifest(raw: bytes) -> dict[str, dict[str, Any]]:
-    """The `files` of a sealed manifest; ValueError when it is not exactly what `_seal` wrote."""
+    """Return the field `files` of a manifest. Raises ValueError unless it is exactly what `_dump_manifest` wrote."""
     try:
         body = json.loads(raw)
-        sealed = _canonical(body) == raw  # one spelling only: even a changed space is a change
+        intact = _canonical(body) == raw  # also detects changed whitespace
         digest = body.pop("sha256")
-        sealed &= hashlib.sha256(_canonical(body)).hexdigest() == digest
+        intact &= hashlib.sha256(_canonical(body)).hexdigest() == digest
         entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError("not a manifest") from error
-    if not sealed:
-        raise ValueError("it was changed after it was written")
+    if not intact:
+        raise ValueError("changed after it was written")
     if not all(FILE_NAME.fullmatch(file) for file in entries):
-        raise ValueError("it names files outside its folder")
+        raise ValueError("contains file names outside its folder")
     return entries
 
 
-def _require_room(parent: Path, need: int) -> None:
+def _require_space(parent: Path, need: int) -> None:
     if filesystem.fs.free(parent) < need * 1.1 + RESERVED_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-_verified: dict[str, list[tuple[Any, ...]] | None] = {}
+_verified: dict[str, list[tuple[Any, ...]] | None] = {}  # folder -> signature of its files when it was valid
 
 
 def _verified_cached(folder: Path) -> bool:
-    """Verified now, or written or verified earlier by this process with no file touched since: pruning must not read gigabytes at every save."""
-    mark = _stat_signature(folder)
-    if mark is None:
+    """Return whether a folder is valid. One that this process has written or verified is read again only if a file has changed since."""
+    signature = _stat_signature(folder)
+    if signature is None:
         return False
-    if _verified.get(str(folder)) != mark:
+    if _verified.get(str(folder)) != signature:
         if verify_dir(folder) is not None:
             return False
-        _verified[str(folder)] = mark
+        _verified[str(folder)] = signature
     return True
 
 
 def _stat_signature(folder: Path) -> list[tuple[Any, ...]] | None:
-    """What changes whenever a file in `folder` does; None where it cannot be looked at."""
+    """Return a value that changes whenever a file in `folder` does; None if it cannot be read."""
     try:
         return sorted(
-            (entry.name, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            (entry.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
             for entry in os.scandir(folder)
-            if (found := entry.stat(follow_symlinks=False))
+            if (status := entry.stat(follow_symlinks=False))
         )
     except OSError:
         return None
 
 
-def _steps(parent: Path) -> list[str]:
+def _step_names(parent: Path) -> list[str]:
+    """Return the names of all step folders, newest first."""
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)
 
