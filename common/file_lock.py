@@ -30,9 +30,9 @@ class FileLock:
         OSError if the file cannot be opened or locked.
         """
         path = _absolute(path)
-        if _is_ours(path):
+        if _is_held_here(path):
             raise BlockingIOError(errno.EAGAIN, "locked by this process", str(path))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, start)
         except OSError as error:
@@ -61,10 +61,10 @@ class FileLock:
 def is_file_locked(path: Path) -> bool:
     """Return whether a process holds a lock on any byte of `path`. The file is not created."""
     path = _absolute(path)
-    if _is_ours(path):
+    if _is_held_here(path):
         return True  # opening and closing the file would free the lock
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:
@@ -80,5 +80,5 @@ def _absolute(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
-def _is_ours(path: Path) -> bool:
+def _is_held_here(path: Path) -> bool:
     return _holders.get(path) == os.getpid()

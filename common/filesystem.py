@@ -1,4 +1,4 @@
-"""The few calls that touch the disk, and what is built from them: files and entries that survive a power cut."""
+"""File operations whose result survives a power cut: atomic files, synced folders, bounded reads."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import os
 import secrets
 import stat
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 Bytes = bytes | bytearray | memoryview
-Chunks = Bytes | Sequence[Bytes]  # of a file, in order: what lies in memory in parts need not be copied together first
+Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it need not be copied together first
 
-CHUNK_BYTES = 4 << 20  # bytes a single write or read asks for
+CHUNK_BYTES = 4 << 20  # bytes per write or read call
 
 
 class FileSystem:
-    """Every call that touches the disk goes through here, so that a test can kill, fail or record at each of them."""
+    """Every system call on the disk that must be durable, so that a test can kill, fail or record at each of them."""
 
     mkdir = staticmethod(os.mkdir)
     open = staticmethod(os.open)
@@ -34,22 +36,22 @@ class FileSystem:
 
     @staticmethod
     def free(folder: Path) -> int:
-        """Bytes that a user without privileges may still write."""
-        found = os.statvfs(folder)
-        return found.f_bavail * found.f_frsize
+        """Return the bytes that a user without privileges can still write."""
+        stats = os.statvfs(folder)
+        return stats.f_bavail * stats.f_frsize
 
 
 fs = FileSystem()
 
 
 def make_dirs(path: Path) -> None:
-    """mkdir -p whose entries survive a power cut."""
+    """Create a folder and its parents, synced."""
     if path.is_dir():
         return
     make_dirs(path.parent)
     try:
         fs.mkdir(path)
-    except FileExistsError:  # another process was faster
+    except FileExistsError:  # created by another process meanwhile
         if not path.is_dir():
             raise
     sync_dir(path.parent)
@@ -60,7 +62,7 @@ def sync_dir(path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """What somebody else has written there."""
+    """Sync a file that another library has written."""
     _sync(path, os.O_NOFOLLOW)
 
 
@@ -73,45 +75,50 @@ def _sync(path: Path, kind: int) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Files that a library has written, and the folders they stand in, onto the disk."""
+    """Sync the files that another library has written, and their folders."""
     for path in folder.iterdir():
         if path.is_dir():
             sync_tree(path)
             continue
-        fd = fs.open(path, os.O_RDONLY)
-        try:
-            fs.fsync(fd)
-        finally:
-            fs.close(fd)
+        _sync(path, 0)
     sync_dir(folder)
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """At most `limit` bytes of a regular file; a link, a pipe, a device or a longer file is an OSError."""
+    """Return the content of a regular file. Raises OSError for a link, a pipe, a device, or a file longer than `limit` bytes."""
     fd, size = _open_regular(path)
     try:
         if size > limit:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are believed", str(path))
+            raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are read", str(path))
         return b"".join(_chunks(fd))
     finally:
         fs.close(fd)
 
 
+def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
+    """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than `limit` bytes."""
+    try:
+        content = json.loads(read_bounded(path, limit))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
-    """Write and sync a new file; returns its size and sha256. `data` must not change meanwhile: it is read twice."""
+    """Write and sync a new file; return its size and sha256. `data` must not change meanwhile: it is read twice."""
     views = as_chunks(data)
     digest = hashlib.sha256()
 
-    def sum_up() -> None:
+    def update_digest() -> None:
         for view in views:
             digest.update(view)
 
-    # update() lets go of the GIL, so it hides behind the disk. No executor: those refuse work while the program is leaving.
-    hashing = threading.Thread(target=sum_up)
+    # update() releases the GIL, so hashing runs while the disk writes. No executor: it rejects work during interpreter shutdown.
+    hashing = threading.Thread(target=update_digest)
     try:
         hashing.start()
-    except RuntimeError:  # nor does Python 3.12 start a thread then
-        sum_up()
+    except RuntimeError:  # Python 3.12 starts no thread during shutdown
+        update_digest()
     try:
         _write_and_sync(path, views)
     finally:
@@ -121,7 +128,7 @@ def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
 
 
 def as_chunks(data: Chunks) -> list[memoryview]:
-    """As bytes, each as long as its len()."""
+    """Return byte views: len() of each is its size in bytes."""
     parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     return [memoryview(part).cast("B") for part in parts]
 
@@ -130,19 +137,27 @@ def _write_and_sync(path: Path, views: list[memoryview]) -> None:
     fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for view in views:
-            done = 0
-            while done < len(view):
-                done += fs.write(fd, view[done : done + CHUNK_BYTES])
+            write_all(fd, view)
         fs.fsync(fd)
     finally:
         fs.close(fd)
 
 
-def write_atomic_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path`: readers see the old file or the new one, and the new one survives a power cut."""
+def write_all(fd: int, data: Bytes) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += fs.write(fd, view[done : done + CHUNK_BYTES])
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder. The file or folder that is made there is renamed to `path`; it is removed if the block raises.
+
+    Readers see the old content or the new one. The caller syncs what it makes; the rename is synced here.
+    """
     temp = path.parent / temp_name("tmp", path.name)
     try:
-        write_new_file(temp, data)
+        yield temp
         fs.rename(temp, path)
         sync_dir(path.parent)
     except BaseException:
@@ -150,18 +165,24 @@ def write_atomic_file(path: Path, data: bytes) -> None:
         raise
 
 
+def write_atomic_file(path: Path, data: Chunks) -> None:
+    """Replace `path` by `data`: readers see the old file or the new one, and the new one survives a power cut."""
+    with atomic_path(path) as temp:
+        write_new_file(temp, data)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """`replace` with readable JSON; NaN and infinities are a ValueError, JSON has no word for them."""
+    """Write indented JSON with `write_atomic_file`. Raises ValueError for NaN and infinities, which JSON cannot represent."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic_file(path, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
 def sha256_of(path: Path, size: int) -> str:
-    """sha256 of a regular file of exactly `size` bytes; another size is an OSError, found without reading."""
-    fd, found = _open_regular(path)
+    """Return the sha256 of a regular file of `size` bytes. Raises OSError, without reading, if it has another size."""
+    fd, actual = _open_regular(path)
     try:
-        if found != size:
-            raise OSError(errno.EIO, f"{found:,} bytes instead of {size:,}", str(path))
+        if actual != size:
+            raise OSError(errno.EIO, f"{actual:,} bytes instead of {size:,}", str(path))
         digest = hashlib.sha256()
         for chunk in _chunks(fd):
             digest.update(chunk)
@@ -170,13 +191,21 @@ def sha256_of(path: Path, size: int) -> str:
         fs.close(fd)
 
 
+def crc32_of(fd: int, size: int) -> int:
+    """Return the crc32 of the first `size` bytes of an open file."""
+    checksum = 0
+    for start in range(0, size, CHUNK_BYTES):
+        checksum = zlib.crc32(os.pread(fd, min(CHUNK_BYTES, size - start), start), checksum)
+    return checksum
+
+
 def _open_regular(path: Path) -> tuple[int, int]:
-    fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NONBLOCK: a pipe put in its place would hold us forever
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         fs.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return fd, found.st_size
+    return fd, status.st_size
 
 
 def _chunks(fd: int) -> Iterator[bytes]:
@@ -185,12 +214,12 @@ def _chunks(fd: int) -> Iterator[bytes]:
 
 
 def temp_name(kind: str, name: str) -> str:
-    """A name no other writer takes, for what is not there yet (tmp) or no longer (del)."""
+    """Return a unique hidden name for what is being written (`tmp`) or deleted (`del`)."""
     return f".{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def remove_tree(path: Path) -> None:
-    """rm -r, following no link."""
+    """Delete a file or folder; links are not followed."""
     if stat.S_ISDIR(os.lstat(path).st_mode):
         for name in os.listdir(path):
             remove_tree(path / name)
@@ -203,4 +232,4 @@ def remove_quietly(path: Path) -> None:
     try:
         remove_tree(path)
     except OSError:
-        return  # not made yet, already renamed, or a broken disk: what stays is swept by the next holder of the lock
+        return  # not created yet, already renamed, or a broken disk; leftovers are removed when the run is opened again (remove_temp)

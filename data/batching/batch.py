@@ -1,4 +1,8 @@
-"""FIXME data.batching.batch."""
+"""Micro-batches: encoded rows as tensors, padded to one width.
+
+Shapes: R batch rows, T tokens of a batch row, S documents. A document is one token sequence of an encoded row: a row has one,
+a preference pair two. Without packing each document is a batch row (R = S); a packed sequence holds several (R < S).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,13 @@ from torch import Tensor
 
 from data.types import EncodedRow, RowSource
 
-IGNORE_INDEX = -100  # the label of a position that carries no loss
-ROUND_TO = 8  # widths vary less: fewer shapes for a compiler to meet
-PADDING = -1  # the sequence of a position that belongs to none
+IGNORE_INDEX = -100  # label of a token without loss
+ROUND_TO = 8  # T is a multiple of it: fewer distinct shapes for a compiler
+PADDING = -1  # document id of a padding token
 
 
-class Windows(Protocol):
-    """What a line of a batch is made of: one row, or several that are packed."""
+class SequenceSource(Protocol):
+    """What the loader batches: sequences by index, each a list of encoded rows (one, or several packed rows)."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> list[EncodedRow]: ...
@@ -27,8 +31,8 @@ class Windows(Protocol):
 
 
 @dataclass
-class UnpackedWindows:
-    """Every row a window of its own."""
+class UnpackedSequences:
+    """Each encoded row is a sequence of its own."""
 
     rows: RowSource
 
@@ -41,75 +45,76 @@ class UnpackedWindows:
 
 @dataclass
 class Batch:
-    """One micro-batch, padded on the right. Of preference pairs sequence p is the chosen side of pair p, sequence S / 2 + p its rejected side."""
+    """One micro-batch, padded on the right. Preference pairs: document p is the chosen sequence of pair p, document S / 2 + p its rejected one."""
 
     input_ids: Tensor  # (R, T)
-    labels: Tensor  # (R, T) the token that follows each position, IGNORE where it carries no loss
-    lengths: Tensor  # (S,) positions of each sequence
-    names: list[str]  # where each row comes from, for messages; none: a stand-in that counts as nothing
-    sequences: Tensor | None = None  # (R, T) packed: which sequence a position belongs to, PADDING for none; None: line r is sequence r
-    position_ids: Tensor | None = None  # (R, T) packed: they begin anew with each sequence
+    labels: Tensor  # (R, T) the next token, IGNORE_INDEX for a token without loss
+    lengths: Tensor  # (S,) tokens of each document
+    names: list[str]  # file:line of each encoded row; empty for a dummy batch
+    document_ids: Tensor | None = None  # (R, T) packed: the document of each token, PADDING for none; None: batch row r is document r
+    position_ids: Tensor | None = None  # (R, T) packed: position of each token in its document
 
     @property
-    def supervised(self) -> int:
-        """Tokens that carry loss."""
+    def num_supervised_tokens(self) -> int:
+        """Number of tokens with a label."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORE_INDEX))
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
-        """What the model is called with."""
-        return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "sequences", "position_ids")}
+        """Keyword arguments of the model."""
+        return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "document_ids", "position_ids")}
 
     @property
-    def positions(self) -> int:
-        """Of the input, without padding."""
+    def num_tokens(self) -> int:
+        """Number of input tokens without padding."""
         return int(self.lengths.numpy().sum()) if self.names else 0
 
-    def idle(self) -> Batch:
-        """A batch of the same form without rows: for a rank that has none left while others still have some."""
+    def as_dummy(self) -> Batch:
+        """Return a batch of the same shape without labels: for a rank that has no more rows while other ranks still have some."""
         return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE_INDEX), names=[])
 
     def to(self, device: torch.device) -> Batch:
         moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
-        return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by their names
+        return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
 
     def pin_memory(self) -> Batch:
-        """In memory that a GPU reads while we go on; torch's DataLoader asks for it by this name."""
+        """Copy to pinned memory, for asynchronous copies to a GPU. torch's DataLoader calls this method by its name."""
         return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self.inputs.items()})  # type: ignore[arg-type]  # as in `to`
 
-    def of_sequences(self, values: Tensor) -> Tensor:
-        """Sums over the positions of each sequence: (R, T) -> (S,)."""
-        if self.sequences is None:
+    def sum_per_document(self, values: Tensor) -> Tensor:
+        """Sum over the tokens of each document: (R, T) -> (S,)."""
+        if self.document_ids is None:
             return values.sum(-1)
         count = len(self.lengths)
-        slots = torch.where(self.sequences == PADDING, count, self.sequences).flatten()
+        slots = torch.where(self.document_ids == PADDING, count, self.document_ids).flatten()
         return values.new_zeros(count + 1).index_add(0, slots, values.flatten())[:count]
 
 
-def collate(windows: list[list[EncodedRow]], pad_id: int, packed: bool) -> Batch:
-    rows = [row for window in windows for row in window]
-    sides = len(rows[0].sequences)
-    numbered = [[(side * len(rows) + p, row.sequences[side]) for side in range(sides)] for p, row in enumerate(rows)]
+def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Batch:
+    """Return the batch of `sequences`: packed, one batch row per sequence; else one per document."""
+    rows = [row for sequence in sequences for row in sequence]
+    per_row = len(rows[0].sequences)
+    documents = [[(part * len(rows) + i, row.sequences[part]) for part in range(per_row)] for i, row in enumerate(rows)]  # (id, tokens)
     if packed:
-        ends = np.cumsum([len(window) for window in windows]).tolist()
-        lines = [[sequence for row in numbered[end - len(window) : end] for sequence in row] for end, window in zip(ends, windows, strict=True)]
+        ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
+        batch_rows = [[document for row in documents[end - len(sequence) : end] for document in row] for end, sequence in zip(ends, sequences, strict=True)]
     else:
-        lines = [[row[side]] for side in range(sides) for row in numbered]
-    width = max(sum(len(sequence.ids) - 1 for _, sequence in line) for line in lines)
-    shape = (len(lines), -(-width // ROUND_TO) * ROUND_TO)
+        batch_rows = [[row[part]] for part in range(per_row) for row in documents]
+    width = max(sum(len(tokens.ids) - 1 for _, tokens in batch_row) for batch_row in batch_rows)
+    shape = (len(batch_rows), -(-width // ROUND_TO) * ROUND_TO)
     input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE_INDEX)
-    belongs, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
-    lengths = np.empty(sides * len(rows), np.int64)
-    for r, line in enumerate(lines):
+    document_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    lengths = np.empty(per_row * len(rows), np.int64)
+    for r, batch_row in enumerate(batch_rows):
         start = 0
-        for number, (ids, learn) in line:
+        for document_id, (ids, loss_mask) in batch_row:
             length = len(ids) - 1
             span = slice(start, start + length)
             input_ids[r, span] = ids[:-1]
-            labels[r, span] = np.where(learn[1:], ids[1:], IGNORE_INDEX)
-            belongs[r, span] = number
+            labels[r, span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
+            document_ids[r, span] = document_id
             position_ids[r, span] = np.arange(length)
-            lengths[number] = length
+            lengths[document_id] = length
             start += length
-    layout = (torch.from_numpy(belongs), torch.from_numpy(position_ids)) if packed else (None, None)
+    layout = (torch.from_numpy(document_ids), torch.from_numpy(position_ids)) if packed else (None, None)
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)

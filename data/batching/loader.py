@@ -1,7 +1,4 @@
-"""Rows in, optimizer steps out: which rows a step holds is a function of (seed, epoch, step).
-
-Shapes: R lines of a micro-batch, T positions, S sequences (one a row; 2 for preference pairs).
-"""
+"""Optimizer steps as lists of micro-batches: which rows a step holds is a function of (seed, epoch, step) alone."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from data.batching.batch import Batch, Windows, collate
+from data.batching.batch import Batch, SequenceSource, collate
 from data.batching.sampler import ShuffledSampler
 from data.types import EncodedRow
 
@@ -24,104 +21,104 @@ T = TypeVar("T")
 
 
 class StepLoader:
-    """`onward(start, end)` yields each optimizer step as its list of micro-batches; the last, short step is used too.
+    """`iter_steps(start, end)` yields each optimizer step as its list of micro-batches, the short last step of an epoch included.
 
-    The rows of a step come from `order`, so they do not depend on how the step is cut into micro-batches or dealt to ranks,
-    nor on the number of workers. Of the step's windows rank r takes every `world`-th from the r-th on; all ranks make equally
-    many micro-batches, for they meet in each, and one whose windows are used up stands by.
+    The sequences of a step come from `sampler`, so they depend neither on the number of micro-batches or ranks nor on the number
+    of workers. Of the sequences of a step rank r gets every `world_size`-th from the r-th on. All ranks get equally many
+    micro-batches, because they synchronize in each: a rank with fewer sequences gets dummy batches.
     """
 
     def __init__(
         self,
-        windows: Windows,
-        order: ShuffledSampler,
+        sequences: SequenceSource,
+        sampler: ShuffledSampler,
         *,
         batch_size: int,
         pad_id: int,
         packed: bool,
         num_workers: int = 0,
         rank: int = 0,
-        world: int = 1,
-        pin: bool = False,
+        world_size: int = 1,
+        pin_memory: bool = False,
     ) -> None:
-        self.windows, self.order, self.batch_size, self.num_workers = windows, order, batch_size, num_workers
+        self.sequences, self.sampler, self.batch_size, self.num_workers = sequences, sampler, batch_size, num_workers
         self.collate = _Collate(pad_id, packed)
-        self.rank, self.world, self.pin = rank, world, pin
+        self.rank, self.world_size, self.pin_memory = rank, world_size, pin_memory
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.order.steps
+        return self.sampler.steps_per_epoch
 
-    def steps(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
-        """Of one epoch. Close it where it is left before its end: its workers end with it."""
-        return self.onward(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch)
+    def iter_epoch(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
+        """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its workers."""
+        return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch)
 
-    def onward(self, start: int, end: int) -> Generator[list[Batch]]:
-        """Steps [start, end) of the whole training; where an epoch ends in between, nothing waits: workers and what is ahead go on. Close it likewise."""
-        made = self._made(range(start, end))
-        return made if self.num_workers else prefetch(made)  # workers are ahead by themselves
+    def iter_steps(self, start: int, end: int) -> Generator[list[Batch]]:
+        """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as `iter_epoch`."""
+        batches = self._load(range(start, end))
+        return batches if self.num_workers else prefetch(batches)  # workers prefetch by themselves
 
-    def _made(self, steps: range) -> Generator[list[Batch]]:
+    def _load(self, steps: range) -> Generator[list[Batch]]:
         loader: DataLoader = DataLoader(
-            self.windows,  # type: ignore[arg-type]  # anything with __len__ and __getitem__ serves, as torch documents
-            batch_sampler=(batch for step in steps for batch in self._indices(step)),
+            self.sequences,  # type: ignore[arg-type]  # torch documents that __len__ and __getitem__ suffice
+            batch_sampler=(batch for step in steps for batch in self._batch_indices(step)),
             collate_fn=self.collate,
             num_workers=self.num_workers,
-            pin_memory=self.pin,
-            generator=torch.Generator(),  # its own: opening a loader must not draw from the run's random state
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # without it a DataLoader draws from the global random state of the run
         )
-        with _signals_held():
+        with _signals_blocked():
             batches = iter(loader)
         try:
             for step in steps:
-                mine = [next(batches) for _ in self._indices(step)]
-                yield mine + [self._idle] * (self._batches(step) - len(mine))
+                mine = [next(batches) for _ in self._batch_indices(step)]
+                yield mine + [self._dummy] * (self._num_batches(step) - len(mine))
         finally:
-            # Left to itself it would end them when it is forgotten, and a traceback remembers it: the program would wait at its end
-            # for workers that hear no signal.
+            # torch ends workers when the iterator is collected, but a traceback may keep it alive: the process would then wait at
+            # exit for workers which have signals blocked.
             if self.num_workers:
-                batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public word for it
+                batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public method for it
 
     @cached_property
-    def _idle(self) -> Batch:
-        return self.collate([self.windows[0]]).idle()
+    def _dummy(self) -> Batch:
+        return self.collate([self.sequences[0]]).as_dummy()
 
-    def _batches(self, step: int) -> int:
-        """Micro-batches of the rank that has the most."""
-        return -(-len(self.order.step(*divmod(step, self.steps_per_epoch))[:: self.world]) // self.batch_size)
+    def _num_batches(self, step: int) -> int:
+        """Return the number of micro-batches of rank 0, which has the most."""
+        return -(-len(self.sampler.indices(*divmod(step, self.steps_per_epoch))[:: self.world_size]) // self.batch_size)
 
-    def _indices(self, step: int) -> list[list[int]]:
-        """The windows of each micro-batch of one step."""
-        mine = self.order.step(*divmod(step, self.steps_per_epoch))[self.rank :: self.world].tolist()
+    def _batch_indices(self, step: int) -> list[list[int]]:
+        """Return the sequence indices of each micro-batch of this rank."""
+        mine = self.sampler.indices(*divmod(step, self.steps_per_epoch))[self.rank :: self.world_size].tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
 
-def prefetch(made: Generator[T]) -> Generator[T]:
-    """The same, each item made by a thread while the one before is used."""
-    with closing(made), ThreadPoolExecutor(1, thread_name_prefix="feed") as thread:
-        coming = thread.submit(next, made, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, made, None)
+def prefetch(items: Generator[T]) -> Generator[T]:
+    """Yield the same items; a thread computes the next one while the caller uses the current one."""
+    with closing(items), ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        pending = thread.submit(next, items, None)
+        while (item := pending.result()) is not None:
+            pending = thread.submit(next, items, None)
             yield item
 
 
 @dataclass
 class _Collate:
-    """A class and not a lambda: workers that are spawned receive it by name."""
+    """A class instead of a lambda, so that spawned workers can unpickle it."""
 
     pad_id: int
     packed: bool
 
-    def __call__(self, windows: list[list[EncodedRow]]) -> Batch:
-        return collate(windows, self.pad_id, self.packed)
+    def __call__(self, sequences: list[list[EncodedRow]]) -> Batch:
+        return collate(sequences, self.pad_id, self.packed)
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
-    """Ctrl-C reaches the whole group. Workers begin with what is held here and go on holding it: they outlive the signal from their
-    first moment on, so that the training process can finish its step."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+def _signals_blocked() -> Iterator[None]:
+    """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process group; the workers
+    survive it, so that the training process can finish its step."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -1,7 +1,7 @@
-"""Best-fit packing: which rows share a window of so many positions, decided once and kept on disk.
+"""Best-fit packing: which rows share a packed sequence of `capacity` tokens, planned once and stored in the cache.
 
-A plan is a function of the rows and the size of the window alone; what an epoch shuffles are the windows. It is read with
-plain positioned reads, so memory does not grow with the number of rows.
+A plan depends on the rows and the capacity alone; an epoch shuffles the packed sequences. The plan is read with pread, so memory
+does not grow with the number of rows.
 """
 
 from __future__ import annotations
@@ -11,158 +11,132 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
+from common.filesystem import atomic_path, crc32_of, fs, write_all
 from data.batching.sampler import shuffled_index
-from data.store.cache import ProgressCallback, locked_build, no_progress, remove_stale_builds, with_cache_hint
-from data.store.writer import remove_store
+from data.store.cache import ProgressCallback, no_progress, open_or_build
 from data.types import EncodedRow, RowSource
 
 PLAN_VERSION = 1  # of the algorithm: another plan is another training
-ROWS_PER_SLICE = 1 << 16  # rows packed against each other: more would hardly fill better
-PLAN_TAIL = 4 * 8  # bytes: what stands behind the members and the beginnings
-PLAN_SLICE = 1 << 10  # rows that are read together; a file that is sorted is mixed by such slices
+ROWS_PER_SLICE = 1 << 16  # rows that are packed together; larger slices hardly fill better
+PLAN_SLICE = 1 << 10  # adjacent rows that are read together; these chunks are shuffled, so that a sorted file is mixed
+PLAN_TAIL = 4 * 8  # bytes: number of rows, of sequences, of tokens, crc32 of all bytes before the tail
 
 
 def best_fit_plan(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Rows, by number, that share a window: longest first, each into the fullest window that still has room for it.
+    """Return the row indices of each packed sequence: longest row first, each into the fullest sequence that has space for it.
 
-    Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms": at most 11/9 of the best number of windows).
-    Raises ValueError where a row is longer than a window.
+    Best-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms": at most 11/9 of the minimal number of bins).
+    Raises ValueError if a row is longer than `capacity` tokens.
     """
-    windows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # windows with exactly so much room left
-    some = 0  # bit r is set where by_room[r] is not empty
+    sequences: list[list[int]] = []
+    by_space: list[list[int]] = [[] for _ in range(capacity + 1)]  # sequences with exactly this many free tokens
+    available = 0  # bit n is set if by_space[n] is not empty
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
-        fitting = some >> length
+        fitting = available >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1
-            window = by_room[room].pop()
-            if not by_room[room]:
-                some ^= 1 << room
+            space = length + (fitting & -fitting).bit_length() - 1
+            number = by_space[space].pop()
+            if not by_space[space]:
+                available ^= 1 << space
         else:
             if length > capacity:
-                raise ValueError(f"a row of {length} positions does not fit a window of {capacity}")
-            room, window = capacity, len(windows)
-            windows.append([])
-        windows[window].append(i)
-        by_room[room - length].append(window)
-        some |= 1 << (room - length)
-    return windows
+                raise ValueError(f"a row of {length} tokens does not fit into a packed sequence of {capacity} tokens")
+            space, number = capacity, len(sequences)
+            sequences.append([])
+        sequences[number].append(i)
+        by_space[space - length].append(number)
+        available |= 1 << (space - length)
+    return sequences
 
 
-def _groups(rows: RowSource, capacity: int, progress: ProgressCallback) -> Iterator[tuple[np.ndarray, int]]:
-    """The numbers of the rows of each window, and their positions; slices of the file are mixed before they are packed against each other."""
+def _plan_slices(rows: RowSource, capacity: int, progress: ProgressCallback) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Yield (row indices, sequence after sequence; number of rows of each sequence; tokens) of each slice. Shuffling precedes packing."""
     size = len(rows)
-    slices = -(-size // PLAN_SLICE)
-    for start in range(0, slices, ROWS_PER_SLICE // PLAN_SLICE):
-        numbers = shuffled_index(np.arange(start, min(start + ROWS_PER_SLICE // PLAN_SLICE, slices)), slices, seed=0, epoch=0)
+    chunks, chunks_per_slice = -(-size // PLAN_SLICE), ROWS_PER_SLICE // PLAN_SLICE
+    for start in range(0, chunks, chunks_per_slice):
+        numbers = shuffled_index(np.arange(start, min(start + chunks_per_slice, chunks)), chunks, seed=0, epoch=0)
         spans = [(n * PLAN_SLICE, min((n + 1) * PLAN_SLICE, size)) for n in numbers.tolist()]
         members = np.concatenate([np.arange(*span) for span in spans])
         lengths = np.concatenate([rows.lengths(*span) for span in spans])
         order = shuffled_index(np.arange(len(members)), len(members), seed=1, epoch=start)
-        members, lengths = members[order], lengths[order]
-        for window in best_fit_plan(lengths, capacity):
-            yield members[window], int(lengths[window].sum())
-        done = min((start + ROWS_PER_SLICE // PLAN_SLICE) * PLAN_SLICE, size)
+        sequences = best_fit_plan(lengths[order], capacity)
+        yield members[order][np.concatenate(sequences)], np.array([len(sequence) for sequence in sequences]), int(lengths.sum())
+        done = min((start + chunks_per_slice) * PLAN_SLICE, size)
         progress(done, size, done)
 
 
-class PackedWindows:
-    """Rows as windows: `packed[w]` is the list of rows of window w."""
+class PackedSequences:
+    """`packed[i]` is the list of rows of packed sequence i."""
 
     def __init__(self, rows: RowSource, capacity: int, cache: Path, progress: ProgressCallback = no_progress) -> None:
-        """`progress` hears (rows done, rows in all, rows done), as when a store is built. Raises ValueError where `cache` cannot be written."""
+        """`progress` gets (rows done, all rows, rows done), as for a store. Raises UserError if `cache` cannot be written."""
         self.rows, self.capacity = rows, capacity
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {PLAN_VERSION}".encode()).hexdigest()
-        self.path = cache / f"{self.fingerprint}.windows"
-        with with_cache_hint(cache, "the packing plan"):
-            if not self._open():
-                cache.mkdir(parents=True, exist_ok=True)
-                self._make(progress)
-
-    def _make(self, progress: ProgressCallback) -> None:
-        with locked_build(self.path.with_suffix(".windows.lock")):
-            if not self._open():  # nobody made it while we waited
-                remove_stale_builds(self.path.parent, self.path)
-                _write_plan(self.path, _groups(self.rows, self.capacity, progress))
-                assert self._open(), f"{self.path} was written a moment ago"
+        self.path = cache / f"{self.fingerprint}.packing"
+        self._fd = open_or_build(self.path, self._open, lambda: _write_plan(self.path, _plan_slices(rows, capacity, progress)), "the packing plan")
 
     def __len__(self) -> int:
-        return self.windows
+        return self._num_sequences
 
     @property
-    def fill(self) -> float:
-        """The share of the positions that hold a token."""
-        return self.positions / (self.windows * self.capacity)
+    def fill_ratio(self) -> float:
+        """Share of the tokens that are no padding."""
+        return self._num_tokens / (self._num_sequences * self.capacity)
 
-    def __getitem__(self, w: int) -> list[EncodedRow]:
-        start, stop = np.frombuffer(os.pread(self.file, 16, 8 * (self.members + w)), np.int64)
-        return [self.rows[i] for i in np.frombuffer(os.pread(self.file, 8 * int(stop - start), 8 * int(start)), np.int64).tolist()]
+    def __getitem__(self, i: int) -> list[EncodedRow]:
+        start, stop = np.frombuffer(os.pread(self._fd, 16, 8 * (len(self.rows) + i)), np.int64)
+        return [self.rows[row] for row in np.frombuffer(os.pread(self._fd, 8 * int(stop - start), 8 * int(start)), np.int64).tolist()]
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "file"}
+        return {name: value for name, value in vars(self).items() if name != "_fd"}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        self.file = os.open(self.path, os.O_RDONLY)
+        self._fd = os.open(self.path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if hasattr(self, "file"):
-            os.close(self.file)
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
 
-    def _open(self) -> bool:
-        """Whether a whole plan is there."""
+    def _open(self) -> int | None:
+        """Open the plan and return its descriptor; None if there is no complete one."""
         try:
-            file = os.open(self.path, os.O_RDONLY)
+            fd = os.open(self.path, os.O_RDONLY)
         except FileNotFoundError:
-            return False
-        if not self._is_whole(file):
-            os.close(file)
-            return False
-        self.file = file
-        return True
+            return None
+        if self._read_tail(fd):
+            return fd
+        os.close(fd)
+        return None
 
-    def _is_whole(self, file: int) -> bool:
-        size = os.fstat(file).st_size
-        tail = np.frombuffer(os.pread(file, PLAN_TAIL, max(size - PLAN_TAIL, 0)), np.int64).tolist()
+    def _read_tail(self, fd: int) -> bool:
+        size = os.fstat(fd).st_size
+        tail = np.frombuffer(os.pread(fd, PLAN_TAIL, max(size - PLAN_TAIL, 0)), np.int64).tolist()
         if len(tail) < 4 or size != 8 * (tail[0] + tail[1] + 1) + PLAN_TAIL:
             return False
-        self.members, self.windows, self.positions, checksum = tail
-        return self.members == len(self.rows) and checksum == _checksum(file, size - PLAN_TAIL)
+        num_rows, self._num_sequences, self._num_tokens, checksum = tail
+        return num_rows == len(self.rows) and checksum == crc32_of(fd, size - PLAN_TAIL)
 
 
-def _checksum(file: int, size: int) -> int:
-    checksum = 0
-    for start in range(0, size, 1 << 20):
-        checksum = zlib.crc32(os.pread(file, min(1 << 20, size - start), start), checksum)
-    return checksum
-
-
-def _write_plan(path: Path, windows: Iterator[tuple[np.ndarray, int]]) -> None:
-    """int64 all through: the members of all windows, where each begins (and the last ends); how many of both, their positions, a checksum."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    remove_store(temporary)  # of a killed process
-    try:
-        with open(temporary, "wb") as file:
-            _write_to(file, windows)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_to(file: BinaryIO, windows: Iterator[tuple[np.ndarray, int]]) -> None:
-    starts, members, positions, checksum = [0], 0, 0, 0
-    for window, length in windows:
-        raw = window.astype(np.int64).tobytes()
-        checksum = zlib.crc32(raw, checksum)
-        file.write(raw)
-        members, positions = members + len(window), positions + length
-        starts.append(members)
-    begins = np.array(starts, np.int64).tobytes()
-    file.write(begins + np.array([members, len(starts) - 1, positions, zlib.crc32(begins, checksum)], np.int64).tobytes())
+def _write_plan(path: Path, slices: Iterator[tuple[np.ndarray, np.ndarray, int]]) -> None:
+    """Write int64 values: the row indices of all sequences, the start of each sequence in them and the end of the last, the tail."""
+    with atomic_path(path) as temp:
+        fd = fs.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            counts, num_rows, num_tokens, checksum = [np.zeros(1, np.int64)], 0, 0, 0
+            for members, sizes, tokens in slices:
+                raw = members.astype(np.int64).tobytes()
+                checksum = zlib.crc32(raw, checksum)
+                write_all(fd, raw)
+                counts.append(sizes)
+                num_rows, num_tokens = num_rows + len(members), num_tokens + tokens
+            starts = np.cumsum(np.concatenate(counts))
+            tail = np.array([num_rows, len(starts) - 1, num_tokens, zlib.crc32(starts.tobytes(), checksum)], np.int64)
+            write_all(fd, starts.tobytes() + tail.tobytes())
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)

@@ -1,10 +1,10 @@
-"""A file's token store: the one that is there where it fits, else a new one. Safe when several ranks or runs ask at once."""
+"""Token stores of data files: reuses the one in the cache if it matches, else builds it. Safe for concurrent ranks and runs."""
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -13,28 +13,33 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 from common.errors import UserError
+from common.file_lock import FileLock
+from common.filesystem import read_json_object, remove_tree, write_json
+from data.schemas.registry import SCHEMAS
 from data.sources.files import COMPRESSED, Source
 from data.store.layout import STORE_FORMAT
 from data.store.reader import TokenStore
 from data.store.workers import Chunk, encode_in_parallel
-from data.store.writer import StoreWriter, remove_store
+from data.store.writer import write_store
 from data.tokenize.tokenizer import Tokenizer
-from data.types import EncodingConfig
+from data.types import EncodingConfig, sequences_per_row
 
-CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # whichever is reached first
-MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file: it encodes them in the time it takes to start
-COMPRESSION_RATIO = 4  # times the size on disk, about
-# What decides which ids a row becomes: a change in these files, or another version of these libraries, and it is tokenised again.
+CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # a chunk ends at the limit that it reaches first
+MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
+COMPRESSION_RATIO = 4  # estimate
+# Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
 FINGERPRINTED_CODE = (
-    "schemas/augment", "schemas/errors", "schemas/messages", "schemas/schemas", "store/block", "tokenize/chat_template", "tokenize/encoder",
-    "tokenize/jinja_sandbox", "tokenize/tokenizer", "sources/byte_stream", "sources/files", "sources/json_text", "sources/tables",
+    "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/jinja_sandbox.py",
+    "tokenize/tokenizer.py",
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
-MTIME_GRANULARITY = 2_000_000_000  # ns after a file's last change from which on its time stamps would show another one
+MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
 REPORT_EVERY = 0.1  # seconds
-ProgressCallback = Callable[[int, int, int], None]  # bytes of the file done, bytes in all, rows read
+ProgressCallback = Callable[[int, int, int], None]  # (bytes of the file done, its size, rows read)
+T = TypeVar("T")
 
 
 def no_progress(done: int, total: int, rows: int) -> None:
@@ -42,105 +47,128 @@ def no_progress(done: int, total: int, rows: int) -> None:
 
 
 def load_or_build(
-    source: Source, recipe: EncodingConfig, tokenizer: Tokenizer, cache: Path, progress: ProgressCallback = no_progress, workers: int | None = None
+    source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, cache: Path, progress: ProgressCallback = no_progress, num_workers: int | None = None
 ) -> TokenStore:
-    """The store of what `recipe` makes of `source`, in `cache`; built in `workers` processes (None: as many as are worth it) where it is missing.
+    """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers` processes (None: by size).
 
-    `tokenizer` is that of the recipe, already loaded. `progress` may raise, to stop building. Raises BadRow for the first bad row
-    where the recipe says so, and ValueError where the file changes meanwhile or the cache cannot be written.
+    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. Raises BadRowError for the first bad row if
+    encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
     """
     with with_cache_hint(cache):
         cache.mkdir(parents=True, exist_ok=True)
         content = file_sha256_cached(source.path, cache)
-    recipe_key = recipe.key(tokenizer.fingerprint)
-    key = hashlib.sha256(json.dumps([content, source.kind, recipe_key, STORE_FORMAT, code_fingerprint()]).encode()).hexdigest()
-    store = _open_existing(cache / key)
-    if store is None:
-        with locked_build(cache / f"{key}.lock"):
-            store = _open_existing(cache / key)  # somebody else's, while we waited
-            if store is None:
-                remove_stale_builds(cache, cache / key)
-                facts = {
-                    "name": source.name,
-                    "content": content,
-                    "kind": source.kind,
-                    "recipe": {**dataclasses.asdict(recipe), "tokenizer": str(recipe.tokenizer)},
-                    "tokenizer": tokenizer.fingerprint,
-                }
-                _build_store(cache / key, source, recipe, tokenizer, facts, progress, _count_workers(source) if workers is None else workers)
-                store = _open_existing(cache / key)
-                assert store is not None, f"{cache / key} was written a moment ago"
-    # The same bytes may have stood in another file when the store was built.
-    store.tally.first = {why: where.replace(store.facts["name"], source.name, 1) for why, where in store.tally.first.items()}
+    parts = [content, source.file_format, encoding.key(tokenizer.fingerprint), STORE_FORMAT, code_fingerprint(encoding.schema)]
+    path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def build() -> None:
+        _build_store(path, source, encoding, tokenizer, content, progress, _default_workers(source) if num_workers is None else num_workers)
+
+    store = open_or_build(path, lambda: TokenStore.open(path), build)
+    # A file with the same bytes may have had another name when the store was built.
+    store.stats.first_seen = {reason: where.replace(store.metadata["name"], source.name, 1) for reason, where in store.stats.first_seen.items()}
     return store
 
 
-def _open_existing(folder: Path) -> TokenStore | None:
-    with with_cache_hint(folder.parent):
-        return TokenStore.open(folder)
+def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Callable[[], None], content: str = "tokens") -> T:
+    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time."""
+    with with_cache_hint(path.parent, content):
+        if (existing := open_existing()) is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock.acquire(path.with_name(f"{path.name}.lock"), wait=True):
+                if (existing := open_existing()) is None:  # another process may have built it during the wait
+                    _remove_stale_builds(path)
+                    build()
+                    existing = open_existing()
+    assert existing is not None, f"{path} is not readable after it was built"
+    return existing
 
 
-def _count_workers(source: Source) -> int:
-    packed = source.kind == "parquet" or source.path.suffix.lower() in COMPRESSED
-    return max(1, min(len(os.sched_getaffinity(0)), source.size * (COMPRESSION_RATIO if packed else 1) // MIN_BYTES_PER_WORKER))
+def _remove_stale_builds(path: Path) -> None:
+    """Remove temporary files of killed processes: those whose lock is free, and those of `path`, whose lock the caller holds."""
+    for temp in path.parent.glob(".tmp-*"):
+        name = temp.name.removeprefix(".tmp-").rsplit("-", 2)[0]
+        with suppress(OSError):  # locked, already removed, or no permission
+            if name == path.name:
+                remove_tree(temp)
+            else:
+                with FileLock.acquire(path.with_name(f"{name}.lock")):
+                    remove_tree(temp)
 
 
-@lru_cache(1)
-def code_fingerprint() -> str:
-    """sha256 over CODE and LIBRARIES, in hex."""
+def _default_workers(source: Source) -> int:
+    compressed = source.file_format == "parquet" or source.path.suffix.lower() in COMPRESSED
+    return max(1, min(len(os.sched_getaffinity(0)), source.size * (COMPRESSION_RATIO if compressed else 1) // MIN_BYTES_PER_WORKER))
+
+
+def fingerprinted_files(schema: str) -> list[Path]:
+    """Return the files of code that encode rows, with the module of the row schema, which may be a plugin."""
+    own = [file for pattern in FINGERPRINTED_CODE for file in sorted(Path(__file__).parents[1].glob(pattern))]
+    return [*own, Path(inspect.getfile(SCHEMAS[schema].parse))]
+
+
+@lru_cache
+def code_fingerprint(schema: str) -> str:
+    """Return the sha256 (hex) of `fingerprinted_files` and of the libraries' versions."""
     digest = hashlib.sha256(json.dumps([[name, version(name)] for name in FINGERPRINTED_LIBRARIES]).encode())
-    for name in FINGERPRINTED_CODE:
-        digest.update(hashlib.sha256((Path(__file__).parents[1] / f"{name}.py").read_bytes()).digest())
+    for file in fingerprinted_files(schema):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def _build_store(folder: Path, source: Source, recipe: EncodingConfig, tokenizer: Tokenizer, facts: dict, progress: ProgressCallback, workers: int) -> None:
-    with with_cache_hint(folder.parent):
-        writer = StoreWriter(folder, recipe.sides, max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values()))
-    with writer:
-        last = time.monotonic()
-        for block, done in encode_in_parallel(source, recipe, tokenizer.fingerprint, _chunks(source), workers):
-            with with_cache_hint(folder.parent):
-                writer.append(block)
-            if time.monotonic() - last >= REPORT_EVERY:
-                last = time.monotonic()
-                progress(done, source.size, writer.tally.read)
-        if file_sha256_cached(source.path, folder.parent) != facts["content"]:
-            raise UserError("the file changed while it was read", str(source.path), "start again once it is no longer written to")
-        with with_cache_hint(folder.parent):
-            writer.finish(facts)
-        progress(source.size, source.size, writer.tally.read)
+def _build_store(
+    path: Path, source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, content: str, progress: ProgressCallback, num_workers: int
+) -> None:
+    metadata = {
+        "name": source.name,
+        "content": content,
+        "file_format": source.file_format,
+        "encoding": {**dataclasses.asdict(encoding), "tokenizer": str(encoding.tokenizer)},
+        "tokenizer": tokenizer.fingerprint,
+    }
+    largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
+    with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
+        last_report = time.monotonic()
+        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _chunks(source), num_workers):
+            writer.append(block)
+            if time.monotonic() - last_report >= REPORT_EVERY:
+                last_report = time.monotonic()
+                progress(bytes_read, source.size, writer.stats.read)
+        if file_sha256_cached(source.path, path.parent) != content:
+            raise _changed_error(source.path)
+    progress(source.size, source.size, writer.stats.read)
 
 
 def _chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
-    """(items, bytes of the file read by then). What depends on the rows alone: the number of workers changes no chunk."""
-    done = 0
+    """Yield (items, bytes of the file read so far). The chunks depend on the items alone, not on the number of workers."""
+    bytes_read = 0
 
-    def read(so_far: int) -> None:
-        nonlocal done
-        done = so_far
+    def on_progress(done: int) -> None:
+        nonlocal bytes_read
+        bytes_read = done
 
     chunk: Chunk = []
     size = 0
-    items = iter(source.items(read))
+    items = iter(source.items(on_progress))
     while True:
         try:
             item = next(items, None)
-        except Exception:  # whatever it is, it is raised again, but in its turn: a bad row among these comes first
-            yield chunk, done
+        except Exception as error:  # raised after the items before it are encoded: one of them may be a bad row
+            yield chunk, bytes_read
+            if isinstance(error, OSError):
+                raise UserError(f"the file cannot be read: {error.strerror or error}", str(source.path), "check the file and its disk") from error
             raise
         if item is None:
             break
         chunk.append(item)
         size += _size_of(item[1])
         if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield chunk, done
+            yield chunk, bytes_read
             chunk, size = [], 0
-    yield chunk, done
+    yield chunk, bytes_read
 
 
 def _size_of(raw: object) -> int:
-    """About the bytes of an item, whether parsed or not."""
+    """Estimate the bytes of an item, parsed or not."""
     if isinstance(raw, (bytes, str)):
         return len(raw)
     parts = raw.values() if isinstance(raw, dict) else raw if isinstance(raw, list) else ()
@@ -148,60 +176,38 @@ def _size_of(raw: object) -> int:
 
 
 def file_sha256_cached(path: Path, cache: Path) -> str:
-    """sha256 of a file's bytes, in hex: read once, and known from then on while the file's size, times and inode stay the same."""
+    """Return the sha256 (hex) of a file; its bytes are read once for the same size, times and inode."""
     real = path.resolve()
-    known = cache / "contents" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
-    began, mark = time.time_ns(), _file_signature(real)
-    try:
-        told = json.loads(known.read_bytes())
-        if told["mark"] == mark:
-            return told["sha256"]
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        pass  # not known, or no longer readable
+    record = cache / "contents" / f"{hashlib.sha256(os.fsencode(real)).hexdigest()}.json"
+    started, signature = time.time_ns(), _file_signature(real)
+    known = read_json_object(record)
+    if known.get("signature") == signature and "sha256" in known:
+        return known["sha256"]
     with open(real, "rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()
-    if _file_signature(real) != mark:
-        raise UserError("the file changed while it was read", str(path), "start again once it is no longer written to")
-    if began - max(mark[1:3]) > MTIME_GRANULARITY:  # else a change right now may leave the same time stamps
-        known.parent.mkdir(exist_ok=True)
-        temporary = known.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"path": str(real), "mark": mark, "sha256": content}), encoding="utf-8", errors="surrogateescape")
-        os.replace(temporary, known)
+    if _file_signature(real) != signature:
+        raise _changed_error(path)
+    if started - max(signature[1:3]) > MTIME_GRANULARITY:
+        record.parent.mkdir(exist_ok=True)
+        write_json(record, {"path": str(real), "signature": signature, "sha256": content})
     return content
 
 
+def _changed_error(path: Path) -> UserError:
+    return UserError("the file changed while it was read", str(path), "start again when no process writes to it")
+
+
 def _file_signature(path: Path) -> list[int]:
-    """What changes with a file's bytes, short of reading them."""
-    found = os.stat(path)
-    return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    """Return the attributes of a file that change with its content."""
+    stat = os.stat(path)
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 @contextmanager
-def locked_build(path: Path) -> Iterator[None]:
-    """POSIX locks: free at once when the owner dies, and no forked child keeps one. The file stays: deleting it would race."""
-    with with_cache_hint(path.parent):
-        file = open(path, "ab")
-    with file:
-        with with_cache_hint(path.parent):
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
-
-
-def remove_stale_builds(cache: Path, mine: Path) -> None:
-    """What killed builders left of anything but `mine`: .NAME.tmp, while nobody holds NAME.lock."""
-    for left in cache.glob(".*.tmp"):
-        name = left.name.removeprefix(".").removesuffix(".tmp")
-        if name == mine.name:
-            continue  # whoever opened its lock a second time would lose it
-        with suppress(OSError), open(cache / f"{name}.lock", "ab") as file:  # held, or gone by now, or not ours to remove
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_store(left)
-
-
-@contextmanager
-def with_cache_hint(cache: Path, what: str = "tokens") -> Iterator[None]:
+def with_cache_hint(cache: Path, content: str = "tokens") -> Iterator[None]:
+    """Turn an OSError into a UserError that names data.cache."""
     try:
         yield
     except OSError as error:
-        where = f"data.cache={cache}"
-        raise UserError(f"{what} cannot be stored: {error.strerror or error}", where, "make room there, or name another folder: data.cache=FOLDER") from error
+        fix = "free disk space, or use another folder: data.cache=FOLDER"
+        raise UserError(f"{content} cannot be stored: {error.strerror or error}", f"data.cache={cache}", fix) from error

@@ -1,10 +1,10 @@
-"""The files of a token store: a folder, named by its key, holds these; all numbers are little-endian:
+"""Files of a token store. The folder is named by the key of its content and holds, all numbers little-endian:
 
-tokens.bin     uint16 or uint32: the ids of all sequences, one after the other
-spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens that carry loss
-sequences.bin  uint64 (S + 1, 2): the first token and the first span of each sequence, and where the last one ends
-rows.bin       (N): place int64, weight float32, crc32 uint32 of the row and all that belongs to it
-MANIFEST.json  what the others hold, the crc32 of the two tables, and the sha256 of itself
+tokens.bin     uint16 or uint32: the ids of all sequences, concatenated
+spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens with loss
+sequences.bin  uint64 (S + 1, 2): index of the first token and of the first span of each sequence; the last entry is the end
+rows.bin       (N): position in the source int64, weight float32, crc32 of the row with its tokens and spans uint32
+MANIFEST.json  sizes of the files, crc32 of sequences.bin and rows.bin, metadata, and its own sha256
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from typing import Any
 
 import numpy as np
 
-STORE_FORMAT = 2  # of these files: raise it, and every store is built again
+STORE_FORMAT = 3  # version of this layout: a store of another version is built again
 STORE_MANIFEST = "MANIFEST.json"
 STORE_FILES = ("tokens.bin", "spans.bin", "sequences.bin", "rows.bin")
 TABLE_FILES = STORE_FILES[2:]
 SPAN_DTYPE = np.dtype("<u4")
 OFFSET_DTYPE = np.dtype([("token", "<u8"), ("span", "<u8")])
-ROW_DTYPE = np.dtype([("place", "<i8"), ("weight", "<f4"), ("checksum", "<u4")])
+ROW_DTYPE = np.dtype([("position", "<i8"), ("weight", "<f4"), ("checksum", "<u4")])
 
 
-def checksum_of(row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tokens: bytes | memoryview, spans: bytes | memoryview) -> int:
-    """Of a row and all that belongs to it: also of where it comes from, its weight, and where its sequences part."""
+def row_checksum(row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, tokens: bytes | memoryview, spans: bytes | memoryview) -> int:
+    """Return the crc32 of an entry of rows.bin with its sequence lengths, tokens and spans."""
     checksum = zlib.crc32(row.tobytes()[: -ROW_DTYPE["checksum"].itemsize])
     for part in (lengths.tobytes(), span_counts.tobytes(), tokens, spans):
         checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def file_sizes(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and spans of each sequence, int64."""
-    return np.diff(begins["token"].astype("<i8")), np.diff(begins["span"].astype("<i8"))
+def sequence_sizes(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of tokens and of spans of each sequence, int64."""
+    return np.diff(offsets["token"].astype("<i8")), np.diff(offsets["span"].astype("<i8"))
 
 
 def dump_manifest(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "sha256": _digest(manifest)}, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")  # a path may be any bytes
+    return json.dumps({**manifest, "sha256": _digest(manifest)}, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")  # a path may have any bytes
 
 
 def load_manifest(raw: bytes) -> dict[str, Any]:
+    """Return the manifest without its sha256. Raises ValueError if it is damaged."""
     manifest = json.loads(raw)
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise ValueError("the manifest is damaged")

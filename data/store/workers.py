@@ -1,11 +1,12 @@
-"""A file's rows into blocks of ids on several cores: results in the order of the file, few of them in memory at a time.
+"""Encodes the rows of a file on several cores: blocks in file order, few of them in memory at a time.
 
-Not multiprocessing's pools: a process that they spawn imports the main module again, which may be a training command with
-torch or a notebook, and it stays behind when its parent is killed. These import `data.rows`, and end with the pipe they read from.
+Not a multiprocessing pool: its spawned processes import the main module again, which may be a training command with torch or a
+notebook, and they survive a killed parent. These processes import this module only, and end when the pipe they read from closes.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -17,119 +18,113 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from queue import SimpleQueue
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from common.errors import UserError
+from data.schemas.registry import SCHEMAS
 from data.sources.files import Source
-from data.store.block import EncodedBlock
+from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
 
-MAX_PENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-IN_PROCESS = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process is one thread: there is one for each core
-Chunk = list[tuple[int, Any]]
-T = TypeVar("T")
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread per process: there is a process per core
+Chunk = list[tuple[int, Any]]  # (position in the source, item)
 
 
 def encode_in_parallel(
-    source: Source, recipe: EncodingConfig, tokenizer: str, chunks: Iterable[tuple[Chunk, T]], workers: int
-) -> Iterator[tuple[EncodedBlock, T]]:
-    """The block of each chunk, with what stands beside the chunk. Of several errors the first in the order of the file is raised,
-    be it the chunks' own or an encoder's. One worker is this process itself. `tokenizer` is the fingerprint of the recipe's."""
-    if workers == 1:
-        encoder = _load_encoder(recipe, tokenizer)
-        for chunk, beside in chunks:
-            yield encoder.encode(source, chunk), beside
+    source: Source, encoding: EncodingConfig, tokenizer: str, chunks: Iterable[tuple[Chunk, int]], num_workers: int
+) -> Iterator[tuple[EncodedBlock, int]]:
+    """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the first in file order is raised.
+
+    One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`.
+    """
+    if num_workers == 1:
+        encoder = _load_encoder(encoding, tokenizer)
+        for chunk, bytes_read in chunks:
+            yield encoder.encode(source, chunk), bytes_read
         return
-    pool = _Pool(source, recipe, workers)
-    ahead: deque[tuple[Future[EncodedBlock], T | None]] = deque()
+    pool = _Pool(source, encoding, num_workers)
+    pending: deque[tuple[Future[EncodedBlock], int]] = deque()
     try:
-        for block in _submit(pool, chunks):
-            ahead.append(block)
-            if len(ahead) > 2 * workers:  # one being worked on and one to go on with for each
-                yield _first_result(ahead)
-        while ahead:
-            yield _first_result(ahead)
+        for submitted in _submit(pool, chunks):
+            pending.append(submitted)
+            if len(pending) > 2 * num_workers:  # for each worker one chunk to encode and one to continue with
+                future, bytes_read = pending.popleft()
+                yield future.result(), bytes_read
+        for future, bytes_read in pending:
+            yield future.result(), bytes_read
     finally:
         pool.close()
 
 
 @lru_cache(1)
-def _load_encoder(recipe: EncodingConfig, tokenizer: str) -> Encoder:
-    """The last one stays: loading its tokenizer takes longer than most files of a folder of many. The folder's files may change meanwhile."""
-    return Encoder(recipe)
+def _load_encoder(encoding: EncodingConfig, tokenizer: str) -> Encoder:
+    """Cached, because loading a tokenizer takes longer than encoding a small file. The fingerprint is an argument: the files of a tokenizer may change."""
+    return Encoder(encoding)
 
 
-def _submit(pool: _Pool, chunks: Iterable[tuple[Chunk, T]]) -> Iterator[tuple[Future[EncodedBlock], T | None]]:
+def _submit(pool: _Pool, chunks: Iterable[tuple[Chunk, int]]) -> Iterator[tuple[Future[EncodedBlock], int]]:
     try:
-        for chunk, beside in chunks:
-            yield pool.submit(chunk), beside
-    except Exception as error:  # takes its turn behind the chunks that were read before it
+        for chunk, bytes_read in chunks:
+            yield pool.submit(chunk), bytes_read
+    except Exception as error:  # raised in its turn, after the results of the chunks before it
         failed: Future[EncodedBlock] = Future()
         failed.set_exception(error)
-        yield failed, None
-
-
-def _first_result(ahead: deque[tuple[Future[EncodedBlock], T | None]]) -> tuple[EncodedBlock, T]:
-    future, beside = ahead.popleft()
-    block = future.result()
-    assert beside is not None, "only what failed has nothing beside it"
-    return block, beside
+        yield failed, 0
 
 
 class _Pool:
-    """Processes, and a thread for each that waits for its answers."""
+    """Worker processes, and one thread for each that waits for its replies."""
 
-    def __init__(self, source: Source, recipe: EncodingConfig, workers: int) -> None:
+    def __init__(self, source: Source, encoding: EncodingConfig, num_workers: int) -> None:
         self.source = source
-        self._threads = ThreadPoolExecutor(workers)
+        self._threads = ThreadPoolExecutor(num_workers)
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        # What is held here stays held in them, from their first moment on: Ctrl-C goes to the whole group, and is the parent's to answer.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, MAX_PENDING)
+        # Workers inherit the blocked signals: Ctrl-C goes to the whole process group, and the parent handles it.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         try:
-            self._processes = [_start(recipe, source) for _ in range(workers)]
+            self._processes = [_start_worker(encoding, source) for _ in range(num_workers)]
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         for process in self._processes:
             self._idle.put(process)
 
     def submit(self, chunk: Chunk) -> Future[EncodedBlock]:
-        return self._threads.submit(self._ask, chunk)
+        return self._threads.submit(self._encode, chunk)
 
-    def _ask(self, chunk: Chunk) -> EncodedBlock:
+    def _encode(self, chunk: Chunk) -> EncodedBlock:
         process = self._idle.get()
         try:
-            _write_frame(_pipe(process.stdin), chunk)
-            answer = pickle.load(_pipe(process.stdout))
+            _send(_pipe(process.stdin), chunk)
+            reply = pickle.load(_pipe(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
-            fix = "look above for its last words; if the machine is out of memory, start with less beside it"
-            raise UserError(f"a process that tokenises ended before its work was done ({process.poll()})", str(self.source.path), fix) from error
+            fix = "read its last output above; if the machine is out of memory, run fewer other processes"
+            raise UserError(f"a tokenizing process ended early, exit code {process.poll()}", str(self.source.path), fix) from error
         finally:
             self._idle.put(process)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     def close(self) -> None:
-        """At once, whatever is being worked on."""
+        """Kill the workers, whatever they are doing."""
         for process in self._processes:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.wait()
             _pipe(process.stdout).close()
-            try:
+            with suppress(BrokenPipeError):  # flushing the rest of a chunk that the worker did not read
                 _pipe(process.stdin).close()
-            except BrokenPipeError:
-                pass  # the rest of a chunk that it did not take
 
 
-def _start(recipe: EncodingConfig, source: Source) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **IN_PROCESS, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-    # -P: no module of the folder where somebody stands comes before ours.
-    process = subprocess.Popen([sys.executable, "-P", "-m", "data.store.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-    with suppress(BrokenPipeError):  # dead already: whoever asks it first says so
-        _write_frame(_pipe(process.stdin), (recipe, source))
+def _start_worker(encoding: EncodingConfig, source: Source) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **WORKER_ENV, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    # -P: modules in the current directory must not shadow the project's.
+    process = subprocess.Popen([sys.executable, "-P", "-m", "data.store.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    with suppress(BrokenPipeError):  # it has died already: the first request to it raises the error
+        _send(_pipe(process.stdin), (SCHEMAS[encoding.schema].module, encoding, source))
     return process
 
 
@@ -138,25 +133,26 @@ def _pipe(end: IO[bytes] | None) -> IO[bytes]:
     return end
 
 
-def _write_frame(pipe: IO[bytes], what: object) -> None:
-    pickle.dump(what, pipe, pickle.HIGHEST_PROTOCOL)
+def _send(pipe: IO[bytes], message: object) -> None:
+    pickle.dump(message, pipe, pickle.HIGHEST_PROTOCOL)
     pipe.flush()
 
 
 def _worker_main() -> None:
-    """What a process does: answer each chunk with its block, or with the error that it raises."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whoever prints must not garble the answers
+    """Body of a worker process: reply to each chunk with its block, or with the exception it raises."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # anything that prints must not garble the replies
     try:
-        recipe, source = pickle.load(sys.stdin.buffer)
-        encoder = Encoder(recipe)
+        schema_module, encoding, source = pickle.load(sys.stdin.buffer)
+        importlib.import_module(schema_module)  # registers the schema, which may be a plugin's
+        encoder = Encoder(encoding)
         while True:
-            _write_frame(answers, _read_frame(encoder, source, pickle.load(sys.stdin.buffer)))
+            _send(replies, _encode_or_error(encoder, source, pickle.load(sys.stdin.buffer)))
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        os._exit(0)  # the parent is done, or dead
+        os._exit(0)  # the parent has finished or died
 
 
-def _read_frame(encoder: Encoder, source: Source, chunk: Chunk) -> EncodedBlock | Exception:
+def _encode_or_error(encoder: Encoder, source: Source, chunk: Chunk) -> EncodedBlock | Exception:
     try:
         return encoder.encode(source, chunk)
     except Exception as error:

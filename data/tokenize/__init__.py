@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, and the encoding of rows as token ids. May import data.schemas, data.sources, data.errors, data.types and common; no torch."""

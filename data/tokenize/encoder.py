@@ -1,177 +1,155 @@
-"""A row of a file as token ids, and which of them carry loss: what is cut, what is left out, and the count of it all."""
+"""Encodes rows of files: token ids, which of them have loss, what is truncated or dropped, and the counts of all this."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
-from common.errors import UserError
-from data.schemas.augment import augment_row
-from data.schemas.errors import BadRowError
-from data.schemas.schemas import SCHEMAS, PreferencePair, TextExample, detect_schema, example_weight
+from data.errors import BadRowError
+from data.schemas.augment import augment_example
+from data.schemas.registry import SCHEMAS, Example, PreferencePair, TextExample
+from data.schemas.text import example_weight
 from data.sources.files import Source
-from data.store.block import BlockBuilder, EncodedBlock, RowStats, SpanPair
-from data.tokenize.chat_template import ChatTemplate, Encoded, TemplateSegment
+from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats, SpanPair
+from data.tokenize.chat_template import ChatTemplate, EncodedChat, TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
-from data.types import EncodingConfig, SourceItem
+from data.types import EncodingConfig
 
 T = TypeVar("T")
 
 TOO_LONG_REASON = "longer than data.max_length"
-DETECTION_ROWS = 100  # rows of a file, before it is said to be of no shape
-NO_ANSWER_REASON = "what carries loss lies beyond data.max_length"
+NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
 NO_DIFFERENCE_REASON = "chosen and rejected differ only beyond data.max_length"
 
 
 class Encoder:
-    """Rows of files into blocks of ids. Made once in each process that encodes."""
+    """Turns rows of files into blocks of token ids. Each process that encodes makes one."""
 
-    def __init__(self, recipe: EncodingConfig) -> None:
-        self.recipe, self.shape = recipe, SCHEMAS[recipe.shape]
-        self.tokenizer = Tokenizer.load(recipe.tokenizer)
-        self.template = None if recipe.rows == "text" else ChatTemplate(self.tokenizer)
+    def __init__(self, encoding: EncodingConfig) -> None:
+        self.encoding, self.schema = encoding, SCHEMAS[encoding.schema]
+        self.tokenizer = Tokenizer.load(encoding.tokenizer)
+        self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
-        """Raises the BadRow of the first bad row where recipe.on_bad_row is error, and counts it where it is skip."""
-        tally, made = RowStats(), BlockBuilder()
+        """Encode (position, item) pairs. A bad row raises BadRowError if encoding.on_bad_row is error, and is counted if it is skip."""
+        stats, builder = RowStats(), BlockBuilder()
         if self.template is None:
-            self._texts(source, list(self._good(source, chunk, tally, self._text)), tally, made)
+            self._add_texts(source, list(self._usable_rows(source, chunk, stats, _text_of)), stats, builder)
         else:
-            self._chats(source, list(self._good(source, chunk, tally, self._pieces)), tally, made)
-        return made.block(tally)
+            self._add_chats(source, list(self._usable_rows(source, chunk, stats, self._render)), stats, builder)
+        return builder.build(stats)
 
-    def _good(
-        self, source: Source, chunk: Iterable[tuple[int, object]], tally: RowStats, ready: Callable[[SourceItem, int, str], T]
+    def _usable_rows(
+        self, source: Source, chunk: Iterable[tuple[int, object]], stats: RowStats, prepare: Callable[[Example, int, str], T]
     ) -> Iterator[tuple[int, float, T]]:
-        """(place, weight, what is ready to be tokenised) of each row that can be used."""
-        for place, raw in chunk:
-            tally.read += 1
+        """Yield (position, weight, prepared example) of each row that is not bad."""
+        for position, raw in chunk:
+            stats.read += 1
             try:
-                row, where = source.row(place, raw), source.where(place)
-                yield place, example_weight(row, where), ready(self.shape.read(row, where), place, where)
+                row, where = source.parse(position, raw), source.where(position)
+                yield position, example_weight(row, where), prepare(self.schema.read(row, where), position, where)
             except BadRowError as error:
-                self._bad(error, tally)
+                self._handle_bad_row(error, stats)
 
-    def _bad(self, error: BadRowError, tally: RowStats) -> None:
-        if self.recipe.on_bad_row == "error":
-            what, where, fix = error.args
-            raise BadRowError(error.reason, what, where, f"{fix}; or leave such rows out: data.on_bad_row=skip") from error
-        tally.leave_out("bad", error.reason, error.args[1])
+    def _handle_bad_row(self, error: BadRowError, stats: RowStats) -> None:
+        if self.encoding.on_bad_row == "error":
+            fix = f"{error.fix}; or skip such rows: data.on_bad_row=skip"
+            raise BadRowError(error.reason, error.message, error.setting, fix) from error
+        stats.count_dropped("bad", error.reason, error.setting)
 
-    def _text(self, item: SourceItem, place: int, where: str) -> str:
-        assert isinstance(item, TextExample), "the shape is one of texts"
-        return item.text
+    def _render(self, example: Example, position: int, where: str) -> list[list[TemplateSegment]]:
+        """Render a conversation; chosen and rejected for a preference."""
+        encoding, template = self.encoding, self.template
+        assert template is not None and not isinstance(example, TextExample), "the schema is one of conversations"
+        example = augment_example(example, encoding.system_prob, encoding.system_prompts, encoding.empty_think_prob, encoding.seed, position)
+        chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+        return [template.segments(chat.messages, chat.tools, where, encoding.loss_on) for chat in chats]
 
-    def _pieces(self, item: SourceItem, place: int, where: str) -> list[list[TemplateSegment]]:
-        """The rendered conversation, or those of both sides of a pair."""
-        recipe, template = self.recipe, self.template
-        assert template is not None and not isinstance(item, TextExample), "the shape is one of conversations"
-        item = augment_row(item, recipe.system_prob, recipe.system_prompts, recipe.empty_think_prob, recipe.seed, place)
-        chats = (item.chosen, item.rejected) if isinstance(item, PreferencePair) else (item,)
-        return [template.pieces(chat.messages, chat.tools, where, recipe.train_on) for chat in chats]
-
-    def _texts(self, source: Source, rows: list[tuple[int, float, str]], tally: RowStats, made: BlockBuilder) -> None:
-        size = self.recipe.max_length
-        for (place, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
+    def _add_texts(self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder) -> None:
+        size = self.encoding.max_length
+        for (position, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
             ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
             too_long, last = len(ids) > size + 1, len(ids) - 1
-            if too_long and self.recipe.too_long == "drop":
-                tally.leave_out("dropped", TOO_LONG_REASON, source.where(place))
-                tally.lost += last
+            if too_long and self.encoding.too_long == "drop":
+                stats.count_dropped("dropped", TOO_LONG_REASON, source.where(position))
+                stats.lost_loss_tokens += last
                 continue
-            if too_long and self.recipe.too_long == "truncate":
-                tally.cut += 1
-                tally.lost += last - size
+            if too_long and self.encoding.too_long == "truncate":
+                stats.truncated += 1
+                stats.lost_loss_tokens += last - size
                 last = size
             elif too_long:
-                tally.split += 1
-            tally.kept += 1
+                stats.split += 1
+            stats.kept += 1
             # Parts overlap by one token, so that each token is predicted exactly once.
             for start in range(0, last, size):
                 part = ids[start : min(start + size, last) + 1]
-                made.add(place, weight, [(part, [(1, len(part))])])
+                builder.add(position, weight, [(part, [(1, len(part))])])
 
-    def _chats(self, source: Source, rows: list[tuple[int, float, list[list[TemplateSegment]]]], tally: RowStats, made: BlockBuilder) -> None:
-        """Conversations, and pairs of them."""
+    def _add_chats(self, source: Source, rows: list[tuple[int, float, list[list[TemplateSegment]]]], stats: RowStats, builder: BlockBuilder) -> None:
         assert self.template is not None
-        encoded = iter(self.template.assemble([side for _, _, sides in rows for side in sides]))
-        for place, weight, sides in rows:
-            self._keep(source, place, weight, [next(encoded) for _ in sides], tally, made)
+        encoded = iter(self.template.encode_segments([chat for _, _, chats in rows for chat in chats]))
+        for position, weight, chats in rows:
+            self._add_chat_row(source, position, weight, [next(encoded) for _ in chats], stats, builder)
 
-    def _keep(self, source: Source, place: int, weight: float, sides: list[Encoded], tally: RowStats, made: BlockBuilder) -> None:
-        """Take a conversation or a pair as it is, shortened, or not at all."""
-        where, size = source.where(place), self.recipe.max_length
-        learned = [supervised_spans(learn) for _, learn in sides]
-        if not all(learned):
-            return self._bad(
-                BadRowError("no assistant turn", "no assistant turn: nothing to learn", where, "add the assistant's answer, or delete the row"), tally
-            )
-        shared = _shared(sides)
-        spans = [_from(spans, shared) for spans in learned]
+    def _add_chat_row(self, source: Source, position: int, weight: float, chats: list[EncodedChat], stats: RowStats, builder: BlockBuilder) -> None:
+        """Add a conversation, or chosen and rejected, whole or truncated; or count why it is left out."""
+        where, max_ids = source.where(position), self.encoding.max_length + 1
+        spans = [supervised_spans(loss_mask) for _, loss_mask in chats]
+        if not all(spans):
+            fix = "add an answer of the assistant, or delete the row"
+            return self._handle_bad_row(BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats)
+        shared = _common_prefix(chats)
+        spans = [[(max(start, shared), stop) for start, stop in each if stop > shared] for each in spans]
         if not any(spans):
-            return self._bad(BadRowError("no difference", "chosen and rejected are the same tokens", where, "let them differ, or delete the row"), tally)
-        total = sum(map(_count, spans))
-        if max(len(ids) for ids, _ in sides) > size + 1:
-            if self.recipe.too_long == "drop":
-                tally.lost += total
-                return tally.leave_out("dropped", TOO_LONG_REASON, where)
-            stops = [self._stop(ids, side) for (ids, _), side in zip(sides, spans, strict=True)]
-            spans = [_until(side, stop) for side, stop in zip(spans, stops, strict=True)]
-            tally.lost += total - sum(map(_count, spans))
+            fix = "make them differ, or delete the row"
+            return self._handle_bad_row(BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats)
+        total = sum(map(_count_tokens, spans))
+        if max(len(ids) for ids, _ in chats) > max_ids:
+            if self.encoding.too_long == "drop":
+                stats.lost_loss_tokens += total
+                return stats.count_dropped("dropped", TOO_LONG_REASON, where)
+            stops = [self._truncation_point(ids, each, max_ids) for (ids, _), each in zip(chats, spans, strict=True)]
+            spans = [[(start, min(end, stop)) for start, end in each if start < stop] for each, stop in zip(spans, stops, strict=True)]
             if not any(spans) or min(stops) <= shared:
-                tally.lost += sum(map(_count, spans))
-                return tally.leave_out("dropped", NO_ANSWER_REASON if len(sides) == 1 else NO_DIFFERENCE_REASON, where)
-            sides = [(ids[:stop], learn) for (ids, learn), stop in zip(sides, stops, strict=True)]
-            tally.cut += 1
-        tally.kept += 1
-        made.add(place, weight, [(ids, side) for (ids, _), side in zip(sides, spans, strict=True)])
+                stats.lost_loss_tokens += total
+                return stats.count_dropped("dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where)
+            stats.lost_loss_tokens += total - sum(map(_count_tokens, spans))
+            chats = [(ids[:stop], loss_mask) for (ids, loss_mask), stop in zip(chats, stops, strict=True)]
+            stats.truncated += 1
+        stats.kept += 1
+        builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
 
-    def _stop(self, ids: list[int], spans: list[SpanPair]) -> int:
-        """Where a conversation that may be too long ends: with the last answer that fits whole, else in the middle of one."""
-        most = self.recipe.max_length + 1
-        if len(ids) <= most:
+    def _truncation_point(self, ids: list[int], spans: list[SpanPair], max_ids: int) -> int:
+        """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an answer."""
+        if len(ids) <= max_ids:
             return len(ids)
         ends = [stop for _, stop in spans]
-        if self.recipe.train_on == "all":  # one stretch: its turns end where the control token says so
+        if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = [t + 1 for t, token in enumerate(ids) if token == self.tokenizer.eos_id]
-        return max((end for end in ends if end <= most), default=most)
+        return max((end for end in ends if end <= max_ids), default=max_ids)
 
 
-def supervised_spans(learn: list[bool]) -> list[SpanPair]:
-    """The stretches [start, stop) of True; the first token is none, nothing predicts it."""
-    edges = np.flatnonzero(np.diff(np.array([False, False, *learn[1:], False], np.int8)))
+def _text_of(example: Example, position: int, where: str) -> str:
+    assert isinstance(example, TextExample), "the schema is one of texts"
+    return example.text
+
+
+def supervised_spans(loss_mask: list[bool]) -> list[SpanPair]:
+    """Return the spans [start, stop) of True; the first token is excluded, because nothing predicts it."""
+    edges = np.flatnonzero(np.diff(np.array([False, False, *loss_mask[1:], False], np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
-def _count(spans: list[SpanPair]) -> int:
+def _count_tokens(spans: list[SpanPair]) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def _from(spans: list[SpanPair], first: int) -> list[SpanPair]:
-    return [(max(start, first), stop) for start, stop in spans if stop > first]
-
-
-def _until(spans: list[SpanPair], last: int) -> list[SpanPair]:
-    return [(start, min(stop, last)) for start, stop in spans if start < last]
-
-
-def _shared(sides: list[Encoded]) -> int:
-    """Tokens that chosen and rejected begin with in common: they carry no loss, their difference in the margin is zero."""
-    if len(sides) == 1:
+def _common_prefix(chats: list[EncodedChat]) -> int:
+    """Return the number of tokens at the start of both chosen and rejected: they have no loss, because their difference in the margin is zero."""
+    if len(chats) == 1:
         return 0
-    (a, _), (b, _) = sides
+    (a, _), (b, _) = chats
     return next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def schema_of_source(source: Source, rows: str) -> str:
-    """The name of the shape that a file's rows have: that of the first row which has one that can be read as `rows`."""
-    error = UserError("the file holds no row that can be read", source.name, "look at it with: head -c 300 FILE")
-    for place, raw in itertools.islice(source.items(), DETECTION_ROWS):
-        try:
-            return detect_schema(source.row(place, raw), rows, source.where(place)).name
-        except BadRowError as bad:
-            error = error if isinstance(error, BadRowError) else bad
-    raise error

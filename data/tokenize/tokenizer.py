@@ -1,4 +1,4 @@
-"""Byte-level BPE: train a tokenizer folder that `AutoTokenizer` loads, and read one with the `tokenizers` library alone."""
+"""Reads a tokenizer folder (byte-level BPE, as AutoTokenizer reads it) with the `tokenizers` library alone."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer folder, ready for use. Text is text: only `control_ids` names control tokens, `encode` never makes one."""
+    """A loaded tokenizer folder. `encode` never produces a control token; their ids are in `control_ids`."""
 
     folder: Path
     vocab_size: int
-    named: dict[str, str]  # bos_token, eos_token, pad_token as a chat template asks for them
+    named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token: variables of chat templates
     bos_id: int
     eos_id: int
     pad_id: int
-    control_ids: dict[str, int]  # every added token and its id
-    special: frozenset[str]  # those that `decode` leaves out
+    control_ids: dict[str, int]  # id of each added token
+    special_tokens: frozenset[str]  # added tokens that `decode` skips
     chat_template: str | None
     fingerprint: str
-    _full: Engine = field(repr=False)  # knows the control tokens: decodes
-    _plain: Engine = field(repr=False)  # cannot produce one: encodes
+    _full: Engine = field(repr=False)  # with control tokens, for decoding
+    _plain: Engine = field(repr=False)  # without control tokens, for encoding
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
+        """Raises UserError if a file is missing or cannot be used."""
         folder = Path(folder)
-        beside = folder / "chat_template.jinja"
+        template = folder / "chat_template.jinja"
         return _build_tokenizer(
-            folder, _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json"), _read_json(beside) if beside.exists() else None
+            folder,
+            _read_text(folder / "tokenizer.json"),
+            _read_text(folder / "tokenizer_config.json"),
+            _read_text(template) if template.exists() else None,
         )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: `<|im_end|>` in it is ten ordinary characters, never the token."""
+        """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -54,25 +58,25 @@ class Tokenizer:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
 
 
-@lru_cache(maxsize=2)  # who checks a run, reads its rows and trains it asks for the same one
-def _build_tokenizer(folder: Path, text: str, settings: str, beside: str | None) -> Tokenizer:
-    """`text` is tokenizer.json, `settings` tokenizer_config.json; the template `beside` them wins over the field, as in transformers."""
-    stored, config = _parse_json(text, folder / "tokenizer.json"), _parse_json(settings, folder / "tokenizer_config.json")
-    # The threads of `tokenizers` are at rest when a loader forks its workers; say so, or it warns at each fork.
+@lru_cache(maxsize=2)  # the checks, the data pipeline and the training of a run load the same one
+def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, template_file: str | None) -> Tokenizer:
+    """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template, as in transformers."""
+    stored, config = _parse_json(tokenizer_json, folder / "tokenizer.json"), _parse_json(config_json, folder / "tokenizer_config.json")
+    # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    full, plain = _engine(stored, folder), _engine(_without_control_tokens(stored, folder), folder)
-    named = {word: _content(config[word]) for word in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(word)}
-    bos_id, eos_id, pad_id = (_id(full, named, word, folder) for word in ("bos_token", "eos_token", "pad_token"))
-    template = config.get("chat_template") if beside is None else beside
+    full, plain = _build_engine(stored, folder), _build_engine(_without_control_tokens(stored, folder), folder)
+    named = {key: _token_text(config[key]) for key in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(key)}
+    bos_id, eos_id, pad_id = (_token_id(full, named, key, folder) for key in ("bos_token", "eos_token", "pad_token"))
+    template = config.get("chat_template") if template_file is None else template_file
     return Tokenizer(
         folder=folder,
         vocab_size=full.get_vocab_size(),
-        named=named,
+        named_tokens=named,
         bos_id=bos_id,
         eos_id=eos_id,
         pad_id=pad_id,
         control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
-        special=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
+        special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
         chat_template=template,
         fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
         _full=full,
@@ -81,46 +85,47 @@ def _build_tokenizer(folder: Path, text: str, settings: str, beside: str | None)
 
 
 def _without_control_tokens(stored: dict, folder: Path) -> dict:
-    """The same BPE with the added tokens taken out, also as words: a merge that made one would no longer load."""
+    """Return the same BPE without the added tokens, in the vocabulary too: the library rejects merges whose result is missing, so no merge makes one."""
     if stored["model"]["type"] != "BPE":
-        raise UserError(f"a tokenizer of the kind {stored['model']['type']}; only byte-level BPE is read", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
+        message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
+        raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
     control = {token["content"] for token in stored["added_tokens"]}
-    words = {word: word_id for word, word_id in stored["model"]["vocab"].items() if word not in control}
-    return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": words}}
+    vocab = {token: token_id for token, token_id in stored["model"]["vocab"].items() if token not in control}
+    return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": vocab}}
 
 
-def _engine(stored: dict, folder: Path) -> Engine:
+def _build_engine(stored: dict, folder: Path) -> Engine:
     try:
         engine = Engine.from_str(json.dumps(stored))
-    except Exception as error:  # the library raises bare Exception and tells what is wrong only in its text
-        raise UserError(f"the tokenizer cannot be built: {error}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT) from error
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"the tokenizer cannot be loaded: {error}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT) from error
     engine.no_truncation()
     engine.no_padding()
     return engine
 
 
-def _id(engine: Engine, named: dict[str, str], word: str, folder: Path) -> int:
-    token_id = engine.token_to_id(named.get(word, ""))
+def _token_id(engine: Engine, named: dict[str, str], key: str, folder: Path) -> int:
+    token_id = engine.token_to_id(named.get(key, ""))
     if token_id is None:
-        raise UserError(f"the tokenizer has no {word}", f"{folder}/tokenizer_config.json", f"name one of its tokens there, or {TRAIN_TOKENIZER_HINT}")
+        raise UserError(f"the tokenizer has no {key}", f"{folder}/tokenizer_config.json", f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}")
     return token_id
 
 
-def _read_json(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError("a file of the tokenizer is missing", str(path), f"point to a tokenizer folder, or {TRAIN_TOKENIZER_HINT}") from None
+        raise UserError("a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"not text in UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
+        raise UserError(f"not UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
 
 
 def _parse_json(text: str, path: Path) -> dict:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UserError(f"broken JSON: {error}", str(path), COPY_AGAIN_HINT) from error
+        raise UserError(f"invalid JSON: {error}", str(path), COPY_AGAIN_HINT) from error
 
 
-def _content(token: str | dict) -> str:
+def _token_text(token: str | dict) -> str:
     return token["content"] if isinstance(token, dict) else token
