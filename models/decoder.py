@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from models import activation_checkpointing
-from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm
@@ -23,7 +23,7 @@ from models.layers.rope import rope_frequencies
 class DecoderBackbone(nn.Module):
     """All parameters but those of the output layer: a module of its own, for the parameter names `model.layers...`."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: DecoderConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(cfg.vocab_size, cfg.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(cfg, i) for i in range(cfg.num_hidden_layers))
@@ -31,9 +31,10 @@ class DecoderBackbone(nn.Module):
 
 
 class Decoder(LanguageModel):
+    cfg: DecoderConfig
     frequencies: Tensor  # (H/2,) radians per position
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: DecoderConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.activation_checkpointing = "none"

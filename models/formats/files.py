@@ -39,13 +39,6 @@ def reporting_missing_fields(path: Path) -> Iterator[None]:
         raise UserError(f"a field is missing or has another type: {error}", str(path), "correct the file, or write or download the folder again") from error
 
 
-def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: Path) -> None:
-    """Raise UserError for a field with another value; null, {} and [] count as absent."""
-    for field, value in required.items():
-        if (raw.get(field) or value) != value:
-            raise UserError(f"{field}={raw[field]} is not supported, only {field}={value}", str(path), "choose another model")
-
-
 def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from models.config import ModelConfig
+from models.config import MODELS, ModelConfig
 from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
 from models.formats.minimind import read_pth
 from models.formats.peft import base_model_of, is_adapter_dir, merge_adapter_into, read_adapter
 from models.language_model import LanguageModel
 from models.lora import add_lora, load_adapter, merge_adapters
-from models.registry import FAMILIES, create_model
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
@@ -33,7 +32,7 @@ def load_model(source: Path) -> LanguageModel:
         except KeyError as error:
             raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
     else:
-        model = create_model(read_model_config(folder))
+        model = read_model_config(folder).build()
         load_into(model, load_weights(folder), str(folder))
     return model.eval()
 
@@ -45,12 +44,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
     raw = read_json_file(path)
     with reporting_missing_fields(path):
-        model_type = raw["model_type"]
-        for family in FAMILIES:
+        model_type, families = raw["model_type"], MODELS.entries().values()
+        for family in families:
             if model_type in family.hf_model_types:
-                config: ModelConfig = family.load_hf_format().from_hf_config(raw, path)
-                return config
-    supported = ", ".join(name for family in FAMILIES for name in family.hf_model_types)
+                return family.from_hf_config(raw, path)
+    supported = ", ".join(name for family in families for name in family.hf_model_types)
     raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model")
 
 

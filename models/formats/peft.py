@@ -7,8 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from common.errors import UserError
-from models.config import LoraConfig
-from models.formats.files import check_required_values, read_json_file, read_tensors, reporting_missing_fields
+from models.config import LoraConfig, check_required_values
+from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from

@@ -14,7 +14,6 @@ from models.formats.load import HEAD_KEY, model_dir
 from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES, is_adapter_dir
 from models.language_model import LanguageModel
 from models.lora import LoraLinear
-from models.registry import family_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
@@ -23,7 +22,7 @@ def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_d
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before)."""
     folder.mkdir(parents=True, exist_ok=True)
     token_ids = _copy_tokenizer(tokenizer_dir, folder)
-    write_json_file(folder / "config.json", family_of(cfg).load_hf_format().to_hf_config(cfg) | token_ids)
+    write_json_file(folder / "config.json", cfg.to_hf_config() | token_ids)
     write_json_file(folder / "generation_config.json", token_ids)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     if cfg.tie_word_embeddings:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import activation_checkpointing
-from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
 from models.layers.attention import AttentionMask, attention
 from models.layers.fused_linear import compute_dtype, fused_projection
 from models.layers.mlp import MLP
@@ -26,7 +26,7 @@ WEIGHT_INIT_STD = 0.02
 class KVCache:
     """Keys and values of the tokens computed so far, allocated once for `max_length` tokens."""
 
-    def __init__(self, cfg: ModelConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, cfg: DecoderConfig, rows: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         shape = (cfg.num_hidden_layers, rows, cfg.num_key_value_heads, max_length, cfg.head_dim)
         self.keys, self.values = torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype)
         self.length = 0  # cached tokens per row
@@ -60,7 +60,7 @@ class RMSNorm(nn.RMSNorm):
 class Attention(nn.Module):
     """Grouped-query attention (https://arxiv.org/abs/2305.13245), with RMSNorm on queries and keys if `qk_norm`."""
 
-    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+    def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.cfg, self.layer = cfg, layer
         self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=False)
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, cfg: ModelConfig, layer: int) -> None:
+    def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.compiled: Callable[[Tensor, LayerContext], tuple[Tensor, Tensor | None]] | None = None
         self.single_row = False  # compiled for batches of one row

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
 from models.layers.fused_linear import fused_projection
 
 
@@ -27,7 +27,7 @@ class SwiGLU(torch.autograd.Function):
 class MLP(nn.Module):
     """SwiGLU (https://arxiv.org/abs/2002.05202): down(silu(gate(x)) * up(x)). (..., D) -> (..., D)."""
 
-    def __init__(self, cfg: ModelConfig, width: int) -> None:
+    def __init__(self, cfg: DecoderConfig, width: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=False)
         self.up_proj = nn.Linear(cfg.hidden_size, width, bias=False)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
 from models.layers.mlp import MLP
 
 
@@ -31,7 +31,7 @@ class DocumentIndex(NamedTuple):
 class MoE(nn.Module):
     """Feed-forward experts, each token routed to its top k (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
 
-    def __init__(self, cfg: ModelConfig) -> None:
+    def __init__(self, cfg: DecoderConfig) -> None:
         super().__init__()
         self.cfg = cfg
         self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig, RopeScaling
+from models.families.decoder import DecoderConfig, RopeScaling
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
+def rope_frequencies(cfg: DecoderConfig) -> tuple[Tensor, float]:
     """Return the frequency of each channel pair, (H/2,) in radians per position, and the factor on cos and sin."""
     exponents = torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim
     frequencies = 1.0 / cfg.rope_theta**exponents
@@ -25,7 +25,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     return _yarn_frequencies(frequencies, cfg, cfg.rope_scaling)
 
 
-def _yarn_frequencies(frequencies: Tensor, cfg: ModelConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
+def _yarn_frequencies(frequencies: Tensor, cfg: DecoderConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
     """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): keep high frequencies, divide low ones by `factor`, interpolate between."""
 
     def channel(rotations: float) -> float:

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.config import ModelConfig
+from models.families.decoder import DecoderConfig
 from models.decoder import Decoder
 from models.formats.save import save_model
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
 
-def small() -> ModelConfig:
-    return ModelConfig(
+def small() -> DecoderConfig:
+    return DecoderConfig(
+        family="decoder",
         name="small",
         vocab_size=6400,
         hidden_size=32,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from data.tokenize.tokenizer import Tokenizer
 from runner.config.compose import compose_config
 from runner.engine.data_pipeline import build_data_pipeline
-from runner.inference.inspect_rows import ShowConfig, histogram, inspect_rows
+from runner.inference.inspect_rows import RowsConfig, histogram, inspect_rows
 from runner.inference.token_view import RichTokenView, token_spans
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         data = [f"data.path={path}", f"data.cache={tmp_path}/cache", "data.val_path=null", "data.val_fraction=0"]
         cfg = {"n": 3, "row": None, "ids": False, "packed": None, "plain": True, **show_words}
         capsys.readouterr()
-        inspect_rows(ShowConfig(**cfg), compose_config([f"stage={stage}", *data, *words]))
+        inspect_rows(RowsConfig(**cfg), compose_config([f"stage={stage}", *data, *words]))
         return capsys.readouterr().out
 
     return rows
@@ -114,7 +114,7 @@ def test_the_positions_of_a_window_are_told_without_a_gap(rows) -> None:
 
 def test_bad_rows_are_counted_by_reason_with_the_first_place(rows) -> None:
     printed = rows(CHAT * 3 + "not json\n", "data.on_bad_row=skip", "data.max_bad_fraction=0.5")
-    assert re.search(r"bad 1: broken JSON \(first: \S+rows\.jsonl:4", printed)
+    assert re.search(r"bad 1: invalid JSON \(first: \S+rows\.jsonl:4", printed)
 
 
 def test_the_histogram_counts_every_row_once(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_histogram_counts_every_row_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "lora", "dpo"])
 def test_the_shipped_samples_of_every_stage_are_shown(stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_rows(ShowConfig(n=2, row=None, ids=True, packed=None, plain=True), compose_config([f"stage={stage}", f"data.cache={tmp_path}"]))
+    inspect_rows(RowsConfig(n=2, row=None, ids=True, packed=None, plain=True), compose_config([f"stage={stage}", f"data.cache={tmp_path}"]))
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("with loss", "positions hold a token", "[", "ids: 1 ", ".jsonl:")) and "\x1b" not in printed
 

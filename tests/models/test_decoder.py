@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.formats.decoder import to_hf_config
+
 from models.generate import generate
 from models.layers.chunked_loss import IGNORE_LABEL
 from runner.config.compose import compose_config
@@ -34,7 +34,7 @@ def reference(cfg: ModelConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
     """The transformers model of the same weights; its experts lie in one tensor a layer."""
     import transformers
 
-    settings = to_hf_config(cfg)
+    settings = cfg.to_hf_config()
     name = settings["architectures"][0]
     theirs = getattr(transformers, name)(getattr(transformers, name.replace("ForCausalLM", "Config"))(**settings))
     fused = dict(weights)

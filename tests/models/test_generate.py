@@ -35,10 +35,10 @@ def test_a_batch_of_unequal_prompts_is_each_prompt_by_itself(changes: dict[str, 
 def test_greedy_is_transformers_greedy_token_for_token(penalty: float) -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from models.formats.decoder import to_hf_config
+    
 
     model = random_model()
-    theirs = Qwen3ForCausalLM(Qwen3Config(**to_hf_config(model.cfg))).eval()
+    theirs = Qwen3ForCausalLM(Qwen3Config(**model.cfg.to_hf_config())).eval()
     theirs.load_state_dict(model.state_dict())
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig, RopeScaling
+from models.families.decoder import DecoderConfig, RopeScaling
 from models.decoder import Decoder
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 V = 6400
-DENSE = ModelConfig(
+DENSE = DecoderConfig(
+    family="decoder",
     name="dense",
     vocab_size=V,
     hidden_size=48,
@@ -43,7 +44,7 @@ BEST_TWO: dict[str, Any] = EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob"
 YARN: dict[str, Any] = {"rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)}
 
 
-def config(**changes: Any) -> ModelConfig:
+def config(**changes: Any) -> DecoderConfig:
     return dataclasses.replace(DENSE, **changes)
 
 
