@@ -18,7 +18,7 @@ CHOICES = {
 }
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataConfig:
     name: str = setting("ignored")  # name of the group file in conf/data/
     path: Any = setting("ignored")  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
@@ -54,7 +54,9 @@ class DataConfig:
             check_choice(f"data.{key}", getattr(self, key), choices)
         check_at_least("data.max_length", self.max_length, 2, 512)
         if not 0 <= self.val_fraction < 1:
-            raise UserError(f"data.val_fraction must be in [0, 1), got {self.val_fraction}", f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
+            raise UserError(
+                f"data.val_fraction must be in [0, 1), got {self.val_fraction}", f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02"
+            )
         for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
             check_fraction(f"data.{key}", getattr(self, key), 0.1)
         if self.group_by_length and self.packing != "none":
@@ -70,4 +72,6 @@ class DataConfig:
             message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
             raise UserError(message, f"data.weights={self.weights}", f"e.g. data.weights={[1] * len(self.paths)}".replace(" ", ""))
         if not all(0 < weight < float("inf") for weight in self.weights):
-            raise UserError(f"data.weights must be positive numbers, got {self.weights}", f"data.weights={self.weights}", "remove the entry from data.path instead")
+            raise UserError(
+                f"data.weights must be positive numbers, got {self.weights}", f"data.weights={self.weights}", "remove the entry from data.path instead"
+            )

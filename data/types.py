@@ -33,10 +33,6 @@ class EncodingConfig:
     empty_think_prob: float = 0.0
     seed: int = 0  # of the two probabilities; 0 where both are 0, so that the seed of the run does not change the key
 
-    @property
-    def sequences_per_row(self) -> int:
-        return sequences_per_row(self.data_format)
-
     def key(self, tokenizer_fingerprint: str) -> str:
         parts = dataclasses.asdict(self) | {"tokenizer": tokenizer_fingerprint}
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -113,8 +113,8 @@ def parse_alpaca(row: dict, where: str) -> ChatExample:
     return chat_example([*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where)
 
 
-@register_schema("sharegpt", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "from")
 @register_schema("minimind chat", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "role")
+@register_schema("sharegpt", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "from")
 def parse_conversations(row: dict, where: str) -> ChatExample:
     return chat_example(row["conversations"], row, f"{where} conversations")
 

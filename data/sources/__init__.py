@@ -1,5 +1,5 @@
-"""Data files to rows: which files a path names, their format, and their rows one after another as JSON objects (dict).
+"""Data files to rows: which files a path names, the format of each, and its rows one after another as JSON objects (dict).
 
-files.py is the entry (resolve_sources, Source); json_text.py and tables.py read one format each, huggingface.py finds data sets of the Hub.
+files.py is the entry (resolve_sources, Source); json_text.py and tables.py read the formats, huggingface.py finds data sets of the Hub.
 Memory does not grow with the size of a file. May import: common, data.errors, pyarrow and datasets (inside functions).
 """

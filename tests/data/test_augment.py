@@ -1,71 +1,73 @@
+"""Random changes of conversations: system messages and empty think blocks."""
+
 import random
 
 import numpy as np
 import pytest
 
-from data.schemas.augment import EMPTY_THINK, augment_row
-from data.schemas.schemas import ChatExample, PreferencePair
+from data.schemas.augment import EMPTY_THINK, augment_example
+from data.schemas.registry import ChatExample, PreferencePair
 
 PROMPTS = ("Be brief.", "Be kind.", "你是助手。")
 USER = {"role": "user", "content": "2 + 2?"}
 CHAT = ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
-def many(row, system_prob, empty_think_prob, seed=1, rows=2000):
-    return [augment_row(row, system_prob, PROMPTS, empty_think_prob, seed, identity) for identity in range(rows)]
+def augment_many(example, system_prob, empty_think_prob, seed=1, count=2000):
+    return [augment_example(example, system_prob, PROMPTS, empty_think_prob, seed, index) for index in range(count)]
 
 
-def test_off_is_the_very_row():
-    assert augment_row(CHAT, 0.0, (), 0.0, 1, 7) is CHAT
+def test_augment_with_probability_0_returns_the_same_object():
+    assert augment_example(CHAT, 0.0, (), 0.0, 1, 7) is CHAT
 
 
-def test_certain_options_change_every_row():
-    changed = many(CHAT, 1.0, 1.0)
-    assert {row.messages[0]["role"] for row in changed} == {"system"}
-    assert {row.messages[0]["content"] for row in changed} == set(PROMPTS)
-    assert {row.messages[2]["content"] for row in changed} == {EMPTY_THINK + "4"}
+def test_augment_with_probability_1_changes_every_example():
+    changed = augment_many(CHAT, 1.0, 1.0)
+    assert {example.messages[0]["role"] for example in changed} == {"system"}
+    assert {example.messages[0]["content"] for example in changed} == set(PROMPTS)
+    assert {example.messages[2]["content"] for example in changed} == {EMPTY_THINK + "4"}
 
 
-def test_a_probability_is_the_share_of_rows():
-    changed = many(CHAT, 0.2, 0.1)
-    assert 0.15 < np.mean([len(row.messages) == 3 for row in changed]) < 0.25
-    assert 0.07 < np.mean([row.messages[-1]["content"] != "4" for row in changed]) < 0.13
+def test_augment_probability_is_the_fraction_of_changed_examples():
+    changed = augment_many(CHAT, 0.2, 0.1)
+    assert 0.15 < np.mean([len(example.messages) == 3 for example in changed]) < 0.25
+    assert 0.07 < np.mean([example.messages[-1]["content"] != "4" for example in changed]) < 0.13
 
 
-def test_what_is_drawn_depends_on_seed_and_row_alone():
-    before = many(CHAT, 0.5, 0.5)
+def test_augment_depends_on_seed_and_index_only():
+    before = augment_many(CHAT, 0.5, 0.5)
     random.seed(3)
     np.random.seed(3)
     state = np.random.get_state()[1].tolist()
-    assert many(CHAT, 0.5, 0.5)[::-1] == before[::-1] != many(CHAT, 0.5, 0.5, seed=2)
+    assert augment_many(CHAT, 0.5, 0.5)[::-1] == before[::-1] != augment_many(CHAT, 0.5, 0.5, seed=2)
     assert np.random.get_state()[1].tolist() == state
 
 
-def test_one_option_does_not_move_the_draws_of_the_other():
-    both, one = many(CHAT, 0.5, 0.5), many(CHAT, 0.5, 0.0)
-    assert [len(row.messages) for row in both] == [len(row.messages) for row in one]
+def test_augment_draws_of_one_option_do_not_depend_on_the_other():
+    both, one = augment_many(CHAT, 0.5, 0.5), augment_many(CHAT, 0.5, 0.0)
+    assert [len(example.messages) for example in both] == [len(example.messages) for example in one]
 
 
-def test_the_row_that_was_given_is_left_alone():
-    many(CHAT, 1.0, 1.0, rows=1)
+def test_augment_does_not_modify_its_argument():
+    augment_many(CHAT, 1.0, 1.0, count=1)
     assert CHAT == ChatExample([USER, {"role": "assistant", "content": "4"}], None)
 
 
 @pytest.mark.parametrize("chat", [ChatExample([{"role": "system", "content": "Mine."}, *CHAT.messages], None), ChatExample(CHAT.messages, [{"name": "f"}])])
-def test_a_system_message_or_tools_are_not_talked_over(chat):
-    assert augment_row(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
+def test_augment_adds_no_system_message_beside_another_or_tools(chat):
+    assert augment_example(chat, 1.0, PROMPTS, 0.0, 1, 0) == chat
 
 
 @pytest.mark.parametrize(
     "answer", [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}, {"role": "assistant", "content": "<think>hm</think>4"}]
 )
-def test_an_answer_with_reasoning_keeps_it(answer):
+def test_augment_keeps_an_answer_with_reasoning(answer):
     chat = ChatExample([USER, answer], None)
-    assert augment_row(chat, 0.0, (), 1.0, 1, 0) == chat
+    assert augment_example(chat, 0.0, (), 1.0, 1, 0) == chat
 
 
-def test_both_sides_of_a_pair_get_the_same():
+def test_augment_changes_chosen_and_rejected_alike():
     pair = PreferencePair(CHAT, ChatExample([USER, {"role": "assistant", "content": "5"}], None))
-    for row in many(pair, 0.5, 0.5, rows=200):
-        assert row.chosen.messages[:-1] == row.rejected.messages[:-1]
-        assert row.chosen.messages[-1]["content"][:-1] == row.rejected.messages[-1]["content"][:-1]
+    for example in augment_many(pair, 0.5, 0.5, count=200):
+        assert example.chosen.messages[:-1] == example.rejected.messages[:-1]
+        assert example.chosen.messages[-1]["content"][:-1] == example.rejected.messages[-1]["content"][:-1]

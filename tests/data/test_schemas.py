@@ -1,12 +1,18 @@
-"""Every common shape of rows becomes text, a conversation or a preference; a row that cannot is bad, and says where and why."""
+"""Row schemas: detection, the example of each, and the errors of rows that cannot be used."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from data.schemas.errors import BadRowError
+from common.errors import UserError
+from data.errors import BadRowError
 from data.schemas.messages import check_chat
-from data.schemas.schemas import SCHEMAS, ChatExample, PreferencePair, TextExample, detect_schema, example_weight
+from data.schemas.registry import SCHEMAS, ChatExample, PreferencePair, TextExample, detect_schema, register_schema, schema_of_source
+from data.schemas.text import example_weight
+from data.sources.files import Source
 
 CALL = {"name": "weather", "arguments": {"town": "Pell"}}
 CALLED = {"type": "function", "function": CALL}
@@ -18,19 +24,19 @@ HUMAN = {"from": "human", "value": "hi"}
 GPT = {"from": "gpt", "value": "ho"}
 
 
-def short(item):
-    """What was read, without the fields that are empty."""
-    if isinstance(item, PreferencePair):
-        return short(item.chosen), short(item.rejected)
-    return [{key: value for key, value in message.items() if value} for message in item.messages]
+def messages_of(example):
+    """Return the messages without empty fields; of a preference (chosen, rejected)."""
+    if isinstance(example, PreferencePair):
+        return messages_of(example.chosen), messages_of(example.rejected)
+    return [{key: value for key, value in message.items() if value} for message in example.messages]
 
 
-def read(row, rows, shape=None):
-    return (SCHEMAS[shape] if shape else detect_schema(row, rows, "file:1")).read(row, "file:1")
+def read(row, data_format):
+    return detect_schema(row, data_format, "file:1").read(row, "file:1")
 
 
 TALK = [ASK, ANSWER]
-CHATS = [  # shape, row, what is said
+CHATS = [  # schema, row, messages
     ("minimind chat", {"conversations": TALK}, TALK),
     ("minimind chat", {"conversations": json.dumps(TALK)}, TALK),
     ("minimind chat", {"conversations": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, [ASK, {**ANSWER, "reasoning_content": "hm"}]),
@@ -87,7 +93,7 @@ CHATS = [  # shape, row, what is said
         {"instruction": "hi", "input": "", "output": "ho", "system": "be brief", "history": [["a", "b"], ["c", "d"]]},
         [
             {"role": "system", "content": "be brief"},
-            *({"role": role, "content": words} for role, words in zip(["user", "assistant"] * 2, "abcd", strict=True)),
+            *({"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)),
             *TALK,
         ],
     ),
@@ -102,15 +108,15 @@ CHATS = [  # shape, row, what is said
 ]
 
 
-@pytest.mark.parametrize("shape, row, said", CHATS)
-def test_a_conversation_of_every_shape_is_recognised_and_read(shape, row, said):
-    assert detect_schema(row, "chat", "file:1").name == shape
+@pytest.mark.parametrize("schema, row, messages", CHATS)
+def test_schema_of_a_conversation_is_detected_and_read(schema, row, messages):
+    assert detect_schema(row, "chat", "file:1").name == schema
     chat = read(row, "chat")
-    assert isinstance(chat, ChatExample) and chat.tools is None and (said is None or short(chat) == said)
+    assert isinstance(chat, ChatExample) and chat.tools is None and (messages is None or messages_of(chat) == messages)
     assert [message["role"] for message in chat.messages if message["content"] == "be brief"] in ([], ["system"])
 
 
-@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
 @pytest.mark.parametrize(
     "row",
     [
@@ -120,14 +126,15 @@ def test_a_conversation_of_every_shape_is_recognised_and_read(shape, row, said):
         {"chosen": TALK, "rejected": [ASK, WORSE]},
         {"instruction": "hi", "output": "ho"},
     ],
+    ids=["minimind", "sharegpt", "openai", "preference", "alpaca"],
 )
-def test_tools_may_stand_beside_the_messages_as_a_list_or_as_json(row, stored):
-    read_row = read({**row, "tools": stored}, "preference" if "chosen" in row else "chat")
-    assert (read_row.chosen if isinstance(read_row, PreferencePair) else read_row).tools == TOOLS
+def test_schema_reads_tools_of_a_row_as_list_or_json(row, stored):
+    example = read({**row, "tools": stored}, "preference" if "chosen" in row else "chat")
+    assert (example.chosen if isinstance(example, PreferencePair) else example).tools == TOOLS
 
 
-@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
-def test_tools_may_stand_on_a_message(stored):
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
+def test_schema_reads_tools_of_a_message(stored):
     system = {"role": "system", "content": "be brief", "tools": stored}
     assert read({"conversations": [system, *TALK]}, "chat").tools == TOOLS
     pair = read({"prompt": [system, ASK], "chosen": [ANSWER], "rejected": [WORSE]}, "preference")
@@ -135,7 +142,7 @@ def test_tools_may_stand_on_a_message(stored):
 
 
 @pytest.mark.parametrize(
-    "shape, row",
+    "schema, row",
     [
         ("minimind preference", {"chosen": TALK, "rejected": [ASK, WORSE]}),
         ("minimind preference", {"chosen": json.dumps(TALK), "rejected": json.dumps([ASK, WORSE])}),
@@ -154,24 +161,24 @@ def test_tools_may_stand_on_a_message(stored):
         ("trl preference", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": TALK, "rejected": [ASK, WORSE]}),
     ],
 )
-def test_a_preference_of_every_shape_becomes_two_whole_conversations(shape, row):
-    assert detect_schema(row, "preference", "file:1").name == shape
-    assert short(read(row, "preference")) == (TALK, [ASK, WORSE])
+def test_schema_of_a_preference_gives_two_complete_conversations(schema, row):
+    assert detect_schema(row, "preference", "file:1").name == schema
+    assert messages_of(read(row, "preference")) == (TALK, [ASK, WORSE])
 
 
-def test_a_prompt_of_several_turns_is_not_doubled():
+def test_schema_does_not_repeat_a_prompt_that_the_answers_contain():
     prompt = [{"role": "system", "content": "be brief"}, *TALK, {"role": "user", "content": "more"}]
     for chosen, rejected in (([ANSWER], [WORSE]), ([*prompt, ANSWER], [*prompt, WORSE])):
-        assert short(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == ([*prompt, ANSWER], [*prompt, WORSE])
-    whole = [prompt[0], ASK, ANSWER]  # the prompt is the question alone, the answers tell what came before it, too
-    assert short(read({"prompt": "hi", "chosen": whole, "rejected": [prompt[0], ASK, WORSE]}, "preference"))[0] == whole
+        assert messages_of(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == ([*prompt, ANSWER], [*prompt, WORSE])
+    complete = [prompt[0], ASK, ANSWER]  # the prompt is the question only, the answers contain the system message, too
+    assert messages_of(read({"prompt": "hi", "chosen": complete, "rejected": [prompt[0], ASK, WORSE]}, "preference"))[0] == complete
 
 
-def test_text_is_text_to_the_character():
+def test_schema_keeps_every_character_of_a_text():
     assert read({"text": " a\n", "url": "b"}, "text") == TextExample(" a\n")
 
 
-def test_good_values_pass_unchanged():
+def test_check_chat_keeps_valid_values_unchanged():
     messages = [{"role": "user", "content": " hi\n", "name": "Ada"}, {"role": "assistant", "content": "<think>no</think> [{"}]
     turns, tools = check_chat(messages, "", "here")
     assert [{key: turn[key] for key in message} for turn, message in zip(turns, messages, strict=True)] == messages and tools is None
@@ -181,59 +188,101 @@ ROW = {"text": {"text": "a"}, "chat": {"conversations": TALK}, "preference": {"c
 STAGE = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}
 
 
-@pytest.mark.parametrize("rows", ROW)
-@pytest.mark.parametrize("other", ROW)
-def test_a_file_of_another_stage_is_told_which(rows, other):
-    if rows == other:
-        return
-    with pytest.raises(BadRowError) as refusal:
-        detect_schema(ROW[other], rows, "file:1")
-    assert refusal.value.reason == "wrong keys" and STAGE[rows] in refusal.value.args[0]
-    assert refusal.value.args[2] == f"the file looks made for {STAGE[other]}" and ", ".join(ROW[other]) in refusal.value.args[0]
+@pytest.mark.parametrize("data_format, other", [(a, b) for a in ROW for b in ROW if a != b])
+def test_schema_error_names_the_stage_that_fits_the_row(data_format, other):
+    with pytest.raises(BadRowError) as error:
+        detect_schema(ROW[other], data_format, "file:1")
+    assert error.value.reason == "wrong keys" and STAGE[data_format] in error.value.message
+    assert error.value.fix == f"the row matches {STAGE[other]}" and ", ".join(ROW[other]) in error.value.message
 
 
-def test_what_stands_beside_two_answers_is_no_conversation():
-    with pytest.raises(BadRowError, match="stage=sft reads .*looks made for stage=dpo"):
+def test_schema_prompt_of_a_preference_is_not_a_conversation():
+    with pytest.raises(BadRowError, match="stage=sft reads .*the row matches stage=dpo"):
         detect_schema({"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "chat", "file:1")
 
 
-def test_a_shape_that_is_forced_is_not_guessed_again():
-    with pytest.raises(BadRowError) as refusal:
+def test_schema_error_of_missing_keys_names_the_schema_that_matches():
+    with pytest.raises(BadRowError) as error:
         SCHEMAS["alpaca"].read({"messages": TALK}, "file:1")
-    assert refusal.value.args == (
-        "rows of the shape alpaca have instruction and output; found messages",
+    assert error.value.args == (
+        "rows of the schema alpaca have instruction and output; found messages",
         "file:1",
-        'the row looks like one of the shape openai messages: data.shape="openai messages"',
+        'the row matches the schema openai messages: data.schema="openai messages"',
     )
 
 
-def test_every_shape_is_named_by_itself_and_fits_its_stage():
-    assert all(name == shape.name and shape.rows in STAGE for name, shape in SCHEMAS.items())
+def test_schema_priority_is_fixed_for_rows_that_match_several():
+    """Rows of public data sets with more columns than one schema needs."""
+    everything = {"text": "a", "messages": TALK, "prompt": "hi", "response": "ho", "instruction": "hi", "output": "ho", "context": ""}
+    assert detect_schema(everything, "chat", "file:1").name == "openai messages"
+    assert detect_schema({**everything, "messages": None, "conversations": TALK}, "chat", "file:1").name == "minimind chat"
+    pair = {"chosen": TALK, "rejected": [ASK, WORSE]}
+    assert detect_schema({**everything, **pair}, "preference", "file:1").name == "trl preference"
+    assert detect_schema({**everything, **pair}, "text", "file:1").name == "text"
 
 
-@pytest.mark.parametrize("weight, read_as", [(2, 2.0), (0.5, 0.5), ("3", 3.0), (None, 1.0), ("", 1.0)])
-def test_a_row_may_weigh_more_or_less(weight, read_as):
-    assert example_weight({"weight": weight}, "file:1") == read_as and example_weight({}, "file:1") == 1.0
+def test_schema_of_source_is_that_of_the_first_matching_row(write):
+    path = write(b'{"x": 1}\n[\n{"text": "a"}\n')
+    assert schema_of_source(Source.open(path), "text") == "text"
+    with pytest.raises(BadRowError, match="found x") as error:
+        schema_of_source(Source.open(path), "chat")
+    assert error.value.setting == f"{path}:1"
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400])
-def test_a_weight_that_is_none_is_refused(weight):
-    with pytest.raises(BadRowError) as refusal:
+@pytest.fixture
+def registered(monkeypatch):
+    """Restores the registry after the test."""
+    before = dict(SCHEMAS)
+    yield
+    SCHEMAS.clear()
+    SCHEMAS.update(before)
+
+
+def test_register_schema_of_a_user_is_preferred_to_a_built_in_one(registered):
+    @register_schema("notes", "text", keys=("text",), detect=lambda row: "note" in row)
+    def parse_notes(row, where):
+        return TextExample(row["text"] + row["note"])
+
+    assert read({"text": "a", "note": "b"}, "text") == TextExample("ab") and read({"text": "a"}, "text") == TextExample("a")
+    assert SCHEMAS["notes"].module == __name__
+
+
+def test_register_schema_refuses_the_name_of_another_module_and_an_unknown_format(registered):
+    with pytest.raises(UserError, match="two modules register the schema alpaca: data.schemas.chat and"):
+        register_schema("alpaca", "chat", keys=("a",))(lambda row, where: TextExample("a"))
+    with pytest.raises(UserError, match="data_format must be one of preference, chat, text, got audio"):
+        register_schema("sound", "audio", keys=("a",))
+
+
+def test_register_schema_needs_no_heavy_library(tmp_path):
+    program = "import sys, data.schemas.registry; print([name for name in ('torch', 'numpy', 'pyarrow', 'tokenizers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("value, weight", [(2, 2.0), (0.5, 0.5), ("3", 3.0), (None, 1.0), ("", 1.0)])
+def test_example_weight_is_a_number_or_1_by_default(value, weight):
+    assert example_weight({"weight": value}, "file:1") == weight and example_weight({}, "file:1") == 1.0
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "much", [1], 10**400], ids=lambda value: str(value)[:10])
+def test_example_weight_refuses_a_value_that_is_not_positive_and_finite(weight):
+    with pytest.raises(BadRowError) as error:
         example_weight({"weight": weight}, "file:1")
-    assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 weight"
+    assert error.value.reason == "wrong weight" and error.value.setting == "file:1 weight"
 
 
-@pytest.mark.parametrize("weight, kept", [(0, 0), (0.0, 0), (1, None), (None, None)])
-def test_a_message_of_weight_0_keeps_it(weight, kept):
+@pytest.mark.parametrize("weight, expected", [(0, 0), (0.0, 0), (1, None), (None, None)])
+def test_schema_keeps_weight_0_of_a_message_only(weight, expected):
     for row in ({"messages": [ASK, {**ANSWER, "weight": weight}]}, {"conversations": [HUMAN, {**GPT, "weight": weight}]}):
-        assert read(row, "chat").messages[1].get("weight") == kept
+        assert read(row, "chat").messages[1].get("weight") == expected
 
 
 @pytest.mark.parametrize("weight", [0.5, 2, -1, True, "0", [0]])
-def test_a_message_weighs_0_or_1(weight):
-    with pytest.raises(BadRowError, match="is 0 or 1") as refusal:
+def test_schema_refuses_a_message_weight_other_than_0_or_1(weight):
+    with pytest.raises(BadRowError, match="must be 0 or 1") as error:
         read({"messages": [ASK, {**ANSWER, "weight": weight}]}, "chat")
-    assert refusal.value.reason == "wrong weight" and refusal.value.args[1] == "file:1 messages[1].weight"
+    assert error.value.reason == "wrong weight" and error.value.setting == "file:1 messages[1].weight"
 
 
 @pytest.mark.parametrize(
@@ -247,62 +296,62 @@ def test_a_message_weighs_0_or_1(weight):
         {"reasoning_details": [{"type": "reasoning.text", "text": "h"}, {"type": "reasoning.summary", "summary": "m"}]},
     ],
 )
-def test_reasoning_is_read_under_all_its_names(fields):
+def test_schema_reads_reasoning_under_all_its_names(fields):
     assert read({"messages": [ASK, {**ANSWER, **fields}]}, "chat").messages[1]["reasoning_content"].strip() == "hm"
 
 
-@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)])
-def test_functions_are_tools_under_their_old_name(stored):
+@pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
+def test_schema_reads_functions_the_former_name_of_tools(stored):
     assert read({"messages": TALK, "functions": stored}, "chat").tools == [{"type": "function", "function": TOOLS[0]}]
     assert read({"messages": TALK, "functions": [], "tools": TOOLS}, "chat").tools == TOOLS
 
 
 @pytest.mark.parametrize(
-    "row, what, where",
+    "row, message, where",
     [
-        ({"messages": TALK, "tools": TOOLS, "functions": TOOLS}, "side by side", " functions"),
+        ({"messages": TALK, "tools": TOOLS, "functions": TOOLS}, "both tools and functions", " functions"),
         ({"messages": TALK, "functions": "weather"}, "a list of objects, found a string", " functions"),
-        ({"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]}, "side by side", " messages[1].function_call"),
+        ({"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]}, "both function_call and tool_calls", " messages[1].function_call"),
         ({"messages": [ASK, {**ANSWER, "function_call": "weather"}]}, "a list of objects", " messages[1].function_call"),
-        ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]}, "a name and arguments", " messages[1].function_call"),
-        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "a user message has tool_calls", " messages[0].tool_calls"),
-        ({"messages": [{**ASK, "reasoning": "hm"}, ANSWER]}, "a user message has reasoning_content", " messages[0].reasoning_content"),
+        ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]}, "needs a name and arguments", " messages[1].function_call"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, "tool_calls is allowed in assistant messages only", " messages[0].tool_calls"),
+        ({"messages": [{**ASK, "reasoning": "hm"}, ANSWER]}, "reasoning_content is allowed in assistant messages only", " messages[0].reasoning_content"),
         ({"messages": [ASK, {**ANSWER, "reasoning": "hm", "thinking": "so"}]}, "reasoning and thinking differ", " messages[1]"),
-        ({"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]}, "without words", " messages[1].reasoning_details"),
-        ({"messages": [{"role": "system", "content": "a"}, *TALK], "system": "b"}, "is not the one in it", " messages system"),
+        ({"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]}, "without text", " messages[1].reasoning_details"),
+        ({"messages": [{"role": "system", "content": "a"}, *TALK], "system": "b"}, "differs from the system message", " messages system"),
     ],
 )
-def test_what_a_row_says_is_never_left_out_in_silence(row, what, where):
-    with pytest.raises(BadRowError) as refusal:
+def test_schema_refuses_fields_that_would_be_ignored(row, message, where):
+    with pytest.raises(BadRowError) as error:
         read(row, "chat")
-    assert what in refusal.value.args[0] and refusal.value.args[1] == f"file:1{where}"
+    assert message in error.value.message and error.value.setting == f"file:1{where}"
 
 
-@pytest.mark.parametrize("nothing", [None, "", "null", "None", "[]", " ", [], {}])
-def test_no_tools_are_written_in_many_ways(nothing):
-    said = [{"role": "system", "content": "", "tools": nothing}, ASK, {**ANSWER, "tool_calls": nothing}]
-    chat = read({"messages": said, "tools": nothing, "functions": nothing}, "chat")
-    assert chat.tools is None and short(chat) == TALK
+@pytest.mark.parametrize("empty", [None, "", "null", "None", "[]", " ", [], {}], ids=repr)
+def test_schema_reads_every_form_of_no_tools(empty):
+    messages = [{"role": "system", "content": "", "tools": empty}, ASK, {**ANSWER, "tool_calls": empty}]
+    chat = read({"messages": messages, "tools": empty, "functions": empty}, "chat")
+    assert chat.tools is None and messages_of(chat) == TALK
 
 
-def test_tools_on_a_system_message_without_words_are_kept():
+def test_schema_keeps_tools_of_an_empty_system_message():
     assert read({"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *TALK]}, "chat") == ChatExample(check_chat(TALK, None, "")[0], TOOLS)
 
 
-def test_a_place_is_that_of_the_file_where_an_empty_system_message_was_left_out_or_another_put_in_front():
-    for begin, more, place in (([{"role": "system", "content": ""}], {}, 2), ([], {"system": "be brief"}, 1)):
-        with pytest.raises(BadRowError) as refusal:
+def test_schema_error_has_the_index_of_the_message_in_the_file():
+    for begin, more, index in (([{"role": "system", "content": ""}], {}, 2), ([], {"system": "be brief"}, 1)):
+        with pytest.raises(BadRowError) as error:
             read({"messages": [*begin, ASK, ASK, ANSWER], **more}, "chat")
-        assert refusal.value.args[1] == f"file:1 messages[{place}].role"
+        assert error.value.setting == f"file:1 messages[{index}].role"
 
 
-def test_the_tools_of_openais_preferences_stand_beside_their_messages():
+def test_schema_reads_tools_of_the_input_of_an_openai_preference():
     row = {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}
     pair = read(row, "preference")
     assert pair.chosen.tools == pair.rejected.tools == TOOLS
 
 
-def test_a_dialogue_in_one_string_is_taken_apart_to_the_character():
+def test_schema_splits_a_dialogue_of_hh_without_loss():
     begin = "\n\nHuman: Human: a\n\n b \n\nAssistant:\n- c\n\nHuman:d"
     pair = read({"chosen": f"{begin}\n\nAssistant: e", "rejected": f"{begin}\n\nAssistant: f"}, "preference")
     assert [message["content"] for message in pair.chosen.messages] == ["Human: a\n\n b ", "\n- c", "d", "e"]
@@ -318,18 +367,18 @@ def test_a_dialogue_in_one_string_is_taken_apart_to_the_character():
         ({"input": "hi", "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}, "wrong type", " input"),
     ],
 )
-def test_a_preference_that_cannot_be_read_says_where(row, reason, where):
-    with pytest.raises(BadRowError) as refusal:
+def test_schema_error_of_a_preference_has_its_position(row, reason, where):
+    with pytest.raises(BadRowError) as error:
         read(row, "preference")
-    assert (refusal.value.reason, refusal.value.args[1]) == (reason, f"file:1{where}")
+    assert (error.value.reason, error.value.setting) == (reason, f"file:1{where}")
 
 
-@pytest.mark.parametrize("rows, inner", [("text", {"text": "a"}), ("chat", {"messages": TALK}), ("text", {"messages": TALK})])
-def test_rows_inside_of_one_object_are_found(rows, inner):
-    with pytest.raises(BadRowError, match="found version, data") as refusal:
-        detect_schema({"version": 1, "data": [inner]}, rows, "file:1")
-    assert refusal.value.args[2] == 'the rows stand in its field "data": take them out, e.g. with: jq -c \'.["data"][]\' FILE'
+@pytest.mark.parametrize("data_format, row", [("text", {"text": "a"}), ("chat", {"messages": TALK}), ("text", {"messages": TALK})])
+def test_schema_error_names_the_field_that_contains_the_rows(data_format, row):
+    with pytest.raises(BadRowError, match="found version, data") as error:
+        detect_schema({"version": 1, "data": [row]}, data_format, "file:1")
+    assert error.value.fix == 'the field "data" contains the rows; extract them, e.g. with: jq -c \'.["data"][]\' FILE'
 
 
-def test_a_first_row_with_holes_says_no_dialogues():
+def test_schema_detection_accepts_a_row_with_null_values():
     assert detect_schema({"chosen": None, "rejected": TALK}, "preference", "file:1").name == "minimind preference"
