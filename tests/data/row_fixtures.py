@@ -1,22 +1,22 @@
-"""Rows made of numbers, that tell which row they are of."""
+"""Encoded rows of random numbers, whose name tells which row it is."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from data.batching.batch import UnpackedWindows, Windows
+from data.batching.batch import SequenceSource, UnpackedSequences
 from data.batching.loader import StepLoader
 from data.batching.sampler import ShuffledSampler
 from data.types import EncodedRow, TokenSequence
 
 
-class MadeRows:
-    """`lengths[i]` is what row i feeds to the model: one sequence, or with `sides` two of about half of it each."""
+class RandomRows:
+    """Row i has `lengths[i]` input tokens in `sequences_per_row` sequences (1 or 2) of about the same length."""
 
-    fingerprint = "made"
+    fingerprint = "random rows"
 
-    def __init__(self, lengths: list[int], sides: int = 1, vocabulary: int = 1000) -> None:
-        self.sizes, self.sides, self.vocabulary = np.array(lengths, np.int64), sides, vocabulary
+    def __init__(self, lengths: list[int], sequences_per_row: int = 1, vocab_size: int = 1000) -> None:
+        self.sizes, self.sequences_per_row, self.vocab_size = np.array(lengths, np.int64), sequences_per_row, vocab_size
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -25,24 +25,25 @@ class MadeRows:
         return self.sizes[start:stop]
 
     def __getitem__(self, i: int) -> EncodedRow:
-        draw = np.random.default_rng(i)
-        first = int(self.sizes[i]) // self.sides
-        parts = [first] if self.sides == 1 else [first, int(self.sizes[i]) - first]
-        return EncodedRow(tuple(self._sequence(draw, positions) for positions in parts), f"row:{i}")
+        rng = np.random.default_rng(i)
+        first = int(self.sizes[i]) // self.sequences_per_row
+        lengths = [first] if self.sequences_per_row == 1 else [first, int(self.sizes[i]) - first]
+        return EncodedRow(tuple(self._sequence(rng, length) for length in lengths), f"row:{i}")
 
-    def _sequence(self, draw: np.random.Generator, positions: int) -> TokenSequence:
-        learn = draw.random(positions + 1) < 0.6
-        learn[0], learn[-1] = False, True
-        return TokenSequence(draw.integers(0, self.vocabulary, positions + 1).astype(np.int32), learn)
-
-
-def loader(windows: Windows, batch_size: int = 4, accumulation_steps: int = 1, seed: int = 0, packed: bool = False, **more: int) -> StepLoader:
-    return StepLoader(windows, ShuffledSampler(len(windows), batch_size * accumulation_steps, seed), batch_size=batch_size, pad_id=0, packed=packed, **more)
+    def _sequence(self, rng: np.random.Generator, length: int) -> TokenSequence:
+        loss_mask = rng.random(length + 1) < 0.6
+        loss_mask[0], loss_mask[-1] = False, True
+        return TokenSequence(rng.integers(0, self.vocab_size, length + 1).astype(np.int32), loss_mask)
 
 
-def singles(size: int) -> UnpackedWindows:
-    return UnpackedWindows(MadeRows([1 + i % 5 for i in range(size)]))
+def make_loader(sequences: SequenceSource, batch_size: int = 4, accumulation_steps: int = 1, seed: int = 0, packed: bool = False, **options: int) -> StepLoader:
+    sampler = ShuffledSampler(len(sequences), batch_size * accumulation_steps, seed)
+    return StepLoader(sequences, sampler, batch_size=batch_size, pad_id=0, packed=packed, **options)
 
 
-def names(steps) -> list[list[str]]:
+def unpacked(size: int) -> UnpackedSequences:
+    return UnpackedSequences(RandomRows([1 + i % 5 for i in range(size)]))
+
+
+def names_of(steps) -> list[list[str]]:
     return [[name for batch in batches for name in batch.names] for batches in steps]

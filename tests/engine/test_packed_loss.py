@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from row_fixtures import MadeRows
+from row_fixtures import RandomRows
 from tiny_models import BEST_TWO, config
 
 from data.batching.batch import Batch, collate
@@ -30,7 +30,7 @@ def objective_of(stage: str, model: Decoder) -> Objective:
     return made
 
 
-def batches_of(rows: MadeRows) -> tuple[Batch, Batch]:
+def batches_of(rows: RandomRows) -> tuple[Batch, Batch]:
     packed = [[rows[i] for i in window] for window in best_fit_plan(rows.sizes, CAPACITY)]
     return collate([[rows[i]] for i in range(len(rows))], pad_id=0, packed=False), collate(packed, pad_id=0, packed=True)
 
@@ -51,7 +51,7 @@ def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(stage,
     torch.manual_seed(0)
     model = Decoder(config(vocab_size=300, num_hidden_layers=1, **experts))
     objective = objective_of(stage, model)
-    apart, together = batches_of(MadeRows(lengths, sides=1 if stage == "pretrain" else 2, vocabulary=300))
+    apart, together = batches_of(RandomRows(lengths, sequences_per_row=1 if stage == "pretrain" else 2, vocab_size=300))
     (losses, gradients), (packed_losses, packed_gradients) = learned(objective, model, apart), learned(objective, model, together)
     assert packed_losses == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert gradients.keys() == packed_gradients.keys() and gradients
@@ -64,7 +64,7 @@ def test_without_confinement_the_loss_would_differ():
     torch.manual_seed(0)
     model = Decoder(config(vocab_size=300, num_hidden_layers=1))
     objective = objective_of("pretrain", model)
-    apart, together = batches_of(MadeRows([20, 30, 40], vocabulary=300))
+    apart, together = batches_of(RandomRows([20, 30, 40], vocab_size=300))
     leaking = Batch(together.input_ids, together.labels, together.lengths, together.names, torch.zeros_like(together.document_ids), together.position_ids)
     assert abs(objective.loss(model, leaking)["loss"].item() - objective.loss(model, apart)["loss"].item()) > 0.01
 
