@@ -1,123 +1,88 @@
-"""What saving costs a training of minimind_64m: python benchmarks/checkpoint.py [--write] [--folder DIR].
+"""Cost of saving a run of minimind_64m: python benchmarks/checkpoint.py [--folder DIR] [--write].
 
-Beside each save the same bytes are written and synced with nothing else around it: no checksum, no manifest, no copy. The disk
-is the one of `--folder`.
+After each save the same bytes are written and synced alone: without checksums, manifest and copy. The disk is that of --folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
-from lib.results import tell
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from lib.results import report_result, result_parser
+from lib.runs import NO_EXTRAS, build_state
 
 ROUNDS = 9
-CHUNK = 4 << 20
+CHUNK = 4 << 20  # bytes
 
 
-def state_of_minimind():
-    """Weights and AdamW's state of the 64M model after one step on made-up gradients, as a run holds them."""
+def state_after_a_step(run_dir: Path) -> Any:
+    """Return the state of a run of the 64M model after one AdamW step with random gradients."""
     import torch
 
-    from models.decoder import Decoder
-    from runner.config.compose import compose_config
-    from runner.engine.optim.groups import build_optimizer
-
-    cfg = compose_config(["model=minimind_64m", "optimizer=adamw", "init_from=scratch"])
-    model = Decoder(cfg.model)
-    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
-    for parameter in optimizers.parameters:
+    state = build_state(["model=minimind_64m", "optimizer=adamw", "init_from=scratch", "device=cpu", *NO_EXTRAS], run_dir)
+    for parameter in state.optimizers.parameters:
         parameter.grad = torch.randn_like(parameter)
-    for part in optimizers.parts:
-        part.step()
-    optimizers.zero_grad()
-    return cfg, model, optimizers
+    state.optimizers.step(torch.zeros(()))
+    state.optimizers.zero_grad()
+    return state
 
 
-def run_in(folder: Path, parts) -> SimpleNamespace:
-    """As much of a run as checkpoint.save looks at."""
-    from runner.checkpoint.async_writer import AsyncWriter
-    from runner.engine.state import Progress
-
-    cfg, model, optimizers = parts
-    silent = SimpleNamespace(position=dict, tracker_id=None, say=lambda text: None, warn=lambda text: None)
-    return SimpleNamespace(
-        cfg=cfg, folder=folder, model=model, optimizers=optimizers, progress=Progress(), precision=SimpleNamespace(state=dict), world=SimpleNamespace(leads=True), facts={},
-        track=silent, writer=AsyncWriter(), note=lambda **facts: None, saved_step=0, save_stall=0.0, failed_saves=0,
-    )  # fmt: skip
+def save(state: Any) -> tuple[float, float]:
+    """Return the seconds that training waits for a save, and the seconds from then until it is on disk."""
+    state.progress.step += 1
+    started = time.perf_counter()
+    state.checkpoints.save_async(state.progress.step, state)
+    stall = time.perf_counter() - started
+    state.checkpoints.wait_for_save()
+    assert (state.checkpoints.dir / f"step-{state.progress.step:08d}").is_dir(), "the save has failed"
+    return stall, time.perf_counter() - started - stall
 
 
-def save(run: SimpleNamespace) -> tuple[float, float]:
-    """One save: seconds the training stands still, and seconds until it is committed."""
-    from runner.checkpoint import manager
-
-    run.progress.step += 1
-    began = time.perf_counter()
-    manager.save_async(run)
-    stall = time.perf_counter() - began
-    manager.wait_for_save(run)
-    assert run.failed_saves == 0, "the disk refused"
-    return stall, time.perf_counter() - began - stall
-
-
-def raw(contents: dict[str, bytes], folder: Path) -> float:
-    """Seconds to write these files, one after the other, each in chunks and then synced."""
+def write_bytes(contents: dict[str, bytes], folder: Path) -> float:
+    """Return the seconds to write these files one after another, each in chunks and then synced."""
     folder.mkdir()
-    began = time.perf_counter()
+    started = time.perf_counter()
     for name, data in contents.items():
         view, fd = memoryview(data), os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         for start in range(0, len(view), CHUNK):
             assert os.write(fd, view[start : start + CHUNK]) == len(view[start : start + CHUNK])
         os.fsync(fd)
         os.close(fd)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
-def table(place: Path) -> str:
-    from runner.checkpoint import manager
-
-    run = run_in(place, state_of_minimind())
-    save(run)  # warms up, and shows the bytes
-    contents = {path.name: path.read_bytes() for path in sorted(manager.newest_checkpoint(place).iterdir())}
-    stalls, commits, raws = [], [], []
-    for number in range(ROUNDS):  # interleaved: a busy disk disturbs both alike
-        stall, commit = save(run)
-        stalls.append(stall), commits.append(commit), raws.append(raw(contents, place / f"raw{number}"))
-        shutil.rmtree(place / f"raw{number - run.cfg.train.keep_checkpoints}", ignore_errors=True)  # as many stay as of ours: memory is as warm
+def table(run_dir: Path) -> str:
+    state = state_after_a_step(run_dir)
+    save(state)  # warmup; its files are the bytes written below
+    contents = {path.name: path.read_bytes() for path in sorted((state.checkpoints.dir / "step-00000001").iterdir())}
+    stalls, commits, writes = [], [], []
+    for number in range(ROUNDS):  # interleaved: other load on the disk affects both
+        stall, commit = save(state)
+        stalls.append(stall), commits.append(commit), writes.append(write_bytes(contents, run_dir / f"raw{number}"))
+        shutil.rmtree(run_dir / f"raw{number - state.cfg.train.keep_checkpoints}", ignore_errors=True)  # as many copies as checkpoints are kept
     size = sum(map(len, contents.values())) / 1e6
-    lines = [f"{size:,.0f} MB a save (fp32 weights and both moments), {ROUNDS} rounds.", "", "| seconds | median | best |", "|---|---|---|"]
-    for what, times in (
-        ("the training stands still (copy in memory)", stalls),
-        ("commit, beside the training", commits),
-        ("the same bytes, written and synced, nothing else", raws),
+    lines = [f"{size:,.0f} MB per save (fp32 weights and both moments), {ROUNDS} rounds.", "", "| seconds | median | best |", "|---|---|---|"]
+    for case, seconds in (
+        ("training waits (copy in memory)", stalls),
+        ("background save, while training continues", commits),
+        ("the same bytes written and synced alone", writes),
     ):
-        lines.append(f"| {what} | {statistics.median(times):.2f} | {min(times):.2f} |")
-    ratio = statistics.median(commit / alone for commit, alone in zip(commits, raws, strict=True))
+        lines.append(f"| {case} | {statistics.median(seconds):.2f} | {min(seconds):.2f} |")
+    ratio = statistics.median(commit / write for commit, write in zip(commits, writes, strict=True))
+    best = min(commits) / min(writes)
     return "\n".join(
-        [
-            *lines,
-            "",
-            f"A commit takes {ratio:.2f} times as long as the bytes alone right after it (median of {ROUNDS} ratios); best against best {min(commits) / min(raws):.2f}.",
-        ]
+        [*lines, "", f"A background save takes {ratio:.2f} times as long as the bytes alone (median of {ROUNDS} ratios); best against best {best:.2f}."]
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
-    parser.add_argument("--folder", default=ROOT / "outputs", type=Path, help="where to save (default: outputs/)")
-    words = parser.parse_args()
-    words.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=words.folder, prefix=".benchmark-") as place:
-        found = table(Path(place))
-    tell("checkpoint", "What saving minimind_64m costs", "python benchmarks/checkpoint.py --write", found, words.write)
+    args = result_parser(__doc__, needs_disk="checkpoints, 5 GB").parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix=".benchmark-") as temp:
+        result = table(Path(temp))
+    report_result("checkpoint", "Cost of saving minimind_64m", "python benchmarks/checkpoint.py --write", result, args.write)

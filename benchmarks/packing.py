@@ -1,123 +1,102 @@
-"""What packing saves: python benchmarks/packing.py --path FILE [--stage pretrain] [--write].
+"""Speed of packed against padded rows: python benchmarks/packing.py [--path FILE] [--stage pretrain] [--rounds N] [--write] [OVERRIDE ...].
 
-The engine's own training step on rows padded to data.max_length (as most scripts do it), padded to the longest of the batch,
-grouped by length, and packed; the same model, precision and lines a batch, interleaved. Useful tokens are those that are no padding.
+The engine's training step on rows padded to data.max_length (as most scripts do), padded to the longest row of the batch, grouped by length, and packed;
+same model, precision and batch size, interleaved. Useful tokens are those without padding.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from lib.results import report_result, result_parser
+from lib.runs import SAMPLES, build_state
 
-WAYS = {
-    "padded to max_length": ["data.packing=none"],
+PADDED = "padded to max_length"
+CASES = {  # name -> overrides
+    PADDED: ["data.packing=none", "data.too_long=truncate"],
     "padded to the longest": ["data.packing=none"],
     "grouped by length": ["data.packing=none", "data.group_by_length=true"],
-    "packed": ["data.packing=pack"],
+    "packed": ["data.packing=best_fit"],
 }
 
 
-def run_of(way: str, words: list[str], folder: Path):
-    """A run that is ready for its first step."""
+def state_of(case: str, overrides: list[str], run_dir: Path) -> Any:
+    from torch.nn.functional import pad
+
     from data.batching.batch import Batch
-    from runner.config.compose import compose_config
-    from runner.engine.build import build_run
 
-    cut = ["data.too_long=truncate"] if way == "padded to max_length" else []
-    run = build_run(compose_config([*words, *WAYS[way], *cut]), folder, attempt=1, note=lambda **facts: None)
-    if way == "padded to max_length":
-        collate, pad_id = run.loader.collate, run.tokenizer.pad_id
+    state = build_state([*overrides, *CASES[case]], run_dir)
+    if case == PADDED:
+        collate, pad_id = state.loader.collate, state.tokenizer.pad_id
 
-        def filled_up(windows) -> Batch:
-            from torch.nn.functional import pad
+        def padded(sequences: list) -> Batch:
+            batch = collate(sequences)
+            missing = (0, state.cfg.data.max_length - batch.input_ids.shape[1])
+            return Batch(pad(batch.input_ids, missing, value=pad_id), pad(batch.labels, missing, value=-100), batch.lengths, batch.names)
 
-            batch = collate(windows)
-            more = (0, run.cfg.data.max_length - batch.input_ids.shape[1])
-            return Batch(pad(batch.input_ids, more, value=pad_id), pad(batch.labels, more, value=-100), batch.lengths, batch.names)
-
-        run.loader.collate = filled_up
-    return run
+        state.loader.collate = padded
+    return state
 
 
-def stepper(way: str, words: list[str], folder: Path) -> Callable[[], tuple[float, int, int]]:
-    """Call for one step: (seconds, positions that are no padding, computed positions)."""
+def make_step(case: str, overrides: list[str], run_dir: Path) -> Callable[[], float]:
+    """Return a function that does one training step and returns its computed tokens per second, padding included."""
     from runner.engine.loop import train_step
 
-    run = run_of(way, words, folder)
-    steps = run.loader.steps(0)
+    state = state_of(case, overrides, run_dir)
+    steps = state.loader.iter_epoch(0)
 
-    def step() -> tuple[float, int, int]:
-        began = time.perf_counter()
+    def step() -> float:
+        started = time.perf_counter()
         batches = next(steps)
-        result = train_step(run, batches, lr=1e-4)
-        return time.perf_counter() - began, result.positions, sum(batch.input_ids.numel() for batch in batches)
+        train_step(state, batches, lr=1e-4)
+        return sum(batch.input_ids.numel() for batch in batches) / (time.perf_counter() - started)
 
     return step
 
 
-def fill(way: str, words: list[str], folder: Path) -> tuple[float, int]:
-    """(share of computed positions that are no padding, how many they are) over a whole epoch."""
-    batches = [batch for step in run_of(way, words, folder).loader.steps(0) for batch in step]
+def useful_tokens(case: str, overrides: list[str], run_dir: Path) -> tuple[float, int]:
+    """Return the share of tokens without padding, and their number, in one epoch."""
+    batches = [batch for step in state_of(case, overrides, run_dir).loader.iter_epoch(0) for batch in step]
     useful = sum(int(batch.lengths.sum()) for batch in batches)
     return useful / sum(batch.input_ids.numel() for batch in batches), useful
 
 
-def table(words: list[str], rounds: int) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        steppers = {way: stepper(way, words, Path(folder)) for way in WAYS}
-        times: dict[str, list[tuple[float, int, int]]] = {way: [] for way in WAYS}
-        for number in range(rounds + 1):  # interleaved: a busy machine disturbs all; the first round warms up
-            for way, step in steppers.items():
-                found = step()
+def table(overrides: list[str], rounds: int) -> str:
+    with tempfile.TemporaryDirectory() as temp:
+        steps = {case: make_step(case, overrides, Path(temp)) for case in CASES}
+        speeds: dict[str, list[float]] = {case: [] for case in CASES}
+        for number in range(rounds + 1):  # interleaved: other load affects all cases; the first round is the warmup
+            for case, step in steps.items():
+                speed = step()
                 if number:
-                    times[way].append(found)
-        fills = {way: fill(way, words, Path(folder)) for way in WAYS}
+                    speeds[case].append(speed)
+        useful = {case: useful_tokens(case, overrides, Path(temp)) for case in CASES}
     lines = [
-        "| rows are | share of tokens that are no padding | tokens of an epoch | tokens/s, padding included | useful tokens/s | against padded |",
+        "| rows are | share of tokens without padding | tokens per epoch | tokens/s, padding included | useful tokens/s | relative to padded |",
         "|---|---|---|---|---|---|",
     ]
-    # The median over the rounds, of each step's own speed: one that was disturbed does not count more than another.
-    raw = {way: statistics.median(computed / seconds for seconds, _, computed in steps) for way, steps in times.items()}
-    rate = {way: raw[way] * fills[way][0] for way in WAYS}
-    for way in WAYS:
-        share, useful = fills[way]
-        lines.append(f"| {way} | {share:.1%} | {useful:,} | {raw[way]:,.0f} | {rate[way]:,.0f} | {rate[way] / rate['padded to max_length']:.2f} |")
+    raw = {case: statistics.median(values) for case, values in speeds.items()}
+    for case, (share, count) in useful.items():
+        ratio = raw[case] * share / (raw[PADDED] * useful[PADDED][0])
+        lines.append(f"| {case} | {share:.1%} | {count:,} | {raw[case]:,.0f} | {raw[case] * share:,.0f} | {ratio:.2f} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--path", required=True)
+    parser = result_parser(__doc__)
+    parser.add_argument("--path", default=str(SAMPLES / "pretrain.jsonl"))
     parser.add_argument("--stage", default="pretrain")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
-    parser.add_argument("words", nargs="*", help="words of train.py on top, e.g. precision=bf16")
-    asked = parser.parse_args()
-    base = [
-        f"stage={asked.stage}",
-        "init_from=scratch",
-        "data=own",
-        f"data.path={asked.path}",
-        "data.val_path=null",
-        "data.val_fraction=0",
-        "data.num_workers=0",
-    ]
-    base += ["model=minimind_26m", "optimizer=adamw", "data.max_length=512", "train.batch_size=4", "tracker.console=quiet", *asked.words]
-    about = f"`python benchmarks/packing.py --path {Path(asked.path).name} --stage {asked.stage} {' '.join(asked.words)}`".replace(" `", "`")
-    text = f"{about}: 4 lines of 512 a step, {asked.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n\n{table(base, asked.rounds)}\n"
-    print(text)
-    if asked.write:
-        where = ROOT / "benchmarks" / "results" / f"{datetime.date.today()}-packing.md"
-        where.parent.mkdir(exist_ok=True)
-        with open(where, "a", encoding="utf-8") as file:
-            file.write(text + "\n")
+    parser.add_argument("overrides", nargs="*", help="overrides of train.py, e.g. precision=bf16")
+    args = parser.parse_args()
+    path = Path(args.path)
+    overrides = [f"stage={args.stage}", "init_from=scratch", "data=own", f"data.path={path.resolve()}", "data.val_path=null", "data.val_fraction=0"]
+    overrides += ["model=minimind_26m", "optimizer=adamw", "data.max_length=512", "data.num_workers=0", "train.batch_size=4", "tracker.console=quiet"]
+    command = " ".join([f"python benchmarks/packing.py --path {path.name} --stage {args.stage} --rounds {args.rounds}", *args.overrides, "--write"])
+    result = f"Batches of 4 rows of 512 tokens, {args.rounds} rounds.\n\n{table([*overrides, *args.overrides], args.rounds)}"
+    report_result(f"packing-{path.stem.removesuffix('_demo')}", f"Packed and padded rows, {args.stage}", command, result, args.write)

@@ -1,30 +1,24 @@
-"""What it costs to resume far into a run: python benchmarks/position.py [--write].
+"""Cost of resuming far into an epoch: python benchmarks/position.py [--write].
 
-A resumed run asks its loader for step 1,000,000 of an epoch of 10^8 rows; the same for step 1 beside it, each in a process of its own.
+Time and memory until the first batch from step 1 and from step 1,000,000 of an epoch of 10^8 rows, each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-from lib.results import tell
+from lib.results import report_result, result_parser
+from lib.runs import resident_mib, run_self
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-ROWS, FAR, ROUNDS = 10**8, 1_000_000, 5
-BATCH = 32
+ROWS, FAR_STEP, ROUNDS = 10**8, 1_000_000, 5
+BATCH_SIZE = 32
 
 
-class Rows:
-    """A file of 10^8 rows, but for the file: what is measured is finding the place, not reading."""
+class SyntheticRows:
+    """10^8 rows without a file: finding the position is measured, not reading."""
 
     def __len__(self) -> int:
         return ROWS
@@ -39,53 +33,44 @@ class Rows:
 
 
 def first_batch(step: int) -> dict[str, float]:
-    """Seconds to the first batch from `step` on, and MiB this process takes with it."""
-    from data.batching.batch import UnpackedWindows
+    """Return the seconds to the first batch from `step` on, the memory of this process, and its increase."""
+    from data.batching.batch import UnpackedSequences
     from data.batching.loader import StepLoader
     from data.batching.sampler import ShuffledSampler
 
-    loader, first = (StepLoader(UnpackedWindows(Rows()), ShuffledSampler(ROWS, BATCH, seed), batch_size=BATCH, pad_id=0, packed=False) for seed in (42, 7))
-    next(first.steps(0))  # imports and the first allocations
-    before, began = resident(), time.perf_counter()
-    batches = next(loader.steps(0, skip=step - 1))
-    seconds, more = time.perf_counter() - began, resident() - before
-    assert len(batches[0].names) == BATCH
-    return {"seconds": seconds, "MiB": resident(), "MiB more": more}
-
-
-def resident() -> float:
-    """MiB of memory this process holds (Linux)."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    sequences = UnpackedSequences(SyntheticRows())
+    loader, warmup = (StepLoader(sequences, ShuffledSampler(ROWS, BATCH_SIZE, seed), batch_size=BATCH_SIZE, pad_id=0, packed=False) for seed in (42, 7))
+    next(warmup.iter_epoch(0))  # imports and first allocations
+    before, started = resident_mib(), time.perf_counter()
+    batches = next(loader.iter_epoch(0, skip=step - 1))
+    seconds, increase = time.perf_counter() - started, resident_mib() - before
+    assert len(batches[0].names) == BATCH_SIZE
+    return {"seconds": seconds, "mib": resident_mib(), "mib_increase": increase}
 
 
 def measure(step: int) -> dict[str, float]:
-    told = subprocess.run(
-        [sys.executable, __file__, "--step", str(step)], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    return json.loads(told.stdout)
+    return json.loads(run_self(__file__, "--step", str(step)))
 
 
 def table() -> str:
-    rounds = [(measure(1), measure(FAR)) for _ in range(ROUNDS)]  # interleaved: a busy machine disturbs both
+    rounds = [(measure(1), measure(FAR_STEP)) for _ in range(ROUNDS)]  # interleaved: other load affects both
     lines = [
-        f"Median of {ROUNDS} rounds, {ROWS:,} rows, batches of {BATCH}.",
+        f"Median of {ROUNDS} rounds, {ROWS:,} rows, batches of {BATCH_SIZE}.",
         "",
-        "| step | to the first batch | resident memory | of it for the batch |",
+        "| step | time to the first batch | resident memory | increase for the batch |",
         "|---|---|---|---|",
     ]
-    for at, step in enumerate((1, FAR)):
-        middle = {word: statistics.median(pair[at][word] for pair in rounds) for word in rounds[0][at]}
-        lines.append(f"| {step:,} | {middle['seconds'] * 1e3:.2f} ms | {middle['MiB']:.1f} MiB | {middle['MiB more']:.2f} MiB |")
+    for index, step in enumerate((1, FAR_STEP)):
+        median = {key: statistics.median(pair[index][key] for pair in rounds) for key in rounds[0][index]}
+        lines.append(f"| {step:,} | {median['seconds'] * 1e3:.2f} ms | {median['mib']:.1f} MiB | {median['mib_increase']:.2f} MiB |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
+    parser = result_parser(__doc__)
     parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.step:
-        print(json.dumps(first_batch(words.step)))
+    args = parser.parse_args()
+    if args.step:
+        print(json.dumps(first_batch(args.step)))
     else:
-        tell("position", "Resuming far into a run", "python benchmarks/position.py --write", table(), words.write)
+        report_result("position", "Resuming far into an epoch", "python benchmarks/position.py --write", table(), args.write)

@@ -1,15 +1,12 @@
-"""What a start costs: python benchmarks/start.py [--folder DIR] [--write].
+"""Time from the command to the first step: python benchmarks/start.py [--folder DIR] [--rounds N] [--sizes "2 MB+200 MB"] [--write].
 
-From the command to the first finished step, by the clock: of the default run, of a sweep's second job, and of a run on token stores of 2 MB, 200 MB and 2 GB
-(made as in store.py). All take turns, each is a process of its own, and every store is prepared. `import torch` alone stands beside them, for it is
-what no start can do without. The processor time of the whole command (its one step is saved, too) stands beside it: it counts our own work, whatever
-else the machine does.
+Wall-clock time to the run's header and to the first finished step: of the default run, of a sweep's second job, and of runs on token stores of 2 MB,
+200 MB and 2 GB. The cases are interleaved, each in a process of its own, with prepared stores. `import torch` alone is the lower bound of every start.
+The processor time of the whole command (its one step is saved, too) does not depend on the load of the machine.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import resource
 import statistics
 import subprocess
@@ -20,121 +17,112 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import store
-from lib.results import tell
+from lib.results import median_and_best, report_result, result_parser, thread_setting
+from lib.runs import train_command
+from lib.token_store import store_overrides, write_store
 
-ROOT = Path(__file__).parents[1]
-ROUNDS = 7
 SIZES = {"2 MB": 2 << 20, "200 MB": 200 << 20, "2 GB": 2 << 30}
 GOALS = {"the default run": "at most 5 s", "a sweep's second job": "at most 5 s"}
-# One step and its line; what is measured is over before the run saves, and nothing else is due.
-ONE = ["train.max_steps=1", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "tracker.console=plain"]
-HEADER, STEP, SECOND = "run ", "step 1/1", "[2/2]"  # how the lines begin that are waited for
-
-
-def lines(command: list[str]) -> Iterator[tuple[float, str]]:
-    """What a program says, each line with the seconds from its start."""
-    began = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as program:
-        assert program.stdout
-        told = []
-        for line in program.stdout:
-            told.append(line)
-            yield time.perf_counter() - began, line
-    assert program.returncode == 0, "".join(told)
-
-
-def train(*words: str) -> list[str]:
-    return [sys.executable, str(ROOT / "runner" / "train.py"), *ONE, *words]
+ONE_STEP = ["train.max_steps=1", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "tracker.console=plain"]
+HEADER, STEP, SECOND_JOB = "run ", "step 1/1", "[2/2]"  # first characters of the lines that are timed
 
 
 class Start(NamedTuple):
-    """Seconds from the command."""
+    """Seconds from the start of the command."""
 
-    header: float  # until a run says what it is
-    step: float  # until its first step is done
-    processor: float  # of its processor time until it has ended
+    header: float  # wall clock, to the header of the run
+    step: float  # wall clock, to its first finished step
+    processor: float  # processor time of the whole command
 
 
-def first_step(*words: str) -> Start:
-    before = processor()
-    said = list(lines(train(*words)))
-    return Start(found(said, HEADER), found(said, STEP), processor() - before)
+def timed_lines(command: list[str]) -> Iterator[tuple[float, str]]:
+    """Yield (seconds from the start, line) of a program's output. Raises RuntimeError with the output if it fails."""
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout
+        output = []
+        for line in process.stdout:
+            output.append(line)
+            yield time.perf_counter() - started, line
+    if process.returncode:
+        raise RuntimeError("".join(output))
+
+
+def time_of(lines: list[tuple[float, str]], prefix: str) -> float:
+    return next(seconds for seconds, line in lines if line.startswith(prefix))
+
+
+def first_step(*overrides: str) -> Start:
+    before = processor_seconds()
+    lines = list(timed_lines(train_command(*ONE_STEP, *overrides)))
+    return Start(time_of(lines, HEADER), time_of(lines, STEP), processor_seconds() - before)
 
 
 def second_job(folder: Path) -> Start:
-    """The same of a sweep's second job, from the moment its process is begun; the processor time is that of driver and both jobs."""
-    before = processor()
-    said = list(lines(train("-m", "optimizer.lr=1e-3,2e-3", f"hydra.sweep.dir={folder}")))
-    begun = next(place for place, (_, line) in enumerate(said) if line.startswith(SECOND))
-    return Start(found(said[begun:], HEADER) - said[begun][0], found(said[begun:], STEP) - said[begun][0], processor() - before)
+    """Return the times of a sweep's second job from the start of its process, and the processor time of the sweep process and both jobs."""
+    before = processor_seconds()
+    lines = list(timed_lines(train_command(*ONE_STEP, "-m", "optimizer.lr=1e-3,2e-3", f"hydra.sweep.dir={folder}")))
+    first = next(index for index, (_, line) in enumerate(lines) if line.startswith(SECOND_JOB))
+    second = lines[first:]
+    return Start(time_of(second, HEADER) - second[0][0], time_of(second, STEP) - second[0][0], processor_seconds() - before)
 
 
-def only_torch() -> Start:
-    """A program that imports torch and nothing else; it has no header."""
-    before, began = processor(), time.perf_counter()
+def import_torch() -> Start:
+    before, started = processor_seconds(), time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return Start(0.0, time.perf_counter() - began, processor() - before)
+    return Start(0.0, time.perf_counter() - started, processor_seconds() - before)
 
 
-def found(said: list[tuple[float, str]], beginning: str) -> float:
-    return next(second for second, line in said if line.startswith(beginning))
+def processor_seconds() -> float:
+    """Return the processor time of all finished child processes."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def processor() -> float:
-    """Seconds of all programs that were started from here and have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def cases(place: Path) -> dict[str, Callable[[int], Start]]:
-    """Name -> what to measure in a round."""
-    made: dict[str, Callable[[int], Start]] = {
-        "`import torch` alone": lambda _: only_torch(),
-        "the default run": lambda number: first_step(f"hydra.run.dir={place / f'run{number}'}"),
-        "a sweep's second job": lambda number: second_job(place / f"sweep{number}"),
+def make_cases(parent: Path, sizes: list[str]) -> dict[str, Callable[[int], Start]]:
+    """Return case -> function that measures it in round N."""
+    cases: dict[str, Callable[[int], Start]] = {
+        "`import torch` alone": lambda _: import_torch(),
+        "the default run": lambda number: first_step(f"hydra.run.dir={parent / f'run{number}'}"),
+        "a sweep's second job": lambda number: second_job(parent / f"sweep{number}"),
     }
-    for name, size in SIZES.items():
-        folder = place / name.replace(" ", "")
-        folder.mkdir()
-        store.make(folder, size)
-        made[f"a store of {name}"] = lambda number, folder=folder: first_step(*store.words(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # bound in this turn
-    return made
+    for name in sizes:
+        folder = parent / name.replace(" ", "")
+        write_store(folder, SIZES[name])
+        cases[f"a store of {name}"] = lambda number, folder=folder: first_step(*store_overrides(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # folder is bound here
+    return cases
 
 
-def table(place: Path) -> str:
-    all_cases = cases(place)
-    taken: dict[str, list[Start]] = {name: [] for name in all_cases}
-    for measure in all_cases.values():
-        measure(ROUNDS)  # what is not prepared yet
-    for number in range(ROUNDS):  # interleaved: a busy machine disturbs all alike
-        for name, measure in all_cases.items():
-            taken[name].append(measure(number))
-        print(f"round {number + 1} of {ROUNDS}", file=sys.stderr)
-    out = [
-        f"From the command, median of {ROUNDS} rounds (best); OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'as torch chooses')}.",
+def table(parent: Path, rounds: int, sizes: list[str]) -> str:
+    cases = make_cases(parent, sizes)
+    starts: dict[str, list[Start]] = {name: [] for name in cases}
+    for measure in cases.values():
+        measure(rounds)  # prepares the data of each case
+    for number in range(rounds):  # interleaved: other load affects all cases
+        for name, measure in cases.items():
+            starts[name].append(measure(number))
+        print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    lines = [
+        f"Median of {rounds} rounds (best); {thread_setting()}.",
         "",
-        "| what | goal | to the header | to the first finished step | beside `import torch` | processor time, whole command |",
+        "| case | goal | to the header | to the first finished step | relative to `import torch` | processor time, whole command |",
         "|---|---|---|---|---|---|",
     ]
-    alone = [start.step for start in taken["`import torch` alone"]]
-    for name, starts in taken.items():
-        header, step, used = zip(*starts, strict=True)
-        ratio = statistics.median(mine / its for mine, its in zip(step, alone, strict=True))
-        out.append(f"| {name} | {GOALS.get(name, '')} | {_said(header) if any(header) else ''} | {_said(step)} | {ratio:.2f} | {_said(used)} |")
-    return "\n".join(out)
-
-
-def _said(seconds: tuple[float, ...]) -> str:
-    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f})"
+    torch_alone = [start.step for start in starts["`import torch` alone"]]
+    for name, measured in starts.items():
+        header, step, processor = zip(*measured, strict=True)
+        ratio = statistics.median(seconds / alone for seconds, alone in zip(step, torch_alone, strict=True))
+        header_text = median_and_best(header) if any(header) else ""
+        lines.append(f"| {name} | {GOALS.get(name, '')} | {header_text} | {median_and_best(step)} | {ratio:.2f} | {median_and_best(processor)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results/")
-    parser.add_argument("--folder", default=ROOT / "outputs", type=Path, help="where to make the stores: 3 GB (default: outputs/)")
-    asked = parser.parse_args()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=asked.folder, prefix=".benchmark-") as temp:
-        result = table(Path(temp))
-    tell("start", "From the command to the first step", "python benchmarks/start.py --write", result, asked.write)
+    parser = result_parser(__doc__, needs_disk="the stores, 3 GB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", default="+".join(SIZES), help=f"stores, of {', '.join(SIZES)}, joined by +")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix=".benchmark-") as temp:
+        result = table(Path(temp), args.rounds, [size for size in args.sizes.split("+") if size])
+    report_result("start", "From the command to the first step", f"python benchmarks/start.py --rounds {args.rounds} --write", result, args.write)

@@ -1,51 +1,74 @@
-"""Benchmarks are run by hand; here only that they can be."""
+"""Benchmarks are run by hand; here: that each starts, and what decides which cases run."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = sorted(file.name for file in (ROOT / "benchmarks").glob("*.py"))
 
 
-def benchmark(name: str, *words: str) -> str:
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / name), *words], capture_output=True, text=True)
+@pytest.fixture
+def import_benchmark(monkeypatch: pytest.MonkeyPatch):
+    """Import a benchmark, or a library, by the name that its scripts use; its modules are forgotten after the test."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]
+
+
+def run_benchmark(name: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / name), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_its_benchmark_says_one_line_and_is_content():
-    assert benchmark("gpu.py").count("\n") == 1
-
-
-def test_a_gpu_gets_the_cases_it_can_compute_and_those_together_that_it_can_hold(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    gpu = importlib.import_module("gpu")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80e9))
-    names = [name for name in gpu.CASES if gpu.why_not(name, "cuda") is None]
-    assert names == ["fp32", "tf32", "bf16 plain", "bf16", "bf16 graphs"]
-    spec = {"device": "cuda", "parameters": 26e6, "lines": 8, "length": 1024, "model": {"num_hidden_layers": 8, "hidden_size": 512}}
-    assert gpu.groups(names, spec) == [names]
-    assert gpu.groups(names, spec | {"parameters": 1e9}) == [[name] for name in names]
-
-
-@pytest.mark.parametrize("name", ["kept.py", "turns.py", "speed_cases.py"])
-def test_what_benchmarks_share_has_nothing_to_say_by_itself(name):
-    assert benchmark(name) == ""
+def test_benchmarks_and_libraries_import_without_torch_and_state_their_command():
+    names = [*(name.removesuffix(".py") for name in BENCHMARKS), "lib.case_process"]
+    code = f"import sys, {', '.join(names)}\nprint('torch' in sys.modules, *[n for n in {names!r} if 'python' not in sys.modules[n].__doc__])"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("False\n", "")
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_goes_its_whole_way_on_a_processor():
-    told = benchmark("gpu.py", *"--device cpu --models tiny --length 64 --rounds 1 --stretch 2 --cases".split(), "bf16 plain+tf32+bf16 graphs+fp8")
-    rows = [line for line in told.splitlines() if line.startswith("| bf16 plain |")]
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_benchmark_help_lists_its_arguments(name: str):
+    assert "--write" in run_benchmark(name, "--help")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_benchmark_without_a_gpu_prints_one_line(import_benchmark, capsys):
+    import_benchmark("gpu").main(SimpleNamespace(device="cuda"))
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_gpu_benchmark_runs_the_cases_that_the_gpu_computes_and_holds(import_benchmark, monkeypatch):
+    gpu: ModuleType = import_benchmark("gpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80e9))
+    names = [name for name in gpu.CASES if gpu.why_left_out(name, "cuda") is None]
+    assert names == ["fp32", "tf32", "bf16 plain", "bf16", "bf16 graphs"]
+    spec = {"device": "cuda", "parameters": 26e6, "rows": 8, "length": 1024, "model": {"num_hidden_layers": 8, "hidden_size": 512}}
+    assert gpu.simultaneous_cases(names, spec) == [names]
+    assert gpu.simultaneous_cases(names, spec | {"parameters": 1e9}) == [[name] for name in names]
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_measures_a_step_on_the_cpu():
+    arguments = "--device cpu --models tiny --length 64 --rounds 1 --steps-per-turn 2 --cases".split()
+    output = run_benchmark("gpu.py", *arguments, "bf16 plain+tf32+bf16 graphs")
+    rows = [line for line in output.splitlines() if line.startswith("| bf16 plain |")]
     assert len(rows) == 1 and "TFLOP/s" in rows[0]
-    assert [line.split(":")[1].strip() for line in told.splitlines() if line.startswith("left out")] == ["tf32", "bf16 graphs", "fp8"]
-    assert "failed" not in told
+    assert [line.split(":")[1].strip() for line in output.splitlines() if line.startswith("left out")] == ["tf32", "bf16 graphs"]
+    assert "failed" not in output

@@ -1,129 +1,146 @@
-"""Cases that take turns: each a process of its own (speed_cases.py) that makes steps when it is asked to, so that whatever disturbs the machine disturbs all."""
+"""Cases that take turns, each in a process of its own (case_process.py), so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+from lib import ROOT
+
+Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
-class Case:
-    """A process that makes one turn, a step or several, whenever it is asked to. `spec` says which case of speed_cases.py it is."""
+class CaseProcess:
+    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case."""
 
     def __init__(self, name: str, spec: dict) -> None:
-        self.name, self.precision, self.steps, self.filled = name, spec["precision"], list[dict](), 1.0
-        began = time.perf_counter()
+        self.name, self.precision, self.steps, self.fill_ratio = name, spec["precision"], list[Step](), 1.0
+        started = time.perf_counter()
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / "speed_cases.py"), json.dumps(spec)],
+            [sys.executable, "-m", "lib.case_process", json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])},
         )
         self.failed = "error" in self.step()
-        self.first = time.perf_counter() - began
+        self.first_step_seconds = time.perf_counter() - started
         if not self.failed:
-            self.failed = "error" in self.step()  # the second one still grows memory and caches
+            self.failed = "error" in self.step()  # the second step still grows memory and caches
         if not self.failed:
             self.steps.clear()
 
-    def ask(self, word: str) -> dict:
+    def request(self, kind: str) -> dict:
         assert self.process.stdin and self.process.stdout
         try:
-            print(word, file=self.process.stdin, flush=True)
+            print(kind, file=self.process.stdin, flush=True)
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        return json.loads(line) if line else {"error": self.last_words()}
+        return json.loads(line) if line else {"error": self.last_error_line()}
 
-    def step(self) -> dict:
-        self.steps.append(self.ask("step"))
+    def step(self) -> Step:
+        self.steps.append(self.request("step"))
         return self.steps[-1]
 
-    def last_words(self) -> str:
+    def last_error_line(self) -> str:
         self.errors.seek(0)
-        return next((line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a word")
+        return next((line for line in reversed(self.errors.read().splitlines()) if line.strip()), "ended without a message")
 
     def close(self) -> None:
         assert self.process.stdin
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
-    def median(self, of: Any) -> float:
-        return statistics.median(of(step) for step in self.steps)
+    def median(self, value: Callable[[Step], float]) -> float:
+        return statistics.median(value(step) for step in self.steps)
 
 
-def started(wanted: Iterable[tuple[str, dict]]) -> tuple[list[Case], list[str]]:
-    """Cases past their first steps, and what is said of those that could not make them."""
-    cases, said = list[Case](), list[str]()
-    for name, spec in wanted:
-        case = Case(name, spec)
-        print(f"{name}, {case.precision}: first step after {case.first:.1f} s", file=sys.stderr)
+def start_cases(specs: Iterable[tuple[str, dict]]) -> tuple[list[CaseProcess], list[str]]:
+    """Return the cases after their first steps, and a message per case that failed."""
+    cases, messages = list[CaseProcess](), list[str]()
+    for name, spec in specs:
+        case = CaseProcess(name, spec)
+        print(f"{name}, {case.precision}: first step after {case.first_step_seconds:.1f} s", file=sys.stderr)
         if case.failed:
-            said.append(f"failed: {name}, {case.precision}: {case.steps[-1]['error']}")
+            messages.append(f"failed: {name}, {case.precision}: {case.steps[-1]['error']}")
             case.close()
         else:
             cases.append(case)
-    return cases, said
+    return cases, messages
 
 
-def measure(cases: list[Case], rounds: int) -> list[str]:
-    """So many turns of each. One that breaks down is closed and taken out of `cases`; returns what is said of it."""
-    said = []
+def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
+    """Run one turn of each case per round. A case that fails is closed and removed from `cases`; returns a message for each."""
+    messages = []
     for number in range(rounds):
         for case in list(cases):
             if error := case.step().get("error"):
-                said.append(f"failed: {case.name}, {case.precision}: {error}")
+                messages.append(f"failed: {case.name}, {case.precision}: {error}")
                 case.close()
                 cases.remove(case)
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
     for case in cases:
         if case.name != "machine":
-            counted = case.ask("fill")
-            case.filled = counted["useful"] / counted["computed"]
-    return said
+            counts = case.request("padding")
+            case.fill_ratio = counts["useful"] / counts["computed"]
+    return messages
 
 
-def speed(step: dict, clock: str = "seconds") -> float:
+def measure(specs: Iterable[tuple[str, dict]], rounds: int) -> tuple[list[CaseProcess], list[str]]:
+    """Start the cases, run all rounds and end their processes; return the cases that did not fail, and the messages of the others."""
+    cases, messages = start_cases(specs)
+    started = list(cases)
+    try:
+        messages += run_rounds(cases, rounds)
+    finally:
+        for case in started:
+            case.close()
+    return cases, messages
+
+
+def tokens_per_second(step: Step, clock: str = "seconds") -> float:
     return step["computed"] / step[clock]
 
 
-def work(step: dict, clock: str = "seconds") -> float:
+def flops_per_second(step: Step, clock: str = "seconds") -> float:
     return step["flops"] / step[clock]
 
 
-def beside(pace: Any, one: Case, other: Case, clock: str = "seconds") -> float:
-    """Each round's ratio, and their median: what disturbs a round disturbs both."""
-    return statistics.median(pace(mine, clock) / pace(its, clock) for mine, its in zip(one.steps, other.steps, strict=True))
+def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CaseProcess, clock: str = "seconds") -> float:
+    """Return the median of the ratios of each round: other load in a round affects both."""
+    return statistics.median(value(mine, clock) / value(others, clock) for mine, others in zip(case.steps, other.steps, strict=True))
 
 
-def spec_of(words: list[str], *, stage: str, path: str, tokenizer: str, lines: int, length: int, folder: str) -> dict[str, Any]:
-    """What a case of ours is told; its rows are prepared here, so that no first step pays for them."""
+def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str) -> dict[str, Any]:
+    """Return the spec of our cases. Their rows are tokenized here, so that no first step contains it. `rows` per step, `length` tokens per row."""
     import torch
 
     from data.tokenize.tokenizer import Tokenizer
-    from models.decoder import Decoder
+    from models.registry import create_model
     from runner.config.compose import compose_config
     from runner.engine.data_pipeline import build_data_pipeline
 
-    words = [
+    overrides = [
         f"stage={stage}", "init_from=scratch", "data=own", f"data.path={Path(path).resolve()}", f"data.tokenizer={Path(tokenizer).resolve()}", "data.val_path=null",
-        "data.val_fraction=0", f"data.max_length={length}", "data.num_workers=0", f"data.cache={folder}/cache", f"train.batch_size={lines}",
-        "optimizer=adamw", "tracker.console=quiet", *words,
+        "data.val_fraction=0", f"data.max_length={length}", "data.num_workers=0", f"data.cache={folder}/cache", f"train.batch_size={rows}",
+        "optimizer=adamw", "tracker.console=quiet", *overrides,
     ]  # fmt: skip
-    config = compose_config(words)
+    config = compose_config(overrides)
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(config.model).parameters())
-    return {"words": words, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "lines": lines, "length": length}
+        parameters = sum(p.numel() for p in create_model(config.model).parameters())
+    return {"overrides": overrides, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "rows": rows, "length": length}

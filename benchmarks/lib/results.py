@@ -1,25 +1,44 @@
-"""Where a benchmark's result goes: onto the terminal, and with --write into a dated file of results/."""
+"""Arguments and results of a benchmark: printed, and with --write stored in benchmarks/results/."""
 
 from __future__ import annotations
 
-import datetime
+import argparse
 import json
 import os
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "results"
+from lib import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def tell(name: str, title: str, command: str, found: str, write: bool) -> None:
-    """`found` is a table; `command`, what anybody types to have it made again."""
-    print(found)
+def result_parser(doc: str | None, *, needs_disk: str = "") -> argparse.ArgumentParser:
+    """Return a parser with --write, and with --folder where the benchmark writes large files (`needs_disk` says which)."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store the result in benchmarks/results/")
+    if needs_disk:
+        parser.add_argument("--folder", default=ROOT / "outputs", type=Path, help=f"where to write {needs_disk} (default: outputs/)")
+    return parser
+
+
+def report_result(name: str, title: str, command: str, table: str, write: bool) -> None:
+    """Print `table`; with `write`, store it as results/<name>.md below `command`, which measures it again."""
+    print(table)
     if write:
-        where = RESULTS / f"{datetime.date.today()}-{name}.md"
-        where.parent.mkdir(exist_ok=True)
-        where.write_text(f"# {title}\n\n`{command}`, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n\n{found}\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.md").write_text(f"# {title}\n\n`{command}`, {os.cpu_count()} cores.\n\n{table}\n", encoding="utf-8")
 
 
-def keep(name: str, facts: dict[str, Any]) -> None:
-    """The numbers themselves, beside the table."""
-    (RESULTS / f"{datetime.date.today()}-{name}.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+def write_numbers(name: str, numbers: dict[str, Any]) -> None:
+    (RESULTS / f"{name}.json").write_text(json.dumps(numbers, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def median_and_best(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} s ({min(seconds):.2f})"
+
+
+def thread_setting() -> str:
+    return f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"

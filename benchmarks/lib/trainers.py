@@ -1,4 +1,4 @@
-"""Other people's trainers, each driven step by step by the batches it is given (see speed_cases.py)."""
+"""Other trainers, each driven by the batches it is given (cases.Gate). Their packages are imported in the process that measures them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lib.cases import Count, Gate, forever, run_of
+from lib.cases import BatchCount, CountFunction, Gate, forever, state_of
 
-ROOT = Path(__file__).parents[2]
-UNMASKED = -100
-
-
-def windows(spec: dict) -> list[list[int]]:
-    """All rows one after the other, cut into lines of equal length: how these trainers pack."""
-    run, length = run_of(spec, "data.packing=none", "data.too_long=auto"), spec["length"]
-    tokens = [int(token) for window in range(len(run.feed.train)) for row in run.feed.train[window] for token in row.sequences[0].ids]
-    return [tokens[at : at + length] for at in range(0, len(tokens) - length, length)]
+IGNORE_INDEX = -100
+MAX_STEPS = 1_000_000  # more than are measured
 
 
-def all_of(batch: dict) -> tuple[int, int, list[int]]:
-    lines, length = batch["input_ids"].shape
-    return lines * length, lines * length, [length] * lines
+def equal_lengths(spec: dict) -> list[list[int]]:
+    """Return all rows concatenated and cut into sequences of equal length: how these trainers pack."""
+    state, length = state_of(spec, "data.packing=none", "data.too_long=auto"), spec["length"]
+    rows = state.pipeline.train
+    tokens = [int(token) for index in range(len(rows)) for row in rows[index] for token in row.sequences[0].ids]
+    return [tokens[start : start + length] for start in range(0, len(tokens) - length, length)]
+
+
+def count_all(batch: dict) -> BatchCount:
+    rows, length = batch["input_ids"].shape
+    return BatchCount(rows * length, rows * length, [length] * rows)
 
 
 def transformers_model(spec: dict) -> Any:
@@ -41,13 +42,13 @@ def transformers_model(spec: dict) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**settings, tie_word_embeddings=True, rope_theta=1e6, max_position_embeddings=32768, use_cache=False))
 
 
-def arguments(spec: dict, compiled: bool) -> dict[str, Any]:
+def training_arguments(spec: dict, compiled: bool) -> dict[str, Any]:
     import torch
 
     return {
         "output_dir": tempfile.mkdtemp(),
-        "per_device_train_batch_size": spec["lines"],
-        "max_steps": 1_000_000,
+        "per_device_train_batch_size": spec["rows"],
+        "max_steps": MAX_STEPS,
         "bf16": spec["precision"] == "bf16",
         "torch_compile": compiled,
         "use_cpu": not torch.cuda.is_available(),
@@ -59,29 +60,32 @@ def arguments(spec: dict, compiled: bool) -> dict[str, Any]:
     }
 
 
+class GatedLoader:
+    """A DataLoader whose batches pass a gate, repeated without end."""
+
+    def __init__(self, loader: Any, gate: Gate, count: CountFunction) -> None:
+        self.loader, self.gate, self.count = loader, gate, count
+
+    def __len__(self) -> int:
+        return MAX_STEPS
+
+    def __iter__(self) -> Iterator:
+        return self.gate.through(forever(self.loader), self.count)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
 def hf(spec: dict, gate: Gate, compiled: bool) -> None:
     from transformers import Trainer, TrainingArguments
 
-    class Gated(Trainer):
+    class GatedTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
-            return Loader(super().get_train_dataloader(), gate, all_of)
+            return GatedLoader(super().get_train_dataloader(), gate, count_all)
 
-    rows = [{"input_ids": window, "labels": window} for window in windows(spec)]
-    Gated(model=transformers_model(spec), args=TrainingArguments(**arguments(spec, compiled)), train_dataset=rows).train()  # type: ignore[arg-type]  # a list serves as a dataset
-
-
-class Loader:
-    def __init__(self, inner: Any, gate: Gate, count: Count) -> None:
-        self.inner, self.gate, self.count = inner, gate, count
-
-    def __len__(self) -> int:
-        return 1_000_000  # it never ends, so that no epoch does
-
-    def __iter__(self) -> Iterator:
-        return self.gate.through(forever(self.inner), self.count)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    rows = [{"input_ids": ids, "labels": ids} for ids in equal_lengths(spec)]
+    arguments = TrainingArguments(**training_arguments(spec, compiled))
+    GatedTrainer(model=transformers_model(spec), args=arguments, train_dataset=rows).train()  # type: ignore[arg-type]  # a list serves as a dataset
 
 
 def trl(spec: dict, gate: Gate, packing: bool) -> None:
@@ -89,22 +93,24 @@ def trl(spec: dict, gate: Gate, packing: bool) -> None:
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
-    def count(batch: dict) -> tuple[int, int, list[int]]:
-        lines, length = batch["input_ids"].shape
+    def count(batch: dict) -> BatchCount:
+        rows, length = batch["input_ids"].shape
         mask = batch.get("attention_mask")
-        return int((batch["labels"] != UNMASKED).sum()) if mask is None else int(mask.sum()), lines * length, [length] * lines
+        useful = int((batch["labels"] != IGNORE_INDEX).sum()) if mask is None else int(mask.sum())
+        return BatchCount(useful, rows * length, [length] * rows)
 
-    class Gated(SFTTrainer):
+    class GatedTrainer(SFTTrainer):
         def get_train_dataloader(self) -> Any:
-            return Loader(super().get_train_dataloader(), gate, count)
+            return GatedLoader(super().get_train_dataloader(), gate, count)
 
-    rows = Dataset.from_list([json.loads(line) for line in Path(spec["neutral"]["messages"]).read_text().splitlines()])
-    settings = SFTConfig(**arguments(spec, False), max_length=spec["length"], packing=packing, gradient_checkpointing=False)
-    Gated(model=transformers_model(spec), args=settings, train_dataset=rows, processing_class=AutoTokenizer.from_pretrained(spec["tokenizer"])).train()
+    rows = Dataset.from_list([json.loads(line) for line in Path(spec["files"]["messages"]).read_text().splitlines()])
+    settings = SFTConfig(**training_arguments(spec, False), max_length=spec["length"], packing=packing, gradient_checkpointing=False)
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer"])
+    GatedTrainer(model=transformers_model(spec), args=settings, train_dataset=rows, processing_class=tokenizer).train()
 
 
 def minimind(spec: dict, gate: Gate) -> None:
-    """Its own script, unchanged but for the shape of the model, where tokenizer and weights come from, and autocast on a processor."""
+    """Its own script, changed in the shape of the model, the source of tokenizer and weights, autocast on a CPU, and the data loader."""
     script = Path(spec["minimind"]) / "trainer" / ("train_pretrain.py" if spec["stage"] == "pretrain" else "train_full_sft.py")
     source = script.read_text(encoding="utf-8")
     if spec["precision"] == "bf16":
@@ -113,40 +119,44 @@ def minimind(spec: dict, gate: Gate) -> None:
     source = source.replace("MiniMindConfig(hidden_size", f"MiniMindConfig(**{shape}, hidden_size")
     source = source.replace("init_model(lm_config, ", f"init_model(lm_config, tokenizer_path={spec['tokenizer']!r}, from_weight=")
     source = re.sub(r"from_weight=args\.from_weight", "from_weight='none'", source)
-    source = source.replace("loader = DataLoader(", "loader = GATED(").replace("def train_epoch(", "from lib.trainers import GATED\n\n\ndef train_epoch(", 1)
-    place = Path(tempfile.mkdtemp()) / "trainer"
-    place.mkdir()
-    (place / "script.py").write_text(source, encoding="utf-8")
-    sys.path[:0] = [str(Path(spec["minimind"])), str(ROOT / "benchmarks")]
-    from lib import trainers
+    source = source.replace("loader = DataLoader(", "loader = gated_loader(")
+    folder = Path(tempfile.mkdtemp()) / "trainer"  # the script uses paths relative to ../
+    folder.mkdir()
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    sys.path.insert(0, spec["minimind"])
 
-    def count(batch: Any) -> tuple[int, int, list[int]]:
+    def count(batch: Any) -> BatchCount:
         ids = batch[0]
-        return int((ids != spec["pad_id"]).sum()), ids.numel(), [ids.shape[1]] * len(ids)
+        return BatchCount(int((ids != spec["pad_id"]).sum()), ids.numel(), [ids.shape[1]] * len(ids))
 
-    def gated(dataset: Any, **words: Any) -> Loader:
+    def gated_loader(dataset: Any, **settings: Any) -> GatedLoader:
         from torch.utils.data import DataLoader
 
-        return Loader(DataLoader(dataset, **words), gate, count)
+        return GatedLoader(DataLoader(dataset, **settings), gate, count)
 
-    trainers.GATED = gated
-    os.chdir(place)
+    os.chdir(folder)
     sys.argv = [
-        "script.py", "--data_path", spec["neutral"]["rows"], "--batch_size", str(spec["lines"]), "--max_seq_len", str(spec["length"]), "--accumulation_steps", "1",
+        "script.py", "--data_path", spec["files"]["minimind"], "--batch_size", str(spec["rows"]), "--max_seq_len", str(spec["length"]), "--accumulation_steps", "1",
         "--hidden_size", str(spec["model"]["hidden_size"]), "--num_hidden_layers", str(spec["model"]["num_hidden_layers"]), "--num_workers", "0",
         "--dtype", "bfloat16", "--save_interval", "100000000",
     ]  # fmt: skip
-    runpy.run_path("script.py", run_name="__main__")
+    runpy.run_path("script.py", init_globals={"gated_loader": gated_loader}, run_name="__main__")
 
 
-GATED: Any = None  # what MiniMind's script takes its batches from
+def tensor_batches(spec: dict, gate: Gate) -> Iterator[Any]:
+    """Yield tensors of token ids of equal length (rows, length), through the gate."""
+    import torch
+
+    batches = [{"input_ids": ids} for ids in torch.tensor(equal_lengths(spec)).split(spec["rows"]) if len(ids) == spec["rows"]]
+    for batch in gate.through(forever(batches), count_all):
+        yield batch["input_ids"]
 
 
 def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
-    """Its model in the loop its recipe prescribes: fused AdamW, clipping, cross-entropy over whole windows."""
+    """Its model in the loop of its recipe: fused AdamW, gradient clipping, cross-entropy over the whole sequence."""
     import torch
 
-    # Its package imports Lightning, which its model does not need: two modules stand for what would.
+    # Its package imports Lightning, which its model does not need: two empty modules replace the imports.
     package, unused = types.ModuleType("litgpt"), types.ModuleType("litgpt.scripts.convert_hf_checkpoint")
     package.__path__, unused.qkv_reassemble = [f"{spec['litgpt']}/litgpt"], None  # type: ignore[attr-defined]  # modules made here
     sys.modules |= {"litgpt": package, "litgpt.scripts.convert_hf_checkpoint": unused}
@@ -163,9 +173,7 @@ def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
     model.lm_head.weight = model.transformer.wte.weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = torch.compile(model) if compiled else model
-    data = torch.tensor(windows(spec))
-    for lines in gate.through(forever([{"input_ids": part} for part in data.split(spec["lines"]) if len(part) == spec["lines"]]), all_of):
-        ids = lines["input_ids"]
+    for ids in tensor_batches(spec, gate):
         with torch.autocast("cpu", torch.bfloat16, enabled=spec["precision"] == "bf16"):
             loss = torch.nn.functional.cross_entropy(forward(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
         loss.backward()
@@ -175,7 +183,7 @@ def litgpt(spec: dict, gate: Gate, compiled: bool) -> None:
 
 
 def nanochat(spec: dict, gate: Gate, compiled: bool) -> None:
-    """Its own architecture in the width and depth asked for, and its own optimizer: no other model fits its loop."""
+    """Its own architecture in the same width and depth, with its own optimizer: its loop takes no other model."""
     os.environ["NANOCHAT_DTYPE"] = {"fp32": "float32", "bf16": "bfloat16"}[spec["precision"]]
     sys.path.insert(0, spec["nanochat"])
     import torch
@@ -191,9 +199,7 @@ def nanochat(spec: dict, gate: Gate, compiled: bool) -> None:
     spec["parameters"] = model.num_matmul_params()
     optimizer = model.setup_optimizer()
     forward = torch.compile(model, dynamic=False) if compiled else model
-    data = torch.tensor(windows(spec))
-    for lines in gate.through(forever([{"input_ids": part} for part in data.split(spec["lines"]) if len(part) == spec["lines"]]), all_of):
-        ids = lines["input_ids"]
+    for ids in tensor_batches(spec, gate):
         forward(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).backward()
         optimizer.step()
         model.zero_grad(set_to_none=True)
