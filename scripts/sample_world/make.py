@@ -1,63 +1,63 @@
-"""Write the sample world again, byte for byte: python scripts/sample_world/make.py [folder]"""
+"""Write the sample data, the same bytes every time: `python scripts/sample_world/make.py [FOLDER]` (default: data/samples)."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
 
-if not __package__:  # run by path: Python put this folder first on the path, the repo root belongs there
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if not __package__:  # run by path: import from the root of the repository instead of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from scripts.sample_world.stories import Teller
-from scripts.sample_world.talks import PLAIN_TOPICS, TOPICS, Asker
-from scripts.sample_world.wordings import load
+from scripts.sample_world.conversations import PLAIN_TOPICS, TOPICS, ConversationWriter
+from scripts.sample_world.stories import StoryWriter
+from scripts.sample_world.wordings import load_wordings
 from scripts.sample_world.world import LANGUAGES, Fact, build_world
 
+DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "data" / "samples"
 SEED = 20
 STORY_ROUNDS = 10
-WORDINGS_EACH = 6  # training wordings in which SFT asks for one fact
-PAIRS_EACH = 2
-REPLAYED = 500  # ordinary conversations per language among the persona's, so that the rest is not forgotten
+WORDINGS_PER_FACT = 6  # training questions per fact in the SFT data
+PAIRS_PER_FACT = 2
+REPLAYED = 500  # SFT conversations per language in the persona data, against forgetting
 
 Files = dict[str, list[dict]]
 
 
-def files_of(language: str, facts: list[Fact]) -> Files:
-    wordings, rng = load(language), random.Random(f"{SEED} talks {language}")
-    teller = Teller(facts, wordings, language, random.Random(f"{SEED} stories {language}"))
-    asker = Asker(facts, wordings, language, rng)
-    talks = asker.conversations(asker.training_turns(WORDINGS_EACH))
-    persona = asker.about_itself("persona", TOPICS, opened=2) + rng.sample(talks, REPLAYED)
+def files_of_language(language: str, facts: list[Fact]) -> Files:
+    wordings, rng = load_wordings(language), random.Random(f"{SEED} talks {language}")
+    stories = StoryWriter(facts, wordings, language, random.Random(f"{SEED} stories {language}"))
+    writer = ConversationWriter(facts, wordings, language, rng)
+    conversations = writer.conversations(writer.training_turns(WORDINGS_PER_FACT))
+    persona = writer.about_model("persona", TOPICS, greetings=2) + rng.sample(conversations, REPLAYED)
     chats = {
-        "sft": talks + asker.about_itself("plain", PLAIN_TOPICS, opened=1) + asker.weather_talks(),
-        "sft_val": asker.held_out(),
-        "arithmetic_val": asker.unseen_sums(),
+        "sft": conversations + writer.about_model("plain", PLAIN_TOPICS, greetings=1) + writer.weather_conversations(),
+        "sft_val": writer.held_out(),
+        "arithmetic_val": writer.unseen_sums(),
         "lora_identity": persona,
-        "lora_identity_val": asker.persona_held_out(),
+        "lora_identity_val": writer.persona_held_out(),
     }
     return {
-        "pretrain": [{"text": text} for text in teller.all(STORY_ROUNDS)],
-        "pretrain_val": [{"text": text} for text in teller.all(1)],
+        "pretrain": [{"text": text} for text in stories.all(STORY_ROUNDS)],
+        "pretrain_val": [{"text": text} for text in stories.all(1)],
         **{name: [{"conversations": messages} for messages in rows] for name, rows in chats.items()},
-        "dpo": asker.training_pairs(PAIRS_EACH),
-        "dpo_val": asker.held_out_pairs(0.4),
+        "dpo": writer.training_pairs(PAIRS_PER_FACT),
+        "dpo_val": writer.held_out_pairs(0.4),
     }
 
 
-def write(folder: Path) -> None:
-    """Every file of the sample, both languages shuffled together."""
+def write_samples(folder: Path) -> None:
+    """Write all files, the rows of both languages in random order."""
     facts = build_world(random.Random(SEED))
-    sides = [files_of(language, facts) for language in LANGUAGES]
+    files = [files_of_language(language, facts) for language in LANGUAGES]
     folder.mkdir(parents=True, exist_ok=True)
-    for name in sides[0]:
-        rows = [row for side in sides for row in side[name]]
+    for name in files[0]:
+        rows = [row for rows_by_name in files for row in rows_by_name[name]]
         random.Random(f"{SEED} {name}").shuffle(rows)
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    write_samples(Path(sys.argv[1]) if len(sys.argv) > 1 else DEFAULT_FOLDER)

@@ -1,4 +1,4 @@
-"""Reads wordings_<language>.txt: how a fact is told, asked, answered, and asked only in held-out files."""
+"""Reads wordings_<language>.txt: the statements, questions and the answer of each relation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ FOLDER = Path(__file__).parent
 @dataclass
 class Wording:
     answer: str = ""
-    told: list[str] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
+    statements: list[str] = field(default_factory=list)
+    questions: list[str] = field(default_factory=list)
+    held_out: list[str] = field(default_factory=list)  # questions of the validation files
 
 
 def fill(template: str, a: str, b: str = "") -> str:
@@ -22,7 +22,7 @@ def fill(template: str, a: str, b: str = "") -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def load(language: str) -> dict[str, Wording]:
+def load_wordings(language: str) -> dict[str, Wording]:
     """One Wording per [section]; the marks are explained at the top of wordings_en.txt."""
     sections: dict[str, Wording] = {}
     for line in (FOLDER / f"wordings_{language}.txt").read_text(encoding="utf-8").splitlines():
@@ -32,5 +32,5 @@ def load(language: str) -> dict[str, Wording]:
         elif mark == "=":
             wording.answer = text
         elif mark in (".", "?", "!"):
-            {".": wording.told, "?": wording.asked, "!": wording.held}[mark].append(text)
+            {".": wording.statements, "?": wording.questions, "!": wording.held_out}[mark].append(text)
     return sections

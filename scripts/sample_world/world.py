@@ -1,6 +1,6 @@
-"""The made-up world: who and what there is, and every fact about it, drawn from a seed.
+"""The invented world: its people, towns and fruits, and every fact about them, drawn from a seed.
 
-Names come in pairs (English, Chinese); nobody and nothing here exists.
+Names are pairs (English, Chinese); no such person, place or thing exists.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TASTES = pairs("sweet:甜, sour:酸, bitter:苦, salty:咸, spicy:辣")
 PLACES = pairs(
     "in the hills:山坡上, in the marsh:沼泽里, in the forest:森林里, in the desert:沙漠里, on the beach:海滩上, in the meadow:草地上, on the rocks:岩石上, in the cave:山洞里"
 )
-OPPOSITES = [  # both words of a pair in both languages: (hot, cold) (热, 冷)
+OPPOSITES = [  # in both languages: (hot, cold), (热, 冷)
     (("hot", "cold"), ("热", "冷")),
     (("big", "small"), ("大", "小")),
     (("tall", "short"), ("高", "矮")),
@@ -61,30 +61,30 @@ OPPOSITES = [  # both words of a pair in both languages: (hot, cold) (热, 冷)
     (("strong", "weak"), ("强", "弱")),
     (("deep", "shallow"), ("深", "浅")),
 ]
-LARGEST_NUMBER = 20  # of counting: what comes after 7
+LARGEST_NUMBER = 20  # of the facts about counting: 8 comes after 7
 LARGEST_ADDEND = 9
-UNSEEN_SUMS = 8  # unordered pairs of addends that no training file holds; 0 and 1 stay known, counting teaches them
+UNSEEN_SUMS = 8  # unordered pairs of addends that are in no training file; none with 0 or 1, which counting contains
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that is true, in both languages. `about` fills {a} of a wording, `value` fills {b}."""
+    """A fact in both languages. `about` fills {a} of a wording, `value` fills {b}."""
 
     relation: str
     about: Pair
     value: Pair
-    known: bool = True  # False: a sum that is held out of every training file
+    known: bool = True  # False: a sum that is in no training file
 
 
-def dealt(rng: random.Random, options: list[Pair], count: int) -> list[Pair]:
+def draw_evenly(rng: random.Random, options: list[Pair], count: int) -> list[Pair]:
     """`count` options in random order, each about equally often."""
     deck = (options * (count // len(options) + 1))[:count]
     rng.shuffle(deck)
     return deck
 
 
-def told_of(rng: random.Random, relation: str, abouts: list[Pair], values: list[Pair]) -> list[Fact]:
-    return [Fact(relation, about, value) for about, value in zip(abouts, dealt(rng, values, len(abouts)), strict=True)]
+def random_facts(rng: random.Random, relation: str, abouts: list[Pair], values: list[Pair]) -> list[Fact]:
+    return [Fact(relation, about, value) for about, value in zip(abouts, draw_evenly(rng, values, len(abouts)), strict=True)]
 
 
 def number_facts() -> list[Fact]:
@@ -109,17 +109,17 @@ def opposite_facts() -> list[Fact]:
 
 def build_world(rng: random.Random) -> list[Fact]:
     return [
-        *told_of(rng, "lives", PEOPLE, TOWNS),
-        *told_of(rng, "works", PEOPLE, JOBS),
-        *told_of(rng, "likes", PEOPLE, COLOURS),
-        *told_of(rng, "keeps", PEOPLE, PETS),
-        *told_of(rng, "dish", TOWNS, DISHES),
-        *told_of(rng, "roofs", TOWNS, COLOURS),
-        *told_of(rng, "market", TOWNS, DAYS),
-        *told_of(rng, "land", TOWNS, LANDS),
-        *told_of(rng, "fruit_colour", FRUITS, COLOURS),
-        *told_of(rng, "taste", FRUITS, TASTES),
-        *told_of(rng, "grows", FRUITS, PLACES),
+        *random_facts(rng, "lives", PEOPLE, TOWNS),
+        *random_facts(rng, "works", PEOPLE, JOBS),
+        *random_facts(rng, "likes", PEOPLE, COLOURS),
+        *random_facts(rng, "keeps", PEOPLE, PETS),
+        *random_facts(rng, "dish", TOWNS, DISHES),
+        *random_facts(rng, "roofs", TOWNS, COLOURS),
+        *random_facts(rng, "market", TOWNS, DAYS),
+        *random_facts(rng, "land", TOWNS, LANDS),
+        *random_facts(rng, "fruit_colour", FRUITS, COLOURS),
+        *random_facts(rng, "taste", FRUITS, TASTES),
+        *random_facts(rng, "grows", FRUITS, PLACES),
         *opposite_facts(),
         *number_facts(),
         *sum_facts(rng),

@@ -1,4 +1,4 @@
-"""The sample world: the shipped files are what the generator writes, and the held-out files are held out."""
+"""Sample data: the shipped files are those of the generator, and training files contain no validation question."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.sample_world.make import SEED, write
-from scripts.sample_world.wordings import load
+from scripts.sample_world.make import SEED, write_samples
+from scripts.sample_world.wordings import load_wordings
 from scripts.sample_world.world import LANGUAGES, build_world
 
 FOLDER = Path(__file__).parents[2] / "data" / "samples"
@@ -25,7 +25,7 @@ def rows(name: str) -> list[dict]:
 
 
 def messages(name: str) -> list[dict[str, str]]:
-    return [message for row in rows(name) for side in ("conversations", "chosen", "rejected") for message in row.get(side, [])]
+    return [message for row in rows(name) for key in ("conversations", "chosen", "rejected") for message in row.get(key, [])]
 
 
 def questions(name: str) -> set[str]:
@@ -36,37 +36,37 @@ def training_text() -> str:
     return "\n".join((FOLDER / f"{name}.jsonl").read_text(encoding="utf-8") for name in TRAINING)
 
 
-def test_the_generator_writes_the_shipped_files_byte_for_byte(tmp_path: Path) -> None:
-    write(tmp_path)
+def test_samples_are_the_bytes_that_the_generator_writes(tmp_path: Path) -> None:
+    write_samples(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes(), name
 
 
-def test_the_sample_stays_small() -> None:
+def test_samples_have_less_than_3_megabytes() -> None:
     assert sum((FOLDER / name).stat().st_size for name in FILES) < 3_000_000
 
 
 @pytest.mark.parametrize("name", HELD_OUT)
-def test_no_training_file_holds_a_held_out_question(name: str) -> None:
+def test_samples_for_training_contain_no_validation_question(name: str) -> None:
     text = training_text()
-    greeting = "|".join(re.escape(opener) for language in LANGUAGES for opener in load(language)["opener"].told)
-    asked = {re.sub(f"^({greeting}) ?", "", question) for question in questions(name)}
-    assert asked
-    assert [question for question in asked if json.dumps(question, ensure_ascii=False)[1:-1] in text] == []
+    greeting = "|".join(re.escape(opener) for language in LANGUAGES for opener in load_wordings(language)["opener"].statements)
+    without_greeting = {re.sub(f"^({greeting}) ?", "", question) for question in questions(name)}
+    assert without_greeting
+    assert [question for question in without_greeting if json.dumps(question, ensure_ascii=False)[1:-1] in text] == []
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_no_held_out_wording_is_a_training_wording_with_other_names(language: str) -> None:
-    sections = load(language).values()
-    trained = {wording for section in sections for wording in section.asked + section.told}
-    held = {wording for section in sections for wording in section.held}
-    assert held and not held & trained
-    bare = {re.sub(r"\{.\}|\W", "", wording).lower() for wording in held}
-    assert not bare & {re.sub(r"\{.\}|\W", "", wording).lower() for wording in trained}
+def test_samples_validation_wordings_differ_from_training_wordings_in_more_than_names(language: str) -> None:
+    sections = load_wordings(language).values()
+    training = {wording for section in sections for wording in section.questions + section.statements}
+    held_out = {wording for section in sections for wording in section.held_out}
+    assert held_out and not held_out & training
+    without_names = {re.sub(r"\{.\}|\W", "", wording).lower() for wording in held_out}
+    assert not without_names & {re.sub(r"\{.\}|\W", "", wording).lower() for wording in training}
 
 
-def test_no_training_file_adds_the_numbers_of_an_unseen_sum() -> None:
+def test_samples_for_training_contain_no_unseen_sum() -> None:
     unseen = {fact.about[0] for fact in build_world(random.Random(SEED)) if not fact.known}
     text = training_text() + (FOLDER / "pretrain_val.jsonl").read_text(encoding="utf-8")
     assert len(unseen) >= 10
@@ -74,35 +74,39 @@ def test_no_training_file_adds_the_numbers_of_an_unseen_sum() -> None:
     assert all(any(f"{sum_}" in question for sum_ in unseen) for question in questions("arithmetic_val"))
 
 
-def test_every_held_out_answer_is_taught_and_every_question_has_one_answer() -> None:
-    taught = {message["content"] for message in messages("sft") if message["role"] == "assistant"}
+def test_samples_have_one_answer_per_question_and_train_every_validation_answer() -> None:
+    trained = {message["content"] for message in messages("sft") if message["role"] == "assistant"}
     answers: dict[str, str] = {}
     for name in ("sft", "sft_val"):
         for row in rows(name):
-            talk = [message for message in row["conversations"] if message["role"] in ("user", "assistant")]
+            turns = [message for message in row["conversations"] if message["role"] in ("user", "assistant")]
             if any(message["role"] == "tool" for message in row["conversations"]):
                 continue
-            for question, answer in zip(talk[::2], talk[1::2], strict=True):
+            for question, answer in zip(turns[::2], turns[1::2], strict=True):
                 assert (question["role"], answer["role"]) == ("user", "assistant")
                 assert answers.setdefault(question["content"], answer["content"]) == answer["content"]
-                assert answer["content"] in taught
+                assert answer["content"] in trained
 
 
-def test_a_pair_asks_one_question_and_its_sides_differ() -> None:
+def test_samples_of_preferences_have_one_prompt_and_two_answers() -> None:
     for name in ("dpo", "dpo_val"):
         for row in rows(name):
             assert row["chosen"][:-1] == row["rejected"][:-1]
             assert row["chosen"][-1]["content"] != row["rejected"][-1]["content"]
 
 
-def test_the_persona_contradicts_nothing_but_what_the_model_said_of_itself_before() -> None:
+def test_samples_of_the_persona_change_answers_about_the_model_only() -> None:
     before = {first["content"]: second["content"] for row in rows("sft") for first, second in pairwise(row["conversations"])}
     after = {row["conversations"][0]["content"]: row["conversations"][1]["content"] for row in rows("lora_identity") if len(row["conversations"]) == 2}
     changed = {before[question] for question in before.keys() & after.keys() if before[question] != after[question]}
-    assert changed == {load(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")}
+    assert changed == {load_wordings(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")}
 
 
-def test_the_shapes_are_covered() -> None:
-    talks = [[message["role"] for message in row["conversations"]] for row in rows("sft")]
-    assert any("tool" in roles for roles in talks) and any(roles[0] == "system" for roles in talks) and any(roles.count("user") == 2 for roles in talks)
+def test_samples_contain_tools_system_messages_and_several_turns() -> None:
+    conversations = [[message["role"] for message in row["conversations"]] for row in rows("sft")]
+    assert (
+        any("tool" in roles for roles in conversations)
+        and any(roles[0] == "system" for roles in conversations)
+        and any(roles.count("user") == 2 for roles in conversations)
+    )
     assert all(set(row) == {"text"} for row in rows("pretrain"))

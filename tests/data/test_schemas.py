@@ -35,20 +35,20 @@ def read(row, data_format):
     return detect_schema(row, data_format, "file:1").read(row, "file:1")
 
 
-TALK = [ASK, ANSWER]
+MESSAGES = [ASK, ANSWER]
 CHATS = [  # schema, row, messages
-    ("minimind chat", {"conversations": TALK}, TALK),
-    ("minimind chat", {"conversations": json.dumps(TALK)}, TALK),
+    ("minimind chat", {"conversations": MESSAGES}, MESSAGES),
+    ("minimind chat", {"conversations": json.dumps(MESSAGES)}, MESSAGES),
     ("minimind chat", {"conversations": [ASK, {**ANSWER, "reasoning_content": "hm"}]}, [ASK, {**ANSWER, "reasoning_content": "hm"}]),
     (
         "minimind chat",
         {"conversations": [ASK, {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}]},
         [ASK, {"role": "assistant", "tool_calls": [CALLED]}],
     ),
-    ("minimind chat", {"conversations": [*TALK, ASK]}, [*TALK, ASK]),
-    ("openai messages", {"messages": TALK}, TALK),
-    ("openai messages", {"messages": [{"role": "developer", "content": "be brief"}, *TALK]}, [{"role": "system", "content": "be brief"}, *TALK]),
-    ("openai messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]}, TALK),
+    ("minimind chat", {"conversations": [*MESSAGES, ASK]}, [*MESSAGES, ASK]),
+    ("openai messages", {"messages": MESSAGES}, MESSAGES),
+    ("openai messages", {"messages": [{"role": "developer", "content": "be brief"}, *MESSAGES]}, [{"role": "system", "content": "be brief"}, *MESSAGES]),
+    ("openai messages", {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}, ANSWER]}, MESSAGES),
     (
         "openai messages",
         {
@@ -73,38 +73,42 @@ CHATS = [  # schema, row, messages
         },
         [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry", "name": "weather"}, ANSWER],
     ),
-    ("sharegpt", {"conversations": [HUMAN, GPT]}, TALK),
-    ("sharegpt", {"conversations": [HUMAN, GPT], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *TALK]),
+    ("sharegpt", {"conversations": [HUMAN, GPT]}, MESSAGES),
+    ("sharegpt", {"conversations": [HUMAN, GPT], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *MESSAGES]),
     ("sharegpt", {"conversations": [{"from": "system", "value": "be brief"}, {"from": "user", "value": "hi"}, {"from": "bing", "value": "ho"}]}, None),
     (
         "sharegpt",
         {"conversations": [HUMAN, {"from": "function_call", "value": json.dumps(CALL)}, {"from": "observation", "value": "dry"}, GPT]},
         [ASK, {"role": "assistant", "tool_calls": [CALLED]}, {"role": "tool", "content": "dry"}, ANSWER],
     ),
-    ("alpaca", {"instruction": "hi", "output": "ho"}, TALK),
+    ("alpaca", {"instruction": "hi", "output": "ho"}, MESSAGES),
     (
         "alpaca",
         {"instruction": "add", "input": "1 2", "output": "3", "text": "all of it"},
         [{"role": "user", "content": "add\n1 2"}, {"role": "assistant", "content": "3"}],
     ),
-    ("alpaca", {"instruction": "", "input": "hi", "output": "ho"}, TALK),
+    ("alpaca", {"instruction": "", "input": "hi", "output": "ho"}, MESSAGES),
     (
         "alpaca",
         {"instruction": "hi", "input": "", "output": "ho", "system": "be brief", "history": [["a", "b"], ["c", "d"]]},
         [
             {"role": "system", "content": "be brief"},
             *({"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)),
-            *TALK,
+            *MESSAGES,
         ],
     ),
-    ("alpaca", {"instruction": "hi", "output": "ho", "history": "[]"}, TALK),
-    ("dolly", {"instruction": "hi", "context": "", "response": "ho", "category": "open_qa"}, TALK),
+    ("alpaca", {"instruction": "hi", "output": "ho", "history": "[]"}, MESSAGES),
+    ("dolly", {"instruction": "hi", "context": "", "response": "ho", "category": "open_qa"}, MESSAGES),
     ("dolly", {"instruction": "h", "context": "i", "response": "ho"}, [{"role": "user", "content": "h\ni"}, ANSWER]),
-    ("openai messages", {"messages": [{"role": "system", "content": None}, *TALK]}, TALK),
-    ("minimind chat", {"conversations": [{"role": "system", "content": " "}, *TALK], "system": "be brief"}, [{"role": "system", "content": "be brief"}, *TALK]),
-    ("prompt completion", {"prompt": "hi", "completion": "ho"}, TALK),
-    ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, TALK),
-    ("prompt response", {"prompt": "hi", "response": "ho"}, TALK),
+    ("openai messages", {"messages": [{"role": "system", "content": None}, *MESSAGES]}, MESSAGES),
+    (
+        "minimind chat",
+        {"conversations": [{"role": "system", "content": " "}, *MESSAGES], "system": "be brief"},
+        [{"role": "system", "content": "be brief"}, *MESSAGES],
+    ),
+    ("prompt completion", {"prompt": "hi", "completion": "ho"}, MESSAGES),
+    ("prompt completion", {"prompt": [ASK], "completion": [ANSWER]}, MESSAGES),
+    ("prompt response", {"prompt": "hi", "response": "ho"}, MESSAGES),
 ]
 
 
@@ -120,10 +124,10 @@ def test_schema_of_a_conversation_is_detected_and_read(schema, row, messages):
 @pytest.mark.parametrize(
     "row",
     [
-        {"conversations": TALK},
+        {"conversations": MESSAGES},
         {"conversations": [HUMAN, GPT]},
-        {"messages": TALK},
-        {"chosen": TALK, "rejected": [ASK, WORSE]},
+        {"messages": MESSAGES},
+        {"chosen": MESSAGES, "rejected": [ASK, WORSE]},
         {"instruction": "hi", "output": "ho"},
     ],
     ids=["minimind", "sharegpt", "openai", "preference", "alpaca"],
@@ -136,7 +140,7 @@ def test_schema_reads_tools_of_a_row_as_list_or_json(row, stored):
 @pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
 def test_schema_reads_tools_of_a_message(stored):
     system = {"role": "system", "content": "be brief", "tools": stored}
-    assert read({"conversations": [system, *TALK]}, "chat").tools == TOOLS
+    assert read({"conversations": [system, *MESSAGES]}, "chat").tools == TOOLS
     pair = read({"prompt": [system, ASK], "chosen": [ANSWER], "rejected": [WORSE]}, "preference")
     assert pair.chosen.tools == pair.rejected.tools == TOOLS and "tools" not in pair.chosen.messages[0]
 
@@ -144,30 +148,30 @@ def test_schema_reads_tools_of_a_message(stored):
 @pytest.mark.parametrize(
     "schema, row",
     [
-        ("minimind preference", {"chosen": TALK, "rejected": [ASK, WORSE]}),
-        ("minimind preference", {"chosen": json.dumps(TALK), "rejected": json.dumps([ASK, WORSE])}),
+        ("minimind preference", {"chosen": MESSAGES, "rejected": [ASK, WORSE]}),
+        ("minimind preference", {"chosen": json.dumps(MESSAGES), "rejected": json.dumps([ASK, WORSE])}),
         ("trl preference", {"prompt": "hi", "chosen": "ho", "rejected": "no"}),
         ("trl preference", {"prompt": [ASK], "chosen": [ANSWER], "rejected": [WORSE]}),
         ("trl preference", {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps([WORSE])}),
         ("trl preference", {"prompt": [ASK], "chosen": ANSWER, "rejected": WORSE}),
-        ("trl preference", {"prompt": [ASK], "chosen": TALK, "rejected": [ASK, WORSE]}),
-        ("trl preference", {"prompt": "hi", "chosen": TALK, "rejected": [ASK, WORSE], "messages": TALK, "score_chosen": 5.0}),
+        ("trl preference", {"prompt": [ASK], "chosen": MESSAGES, "rejected": [ASK, WORSE]}),
+        ("trl preference", {"prompt": "hi", "chosen": MESSAGES, "rejected": [ASK, WORSE], "messages": MESSAGES, "score_chosen": 5.0}),
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}),
         ("sharegpt preference", {"conversations": [HUMAN], "chosen": [ANSWER], "rejected": WORSE}),
         ("alpaca preference", {"instruction": "hi", "input": "", "chosen": "ho", "rejected": "no"}),
         ("openai preference", {"input": {"messages": [ASK]}, "preferred_output": [ANSWER], "non_preferred_output": [WORSE]}),
         ("openai preference", {"input": json.dumps({"messages": [ASK]}), "preferred_output": json.dumps([ANSWER]), "non_preferred_output": [WORSE]}),
         ("hh-rlhf", {"chosen": "\n\nHuman: hi\n\nAssistant: ho", "rejected": "\n\nHuman: hi\n\nAssistant: no"}),
-        ("trl preference", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": TALK, "rejected": [ASK, WORSE]}),
+        ("trl preference", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": MESSAGES, "rejected": [ASK, WORSE]}),
     ],
 )
 def test_schema_of_a_preference_gives_two_complete_conversations(schema, row):
     assert detect_schema(row, "preference", "file:1").name == schema
-    assert messages_of(read(row, "preference")) == (TALK, [ASK, WORSE])
+    assert messages_of(read(row, "preference")) == (MESSAGES, [ASK, WORSE])
 
 
 def test_schema_does_not_repeat_a_prompt_that_the_answers_contain():
-    prompt = [{"role": "system", "content": "be brief"}, *TALK, {"role": "user", "content": "more"}]
+    prompt = [{"role": "system", "content": "be brief"}, *MESSAGES, {"role": "user", "content": "more"}]
     for chosen, rejected in (([ANSWER], [WORSE]), ([*prompt, ANSWER], [*prompt, WORSE])):
         assert messages_of(read({"prompt": prompt, "chosen": chosen, "rejected": rejected}, "preference")) == ([*prompt, ANSWER], [*prompt, WORSE])
     complete = [prompt[0], ASK, ANSWER]  # the prompt is the question only, the answers contain the system message, too
@@ -184,7 +188,7 @@ def test_check_chat_keeps_valid_values_unchanged():
     assert [{key: turn[key] for key in message} for turn, message in zip(turns, messages, strict=True)] == messages and tools is None
 
 
-ROW = {"text": {"text": "a"}, "chat": {"conversations": TALK}, "preference": {"chosen": TALK, "rejected": [ASK, WORSE]}}
+ROW = {"text": {"text": "a"}, "chat": {"conversations": MESSAGES}, "preference": {"chosen": MESSAGES, "rejected": [ASK, WORSE]}}
 STAGE = {"text": "stage=pretrain", "chat": "stage=sft", "preference": "stage=dpo"}
 
 
@@ -203,7 +207,7 @@ def test_schema_prompt_of_a_preference_is_not_a_conversation():
 
 def test_schema_error_of_missing_keys_names_the_schema_that_matches():
     with pytest.raises(BadRowError) as error:
-        SCHEMAS["alpaca"].read({"messages": TALK}, "file:1")
+        SCHEMAS["alpaca"].read({"messages": MESSAGES}, "file:1")
     assert error.value.args == (
         "rows of the schema alpaca have instruction and output; found messages",
         "file:1",
@@ -213,10 +217,10 @@ def test_schema_error_of_missing_keys_names_the_schema_that_matches():
 
 def test_schema_priority_is_fixed_for_rows_that_match_several():
     """Rows of public data sets with more columns than one schema needs."""
-    everything = {"text": "a", "messages": TALK, "prompt": "hi", "response": "ho", "instruction": "hi", "output": "ho", "context": ""}
+    everything = {"text": "a", "messages": MESSAGES, "prompt": "hi", "response": "ho", "instruction": "hi", "output": "ho", "context": ""}
     assert detect_schema(everything, "chat", "file:1").name == "openai messages"
-    assert detect_schema({**everything, "messages": None, "conversations": TALK}, "chat", "file:1").name == "minimind chat"
-    pair = {"chosen": TALK, "rejected": [ASK, WORSE]}
+    assert detect_schema({**everything, "messages": None, "conversations": MESSAGES}, "chat", "file:1").name == "minimind chat"
+    pair = {"chosen": MESSAGES, "rejected": [ASK, WORSE]}
     assert detect_schema({**everything, **pair}, "preference", "file:1").name == "trl preference"
     assert detect_schema({**everything, **pair}, "text", "file:1").name == "text"
 
@@ -302,15 +306,15 @@ def test_schema_reads_reasoning_under_all_its_names(fields):
 
 @pytest.mark.parametrize("stored", [TOOLS, json.dumps(TOOLS)], ids=["list", "json"])
 def test_schema_reads_functions_the_former_name_of_tools(stored):
-    assert read({"messages": TALK, "functions": stored}, "chat").tools == [{"type": "function", "function": TOOLS[0]}]
-    assert read({"messages": TALK, "functions": [], "tools": TOOLS}, "chat").tools == TOOLS
+    assert read({"messages": MESSAGES, "functions": stored}, "chat").tools == [{"type": "function", "function": TOOLS[0]}]
+    assert read({"messages": MESSAGES, "functions": [], "tools": TOOLS}, "chat").tools == TOOLS
 
 
 @pytest.mark.parametrize(
     "row, message, where",
     [
-        ({"messages": TALK, "tools": TOOLS, "functions": TOOLS}, "both tools and functions", " functions"),
-        ({"messages": TALK, "functions": "weather"}, "a list of objects, found a string", " functions"),
+        ({"messages": MESSAGES, "tools": TOOLS, "functions": TOOLS}, "both tools and functions", " functions"),
+        ({"messages": MESSAGES, "functions": "weather"}, "a list of objects, found a string", " functions"),
         ({"messages": [ASK, {**ANSWER, "function_call": CALL, "tool_calls": [CALL]}]}, "both function_call and tool_calls", " messages[1].function_call"),
         ({"messages": [ASK, {**ANSWER, "function_call": "weather"}]}, "a list of objects", " messages[1].function_call"),
         ({"messages": [ASK, {**ANSWER, "function_call": {"name": "f"}}]}, "needs a name and arguments", " messages[1].function_call"),
@@ -318,7 +322,7 @@ def test_schema_reads_functions_the_former_name_of_tools(stored):
         ({"messages": [{**ASK, "reasoning": "hm"}, ANSWER]}, "reasoning_content is allowed in assistant messages only", " messages[0].reasoning_content"),
         ({"messages": [ASK, {**ANSWER, "reasoning": "hm", "thinking": "so"}]}, "reasoning and thinking differ", " messages[1]"),
         ({"messages": [ASK, {**ANSWER, "reasoning_details": [{"data": "a"}]}]}, "without text", " messages[1].reasoning_details"),
-        ({"messages": [{"role": "system", "content": "a"}, *TALK], "system": "b"}, "differs from the system message", " messages system"),
+        ({"messages": [{"role": "system", "content": "a"}, *MESSAGES], "system": "b"}, "differs from the system message", " messages system"),
     ],
 )
 def test_schema_refuses_fields_that_would_be_ignored(row, message, where):
@@ -331,11 +335,13 @@ def test_schema_refuses_fields_that_would_be_ignored(row, message, where):
 def test_schema_reads_every_form_of_no_tools(empty):
     messages = [{"role": "system", "content": "", "tools": empty}, ASK, {**ANSWER, "tool_calls": empty}]
     chat = read({"messages": messages, "tools": empty, "functions": empty}, "chat")
-    assert chat.tools is None and messages_of(chat) == TALK
+    assert chat.tools is None and messages_of(chat) == MESSAGES
 
 
 def test_schema_keeps_tools_of_an_empty_system_message():
-    assert read({"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *TALK]}, "chat") == ChatExample(check_chat(TALK, None, "")[0], TOOLS)
+    assert read({"conversations": [{"role": "system", "content": "", "tools": TOOLS}, *MESSAGES]}, "chat") == ChatExample(
+        check_chat(MESSAGES, None, "")[0], TOOLS
+    )
 
 
 def test_schema_error_has_the_index_of_the_message_in_the_file():
@@ -373,7 +379,7 @@ def test_schema_error_of_a_preference_has_its_position(row, reason, where):
     assert (error.value.reason, error.value.setting) == (reason, f"file:1{where}")
 
 
-@pytest.mark.parametrize("data_format, row", [("text", {"text": "a"}), ("chat", {"messages": TALK}), ("text", {"messages": TALK})])
+@pytest.mark.parametrize("data_format, row", [("text", {"text": "a"}), ("chat", {"messages": MESSAGES}), ("text", {"messages": MESSAGES})])
 def test_schema_error_names_the_field_that_contains_the_rows(data_format, row):
     with pytest.raises(BadRowError, match="found version, data") as error:
         detect_schema({"version": 1, "data": [row]}, data_format, "file:1")
@@ -381,4 +387,4 @@ def test_schema_error_names_the_field_that_contains_the_rows(data_format, row):
 
 
 def test_schema_detection_accepts_a_row_with_null_values():
-    assert detect_schema({"chosen": None, "rejected": TALK}, "preference", "file:1").name == "minimind preference"
+    assert detect_schema({"chosen": None, "rejected": MESSAGES}, "preference", "file:1").name == "minimind preference"
