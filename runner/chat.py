@@ -1,4 +1,4 @@
-"""Talk to a trained model: `python runner/chat.py run=last`, or for one answer `python runner/chat.py run=last prompt="Where does Ludo live?"`."""
+"""Chat with a trained model: `python runner/chat.py run=last`; one answer: `python runner/chat.py run=last prompt="Where does Ludo live?"`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Score a trained model on a file: `python runner/evaluate.py run=last data.path=data/samples/sft_val.jsonl metric=exact_match`."""
+"""Evaluate a trained model on data files: `python runner/evaluate.py run=last data.path=data/samples/sft_val.jsonl metric=exact_match`."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""See rows as the model will see them, with any words of train.py: `python runner/rows.py stage=sft n=3`."""
+"""Print training data as the model will see it, with any override of train.py: `python runner/rows.py stage=sft n=3`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ if not __package__:  # run by path: Python put runner/ first on the path, the re
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.train_subcommand import run_with_train_config
-from runner.inference.inspect_rows import ShowConfig, inspect_rows
+from runner.inference.inspect_rows import RowsConfig, inspect_rows
 
 if __name__ == "__main__":
-    run_with_train_config("rows", __doc__, ShowConfig, inspect_rows)
+    run_with_train_config("rows", __doc__, RowsConfig, inspect_rows)

@@ -1,4 +1,4 @@
-"""Talking to a trained model: one answer, or a conversation that streams."""
+"""Chat with a trained model: one answer, or a conversation with streamed answers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from common.checks import check_at_least, check_choice
 from common.errors import UserError
 from runner.inference.load import LoadedModel, load_trained
 from runner.tracking.console import strip_control
@@ -18,77 +19,78 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
 
 CHAT_MODES = ("auto", "chat", "text")
-CHAT_HELP = "Write, and press Enter. /new forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+CHAT_HELP = "Type a message and press Enter. /new starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
 @dataclass
 class ChatConfig:
-    run: str  # a run, a Hugging Face or PEFT folder, or last
-    prompt: Optional[str]  # one answer to this; null: a conversation
-    mode: str  # auto: in turns where the model was trained so, otherwise it continues the text
-    system: Optional[str]
-    temperature: float  # 0: always the likeliest token
-    top_k: int  # 0: no limit
-    top_p: float
-    repetition_penalty: float
-    max_new_tokens: int
-    seed: int
-    device: str
+    run: str  # run directory, Hugging Face or PEFT folder, or last: the newest finished run
+    prompt: Optional[str]  # print one answer to it; null: a conversation on standard input
+    mode: str  # chat (messages), text (continue the prompt) or auto (as the model was trained)
+    system: Optional[str]  # system message
+    temperature: float  # of sampling; 0: greedy
+    top_k: int  # sample from the k most likely tokens; 0: from all
+    top_p: float  # sample from the most likely tokens with this probability together, in (0, 1]
+    repetition_penalty: float  # above 1: tokens of the conversation become less likely
+    max_new_tokens: int  # length limit of an answer (tokens)
+    seed: int  # of sampling
+    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
 
     def __post_init__(self) -> None:
-        if self.mode not in CHAT_MODES:
-            raise UserError("unknown mode", f"mode={self.mode}", f"choose one of {', '.join(CHAT_MODES)}")
-        if self.temperature < 0:
-            raise UserError("a temperature cannot be negative", f"temperature={self.temperature}", "choose 0 (always the likeliest token) or more")
-        if self.top_k < 0:
-            raise UserError("a count cannot be negative", f"top_k={self.top_k}", "choose 0 (no limit) or more")
+        check_choice("mode", self.mode, CHAT_MODES)
+        check_at_least("temperature", self.temperature, 0, 0.7)
+        check_at_least("top_k", self.top_k, 0, 0)
+        check_at_least("max_new_tokens", self.max_new_tokens, 1, 256)
         if not 0 < self.top_p <= 1:
-            raise UserError("top_p is a share of the probability in (0, 1]", f"top_p={self.top_p}", "1 keeps every token")
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}", f"top_p={self.top_p}", "e.g. top_p=1")
         if self.repetition_penalty <= 0:
-            raise UserError("a penalty is a positive factor", f"repetition_penalty={self.repetition_penalty}", "1 is no penalty")
-        if self.max_new_tokens < 1:
-            raise UserError("an answer needs a token", f"max_new_tokens={self.max_new_tokens}", "choose at least 1")
+            raise UserError(
+                f"repetition_penalty must be above 0, got {self.repetition_penalty}",
+                f"repetition_penalty={self.repetition_penalty}",
+                "e.g. repetition_penalty=1",
+            )
 
 
 def chat(cfg: ChatConfig, folder: Path) -> None:
     """Print one answer to `cfg.prompt`, or hold a conversation on standard input."""
-    speaker = ChatSession(load_trained(folder, cfg.device), cfg)
+    session = ChatSession(load_trained(folder, cfg.device), cfg)
     if cfg.prompt is not None:
-        speaker.answer(cfg.prompt, _write_out)
+        session.answer(cfg.prompt, _write_out)
         _write_out("\n")
     else:
-        repl(speaker)
+        repl(session)
 
 
-def repl(speaker: ChatSession) -> None:
-    shown = sys.stdin.isatty()  # a file or a pipe as input gets answers alone
-    if shown:
-        print(CHAT_HELP if speaker.chats else f"This model continues text. {CHAT_HELP}")
+def repl(session: ChatSession) -> None:
+    """Answer each line of standard input. If it is a file or a pipe, only answers are printed."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(CHAT_HELP if session.is_chat else f"This model continues text. {CHAT_HELP}")
     while True:
         try:
-            said = input("> " if shown else "").strip()
+            text = input("> " if is_terminal else "").strip()
         except (EOFError, KeyboardInterrupt):
             return
-        if said == "/exit":
+        if text == "/exit":
             return
-        if said == "/new":
-            speaker.forget()
-        elif said:
-            _print_answer(speaker, said)
+        if text == "/new":
+            session.clear()
+        elif text:
+            _print_answer(session, text)
 
 
-def _print_answer(speaker: ChatSession, said: str) -> None:
+def _print_answer(session: ChatSession, text: str) -> None:
     try:
-        speaker.answer(said, _write_out)
+        session.answer(text, _write_out)
     except KeyboardInterrupt:
-        pass  # the answer ends here; the conversation goes on
-    except ValueError as refusal:  # too long for this model: said, and asked again
-        _write_out(": ".join(map(str, refusal.args)))
+        pass  # stops the answer, not the conversation
+    except UserError as error:  # e.g. the message is too long for the model
+        _write_out(f"error: {error.message}; {error.fix}")
     _write_out("\n")
 
 
 class ChatSession:
-    """A model with what has been said so far."""
+    """A model and the messages of a conversation with it."""
 
     def __init__(self, trained: LoadedModel, cfg: ChatConfig) -> None:
         import torch
@@ -96,27 +98,28 @@ class ChatSession:
         from data.tokenize.chat_template import ChatTemplate
 
         self.trained, self.cfg = trained, cfg
-        self.chats = trained.chats if cfg.mode == "auto" else cfg.mode == "chat"
-        if cfg.system and not self.chats:
-            raise UserError("a model that continues text has no system message", f"system={cfg.system}", "drop system=, or set mode=chat")
-        self._template = ChatTemplate(trained.tokenizer) if self.chats else None
+        self.is_chat = trained.is_chat_model if cfg.mode == "auto" else cfg.mode == "chat"
+        if cfg.system and not self.is_chat:
+            raise UserError("mode=text has no system message: the model continues the prompt", f"system={cfg.system}", "omit system=, or set mode=chat")
+        self._template = ChatTemplate(trained.tokenizer) if self.is_chat else None
         self._generator: torch.Generator = torch.Generator(trained.device).manual_seed(cfg.seed)
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        self._turns: list[dict[str, Any]] = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+    def clear(self) -> None:
+        """Start a new conversation."""
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
 
-    def answer(self, said: str, write: Callable[[str], None]) -> str:
-        """The whole answer to `said`; its characters reach `write` as they are complete."""
+    def answer(self, text: str, write: Callable[[str], None]) -> str:
+        """Return the answer to `text`; `write` gets each character as soon as it is complete."""
         from models.generate import generate
 
         cfg, tokenizer = self.cfg, self.trained.tokenizer
-        self._turns.append({"role": "user", "content": said})
-        voice = TokenStreamer(tokenizer, write)
+        self.messages.append({"role": "user", "content": text})
+        streamer = TokenStreamer(tokenizer, write)
         try:
             generate(
                 self.trained.model,
-                [self._prompt(said)],
+                [self._encode_prompt(text)],
                 max_new_tokens=cfg.max_new_tokens,
                 temperature=cfg.temperature,
                 top_k=cfg.top_k,
@@ -124,55 +127,57 @@ class ChatSession:
                 repetition_penalty=cfg.repetition_penalty,
                 stop_ids=[tokenizer.eos_id],
                 generator=self._generator,
-                on_token=lambda row, token: voice.hear(token),
+                on_token=lambda row, token: streamer.add(token),
             )
         finally:
-            # An answer that was cut short has still been said.
-            self._turns.append({"role": "assistant", "content": voice.end()})
-        return self._turns[-1]["content"]
+            # An interrupted answer stays in the conversation as far as it was printed.
+            self.messages.append({"role": "assistant", "content": streamer.finish()})
+        return self.messages[-1]["content"]
 
-    def _prompt(self, said: str) -> list[int]:
-        """Ids the model continues; the oldest turns are left out where the conversation outgrows the model."""
-        room = self.trained.model.cfg.max_position_embeddings - self.cfg.max_new_tokens
+    def _encode_prompt(self, text: str) -> list[int]:
+        """Return the token ids to continue; the oldest turns are dropped if the conversation does not fit the model."""
+        max_positions = self.trained.model.cfg.max_position_embeddings
+        limit = max_positions - self.cfg.max_new_tokens
         if self._template is None:
-            ids = [self.trained.tokenizer.bos_id, *self.trained.tokenizer.encode(said)]
+            ids = [self.trained.tokenizer.bos_id, *self.trained.tokenizer.encode(text)]
         else:
-            ids = self._template.prompt(self._turns)
+            ids = self._template.encode_prompt(self.messages)
             first = 1 if self.cfg.system else 0
-            while len(ids) > room and len(self._turns) > first + 2:
-                del self._turns[first : first + 2]
-                ids = self._template.prompt(self._turns)
-        if len(ids) > room:
+            while len(ids) > limit and len(self.messages) > first + 2:
+                del self.messages[first : first + 2]
+                ids = self._template.encode_prompt(self.messages)
+        if len(ids) > limit:
             raise UserError(
-                f"the text of {len(ids)} tokens leaves no room for an answer",
+                f"the prompt has {len(ids)} tokens; with max_new_tokens={self.cfg.max_new_tokens} the model of {max_positions} positions takes {max(limit, 0)}",
                 f"max_new_tokens={self.cfg.max_new_tokens}",
-                f"say less: the model holds {room + self.cfg.max_new_tokens} tokens, both together",
+                "shorten the prompt, or lower max_new_tokens",
             )
         return ids
 
 
 class TokenStreamer:
-    """Tokens in, whole characters out: one character may be spread over several tokens."""
+    """Decode tokens one by one and write complete characters: the bytes of a character may be spread over several tokens."""
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
         self._tokenizer, self._write = tokenizer, write
         self._ids: list[int] = []
-        self._said = ""
+        self._written = 0  # characters
 
-    def hear(self, token: int) -> None:
+    def add(self, token: int) -> None:
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if not text.endswith("\ufffd"):  # the sign of a character whose bytes are not all there
-            self._speak(text)
+        if not text.endswith("\ufffd"):  # decoded from an incomplete character
+            self._write_from(text)
 
-    def end(self) -> str:
+    def finish(self) -> str:
+        """Write what is left; return the whole text."""
         text = self._tokenizer.decode(self._ids)
-        self._speak(text)
+        self._write_from(text)
         return text
 
-    def _speak(self, text: str) -> None:
-        self._write(strip_control(text[len(self._said) :]))
-        self._said = text
+    def _write_from(self, text: str) -> None:
+        self._write(strip_control(text[self._written :]))
+        self._written = len(text)
 
 
 def _write_out(text: str) -> None:

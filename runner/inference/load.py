@@ -1,4 +1,4 @@
-"""A trained model as it stands on disk: the folder of a run, or any Hugging Face or PEFT folder."""
+"""Load a trained model: from a run directory, or a Hugging Face or PEFT folder."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ if TYPE_CHECKING:
     import torch
 
     from data.tokenize.tokenizer import Tokenizer
-    from models.decoder import Decoder
+    from models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     folder: Path
-    rows: str | None  # the rows its run learned from: text, chat or preference; None where no run is known
-    model: Decoder
+    data_format: str | None  # format of the data that its run trained on: text, chat or preference; None without a run
+    model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
 
     @property
-    def chats(self) -> bool:
-        """Whether it is spoken to in turns: as its run was trained; without a run, if its tokenizer says how."""
-        return self.rows != "text" if self.rows else self.tokenizer.chat_template is not None
+    def is_chat_model(self) -> bool:
+        """Whether its run trained on conversations; without a run, whether its tokenizer has a chat template."""
+        return self.data_format != "text" if self.data_format else self.tokenizer.chat_template is not None
 
 
 def load_trained(folder: Path, device: str) -> LoadedModel:
-    """Raises ValueError(what, where, fix) where there is no finished model."""
+    """Raises UserError if there is no finished model in `folder`."""
     from data.tokenize.tokenizer import Tokenizer
     from models.formats.load import load_model
     from runner.engine.device.distributed import resolve_device
 
-    on = resolve_device(device)
+    target = resolve_device(device)
     weights = weights_dir(folder)
-    return LoadedModel(folder, data_format_of(folder), load_model(weights).to(on).eval(), Tokenizer.load(weights), on)
+    return LoadedModel(folder, data_format_of(folder), load_model(weights).to(target).eval(), Tokenizer.load(weights), target)
 
 
 def weights_dir(folder: Path) -> Path:
-    """The model folder of a run, or `folder` itself where it is one."""
+    """Return the model folder of a run, or `folder` if it is no run."""
     if not folder.is_dir():
-        raise UserError("there is no such folder", f"run={folder}", "give a run's folder, a Hugging Face folder, or run=last")
-    inside = folder / "model"
-    if inside.is_dir():
-        return inside
-    if is_run_dir(folder):
-        raise UserError("this run has not written its model yet", f"run={folder}", f"let it finish: python runner/train.py resume={folder}")
+        raise UserError("the folder does not exist", f"run={folder}", "give a run directory, a Hugging Face or PEFT folder, or run=last")
+    if (folder / "model").is_dir():
+        return folder / "model"
+    if (folder / "run.json").exists():
+        raise UserError("this run has no model yet: it is not finished", f"run={folder}", f"finish it: python runner/train.py resume={folder}")
     return folder
 
 
-def is_run_dir(folder: Path) -> bool:
-    return (folder / "run.json").exists()
-
-
 def data_format_of(folder: Path) -> str | None:
+    """Return the data format of a run, None if `folder` is no run."""
     import yaml
 
     config = folder / ".hydra" / "config.yaml"
-    return yaml.safe_load(config.read_text(encoding="utf-8"))["stage"]["rows"] if config.exists() else None
+    if not config.exists():
+        return None
+    stage = yaml.safe_load(config.read_text(encoding="utf-8"))["stage"]
+    data_format: str = stage.get("data_format") or stage["rows"]  # `rows`: runs of version 0.2
+    return data_format

@@ -1,0 +1,99 @@
+"""Data of an evaluation: files in a data format that the metric reads, as examples and as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.checks import check_at_least
+from common.errors import UserError
+from runner.inference.metrics import METRICS
+
+if TYPE_CHECKING:
+    from data.batching.batch import Batch
+    from data.schemas.registry import Example, RowSchema
+    from data.sources.files import Source
+    from runner.inference.load import LoadedModel
+
+
+@dataclass
+class EvaluationData:
+    path: str  # file, glob or folder
+    max_length: int  # length limit of an example (tokens): a text is split, a conversation truncated
+    cache: str  # folder of the token stores
+
+    def __post_init__(self) -> None:
+        check_at_least("data.max_length", self.max_length, 2, 1024)
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    cfg: EvaluationData
+    data_format: str  # text, chat or preference
+    files: list[tuple[Source, RowSchema]]
+
+    def examples(self) -> Iterator[tuple[str, Example]]:
+        """Yield (file:line, example)."""
+        for source, schema in self.files:
+            for position, row in source.rows():
+                where = source.where(position)
+                yield where, schema.read(row, where)
+
+    def batches(self, trained: LoadedModel, batch_size: int) -> Iterator[Batch]:
+        from data.batching.batch import UnpackedSequences
+        from data.batching.loader import StepLoader
+        from data.batching.mixture import WeightedSource, mix_sources
+        from data.batching.sampler import ShuffledSampler
+        from data.store.cache import load_or_build
+        from data.types import EncodingConfig
+
+        tokenizer = trained.tokenizer
+        encoding = EncodingConfig(
+            data_format=self.data_format,
+            schema="",
+            tokenizer=tokenizer.folder,
+            max_length=min(self.cfg.max_length, trained.model.cfg.max_position_embeddings),
+            too_long="split" if self.data_format == "text" else "truncate",
+            loss_on="assistant",
+            on_bad_row="error",
+        )
+        stores = [(source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))) for source, schema in self.files]
+        rows = mix_sources([[WeightedSource(source, store) for source, store in stores]], None)
+        if not len(rows):
+            raise UserError(f"no row fits data.max_length={self.cfg.max_length}", self.cfg.path, "raise data.max_length")
+        sampler = ShuffledSampler(len(rows), batch_size, seed=0)
+        loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False)
+        for step in loader.iter_epoch(epoch=0):
+            for batch in step:
+                yield batch.to(trained.device)
+
+
+def open_evaluation_set(cfg: EvaluationData, metric: str) -> EvaluationSet:
+    """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
+    from data.schemas.registry import SCHEMAS, schema_of_source
+    from data.sources.files import resolve_sources
+
+    sources, errors = resolve_sources([cfg.path])[0], []
+    data_formats = METRICS.get(metric).data_formats
+    for data_format in data_formats:
+        try:
+            return EvaluationSet(cfg, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources])
+        except UserError as error:
+            errors.append(error)
+    first = errors[0]
+    others = [
+        name for name, entry in METRICS.entries().items() if name != metric and any(_has_format(sources[0], data_format) for data_format in entry.data_formats)
+    ]
+    fix = f"metric={others[0]} reads this file" if others else first.fix
+    raise UserError(f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix) from first
+
+
+def _has_format(source: Source, data_format: str) -> bool:
+    from data.schemas.registry import schema_of_source
+
+    try:
+        return bool(schema_of_source(source, data_format))
+    except UserError:
+        return False
