@@ -157,17 +157,8 @@ def remove_temp(parent: Path) -> list[str]:
 
 
 def write_pointer(parent: Path, kind: str, name: str) -> None:
-    """Write `name` to the file `parent/kind` (latest, best). For users and for speed only: `newest_valid` does not read it."""
+    """Write `name` to the file `parent/kind` (latest, best). For users: no code of this program reads it."""
     write_atomic_file(parent / kind, f"{name}\n".encode())
-
-
-def read_pointer(parent: Path, kind: str) -> str | None:
-    """Return the step folder that a pointer names; None if there is no pointer or it holds no step name."""
-    try:
-        name = read_bounded(parent / kind, 64).decode("ascii", "replace").strip()
-    except OSError:
-        return None
-    return name if STEP_NAME.fullmatch(name) else None
 
 
 def _canonical(body: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""A model of a disk that loses power: what a program asked for, and every state the disk may be found in afterwards.
+"""Model of a disk that loses power: records a program's system calls and generates the disk states that may remain.
 
-Only what was fsynced is certain. Of the rest, each directory entry and each file's bytes live or die on their own, in
-any order; a rename is two entries. That is harsher than the journal of any real file system.
+Only what was synced is certain. Of the rest, each directory entry and each file's bytes are kept or lost independently, in any
+order; a rename is two entries. That is harsher than any journaling file system.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from common.filesystem import FileSystem
 
 Tree = dict[str, "Tree | bytes"]
-Fate = Callable[[str], str]  # "entry" or "data" -> what becomes of one that was not synced
+Survival = Callable[[str], str]  # "entry" or "data" -> what remains of one that was not synced: kept, lost, half, zeros or holes
 
 
 @dataclass
 class Node:
-    """An inode: bytes for a file, entries for a folder; what is asked for, and what is certain."""
+    """An inode: bytes of a file or entries of a folder, as requested (`data`, `entries`) and as synced (`synced`, `certain`)."""
 
     folder: bool
     data: bytes = b""
@@ -39,20 +39,20 @@ class Node:
             _apply(self.certain, name, node)
         self.pending.clear()
 
-    def after_crash(self, fate: Fate) -> Tree | bytes:
+    def after_crash(self, survival: Survival) -> Tree | bytes:
         if not self.folder:
-            return self.synced if self.data == self.synced else _torn(self.data, self.synced, fate("data"))
-        found = dict(self.certain)
+            return self.synced if self.data == self.synced else _partly_written(self.data, self.synced, survival("data"))
+        entries = dict(self.certain)
         for name, node in self.pending:
-            if fate("entry") == "kept":
-                _apply(found, name, node)
-        return {name: node.after_crash(fate) for name, node in found.items()}
+            if survival("entry") == "kept":
+                _apply(entries, name, node)
+        return {name: node.after_crash(survival) for name, node in entries.items()}
 
 
 class Recorder(FileSystem):
-    """Does what it is asked to on the real disk (but fsync) and notes it. `skips` plants a bug: an fsync that is left out."""
+    """Performs each call except fsync on the real disk and records it. `skips` returns True for an fsync that is left out, as a bug would."""
 
-    def __init__(self, root: Path, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False):
+    def __init__(self, root: Path, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False) -> None:
         self.root, self.skips = root, skips
         self.log: list[tuple] = []
         self.paths: dict[int, Path] = {}
@@ -61,62 +61,62 @@ class Recorder(FileSystem):
         fd = os.open(path, flags, mode)
         self.paths[fd] = Path(path)
         if flags & os.O_CREAT:
-            self._note("create", path)
+            self._record("create", path)
         return fd
 
     def write(self, fd, data):
         done = os.write(fd, data)
-        self._note("write", self.paths[fd], bytes(data[:done]))
+        self._record("write", self.paths[fd], bytes(data[:done]))
         return done
 
     def fsync(self, fd):
         if not self.skips(self.paths[fd], self.log):
-            self._note("fsync", self.paths[fd])
+            self._record("fsync", self.paths[fd])
 
     def mkdir(self, path, mode=0o777):
         os.mkdir(path, mode)
-        self._note("mkdir", path)
+        self._record("mkdir", path)
 
     def rename(self, old, new):
         os.rename(old, new)
-        self._note("rename", old, new)
+        self._record("rename", old, new)
 
     def unlink(self, path):
         os.unlink(path)
-        self._note("remove", path)
+        self._record("remove", path)
 
     def rmdir(self, path):
         os.rmdir(path)
-        self._note("remove", path)
+        self._record("remove", path)
 
-    def _note(self, verb, *args):
-        self.log.append((verb, *(arg if isinstance(arg, bytes) else Path(arg).relative_to(self.root).parts for arg in args)))
+    def _record(self, call, *args):
+        self.log.append((call, *(arg if isinstance(arg, bytes) else Path(arg).relative_to(self.root).parts for arg in args)))
 
 
-def disks(log: list[tuple], fates: dict[str, Callable[[int], Fate]]) -> Iterator[tuple[int, str, Tree]]:
-    """For the power cut after each call of `log`, and each fate: (calls done, fate, what stands on the disk)."""
+def disk_states(log: list[tuple], survivals: dict[str, Callable[[int], Survival]]) -> Iterator[tuple[int, str, Tree]]:
+    """Yield, for a power cut after each call of `log` and for each survival: (calls done, name of the survival, content of the disk)."""
     root = Node(folder=True)
     for done in range(len(log) + 1):
         if done:
             _replay(root, log[done - 1])
-        for name, fate in fates.items():
-            tree = root.after_crash(fate(done))
+        for name, survival in survivals.items():
+            tree = root.after_crash(survival(done))
             assert isinstance(tree, dict)
             yield done, name, tree
 
 
-def fates(chances: int) -> dict[str, Callable[[int], Fate]]:
-    """The extremes, and `chances` draws in which each entry and each file meets its own fate."""
+def survival_cases(num_random: int) -> dict[str, Callable[[int], Survival]]:
+    """Return the extreme cases, and `num_random` cases in which each entry and each file is drawn independently."""
 
-    def always(entry: str, data: str) -> Callable[[int], Fate]:
+    def always(entry: str, data: str) -> Callable[[int], Survival]:
         return lambda done: lambda kind: entry if kind == "entry" else data
 
-    def chance(seed: int) -> Callable[[int], Fate]:
-        def fate(done: int) -> Fate:
-            draw = random.Random(f"{seed} {done}")
-            return lambda kind: draw.choice(("kept", "lost") if kind == "entry" else ("kept", "lost", "half", "zeros", "holes"))
+    def random_case(seed: int) -> Callable[[int], Survival]:
+        def survival(done: int) -> Survival:
+            rng = random.Random(f"{seed} {done}")
+            return lambda kind: rng.choice(("kept", "lost") if kind == "entry" else ("kept", "lost", "half", "zeros", "holes"))
 
-        return fate
+        return survival
 
     extremes = {
         "nothing": ("lost", "lost"),
@@ -125,28 +125,28 @@ def fates(chances: int) -> dict[str, Callable[[int], Fate]]:
         "names and zeros": ("kept", "zeros"),
         "data only": ("lost", "kept"),
     }
-    return {name: always(*pair) for name, pair in extremes.items()} | {f"chance {seed}": chance(seed) for seed in range(chances)}
+    return {name: always(*pair) for name, pair in extremes.items()} | {f"drawn {seed}": random_case(seed) for seed in range(num_random)}
 
 
-def lay_out(tree: Tree, folder: Path) -> None:
+def write_tree(tree: Tree, folder: Path) -> None:
     folder.mkdir()
     for name, content in tree.items():
         if isinstance(content, dict):
-            lay_out(content, folder / name)
+            write_tree(content, folder / name)
         else:
             (folder / name).write_bytes(content)
 
 
-def _replay(root: Node, call: tuple) -> None:
-    verb, path, *rest = call
+def _replay(root: Node, record: tuple) -> None:
+    call, path, *rest = record
     node, parent = _find(root, path), _find(root, path[:-1])
-    if verb in ("create", "mkdir"):
-        parent.put(path[-1], Node(folder=verb == "mkdir"))
-    elif verb == "write":
+    if call in ("create", "mkdir"):
+        parent.put(path[-1], Node(folder=call == "mkdir"))
+    elif call == "write":
         node.data += rest[0]
-    elif verb == "fsync":
+    elif call == "fsync":
         node.sync()
-    elif verb == "remove":
+    elif call == "remove":
         parent.put(path[-1], None)
     else:
         parent.put(path[-1], None)
@@ -156,7 +156,7 @@ def _replay(root: Node, call: tuple) -> None:
 def _find(root: Node, path: tuple[str, ...]) -> Node:
     node = root
     for name in path:
-        node = node.entries.get(name) or Node(folder=False)  # the name a create is about to give
+        node = node.entries.get(name) or Node(folder=False)  # the name that a create adds
     return node
 
 
@@ -167,7 +167,7 @@ def _apply(entries: dict[str, Node], name: str, node: Node | None) -> None:
         entries[name] = node
 
 
-def _torn(data: bytes, synced: bytes, fate: str) -> bytes:
+def _partly_written(data: bytes, synced: bytes, outcome: str) -> bytes:
     half = len(synced) + (len(data) - len(synced)) // 2
     return {
         "kept": data,
@@ -175,4 +175,4 @@ def _torn(data: bytes, synced: bytes, fate: str) -> bytes:
         "half": data[:half],
         "zeros": synced + bytes(len(data) - len(synced)),
         "holes": synced + bytes(half - len(synced)) + data[half:],  # later blocks reached the disk before earlier ones
-    }[fate]
+    }[outcome]

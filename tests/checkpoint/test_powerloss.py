@@ -1,15 +1,14 @@
-"""Promises held through a power cut at every moment: what was committed is there, whole; what is there under its name is whole."""
+"""Power cut after every system call: committed folders are there and complete, and no incomplete folder has a step name."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from powerloss import Recorder, disks, fates, lay_out
+from powerloss import Recorder, Tree, disk_states, survival_cases, write_tree
 
 from common import filesystem
 from runner.checkpoint import atomic_dir
@@ -17,124 +16,85 @@ from runner.checkpoint import atomic_dir
 KEEP = 2
 
 
-@pytest.fixture
-def tmp_path(tmp_path):
-    """In memory where the system offers that: thousands of fsyncs take minutes on a disk."""
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
-
-
 def contents(step: int) -> dict[str, bytes]:
     return {"model": bytes([step]) * 20_000, "state": b"%d" % step * 700}
 
 
-def record(root: Path, saves: int, monkeypatch, skips=lambda path, log: False) -> tuple[list[tuple], list[tuple[int, int, int]]]:
-    """The calls of a run that saves `saves` times, and what it promised: (after so many calls, newest step, attempt in run.json)."""
+def record_run(
+    root: Path, saves: int, monkeypatch: pytest.MonkeyPatch, skips: Callable[[Path, list[tuple]], bool] = lambda path, log: False
+) -> tuple[list[tuple], list[tuple[int, int, int]]]:
+    """Return the system calls of a run that saves `saves` times, and what it has committed: (number of calls, newest step, attempt in run.json)."""
+    root.mkdir()
     recorder = Recorder(root, skips)
     monkeypatch.setattr(filesystem, "fs", recorder)
     monkeypatch.setattr(filesystem, "CHUNK_BYTES", 8_000)
-    folder, promises = root / "checkpoints", []
+    folder, committed = root / "checkpoints", []
     for step in range(1, saves + 1):
         atomic_dir.write_atomic_dir(folder, f"step-{step:08d}", contents(step), {"step": step})
-        promises.append((len(recorder.log), step, step - 1))
+        committed.append((len(recorder.log), step, step - 1))
         atomic_dir.write_pointer(folder, "latest", f"step-{step:08d}")
         atomic_dir.prune_dirs(folder, KEEP, protect=set())
         filesystem.write_json(root / "run.json", {"attempt": step, "padding": "x" * 9_000})
-        promises.append((len(recorder.log), step, step))
+        committed.append((len(recorder.log), step, step))
     monkeypatch.undo()
-    return recorder.log, promises
+    return recorder.log, committed
 
 
-def broken(tree, folder: Path, newest_step: int, attempt: int) -> str | None:
-    """The first promise this disk does not keep."""
+def find_violation(tree: Tree, folder: Path, newest_step: int, attempt: int) -> str | None:
+    """Return the first guarantee that this disk content violates, or None."""
     shutil.rmtree(folder, ignore_errors=True)
-    lay_out(tree, folder)
-    found, passed = atomic_dir.newest_valid(folder / "checkpoints")
-    step = int(found.name[5:]) if found else 0
+    write_tree(tree, folder)
+    newest, skipped = atomic_dir.newest_valid(folder / "checkpoints")
+    step = int(newest.name[5:]) if newest else 0
     if step < newest_step:
-        return f"step {newest_step} was promised, {step} is there"
-    good = [name for name in (folder / "checkpoints").glob("step-*") if atomic_dir.verify_dir(name) is None] if step else []
-    if passed or len(good) < len(list((folder / "checkpoints").glob("step-*"))):
-        return f"a folder that is not whole bears its name: {passed}"
-    if len(good) < min(newest_step, KEEP):
-        return f"only {len(good)} good folders are left"
-    if found and any((found / name).read_bytes() != data for name, data in contents(step).items()):
-        return "other bytes than were committed"
+        return f"step {newest_step} was committed, the newest is {step}"
+    names = list((folder / "checkpoints").glob("step-*"))
+    valid = [name for name in names if atomic_dir.verify_dir(name) is None]
+    if skipped or len(valid) < len(names):
+        return f"an incomplete folder has a step name: {skipped}"
+    if len(valid) < min(newest_step, KEEP):
+        return f"only {len(valid)} valid folders remain"
+    if newest and any((newest / name).read_bytes() != data for name, data in contents(step).items()):
+        return "the content differs from what was committed"
     try:
-        written = json.loads((folder / "run.json").read_text())["attempt"]
+        saved_attempt = json.loads((folder / "run.json").read_text())["attempt"]
     except FileNotFoundError:
-        written = 0
+        saved_attempt = 0
     except ValueError:
-        return "run.json is torn"
-    return f"attempt {attempt} was promised, run.json says {written}" if written < attempt else None
+        return "run.json is incomplete"
+    return f"attempt {attempt} was committed, run.json has {saved_attempt}" if saved_attempt < attempt else None
 
 
-def failures(log, promises, folder: Path, chances: int):
-    for done, _, tree in disks(log, fates(chances)):
-        kept = [promise[1:] for promise in promises if promise[0] <= done]
-        yield broken(tree, folder, *(kept[-1] if kept else (0, 0)))
+def violations(log: list[tuple], committed: list[tuple[int, int, int]], folder: Path, num_random: int) -> Iterator[str | None]:
+    for done, _, tree in disk_states(log, survival_cases(num_random)):
+        before = [guarantee[1:] for guarantee in committed if guarantee[0] <= done]
+        yield find_violation(tree, folder, *(before[-1] if before else (0, 0)))
 
 
-def test_no_power_cut_breaks_a_promise(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    log, promises = record(tmp_path / "run", 4, monkeypatch)
-    results = list(failures(log, promises, tmp_path / "found", chances=6))
-    assert len(results) >= 900, "too few states to mean something"
+@pytest.mark.parametrize("saves, num_random, least", [(3, 2, 350), pytest.param(4, 8, 900, marks=pytest.mark.slow)], ids=["some states", "all states"])
+def test_power_cut_violates_no_guarantee(saves: int, num_random: int, least: int, memory_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, committed = record_run(memory_dir / "run", saves, monkeypatch)
+    results = list(violations(log, committed, memory_dir / "disk", num_random))
+    assert len(results) >= least
     assert not any(results), next(filter(None, results))
 
 
-def of_a_folder(path: Path, log: list[tuple]) -> bool:
-    return path.is_dir()
+SKIPPED_SYNCS: dict[str, Callable[[Path, list[tuple]], bool]] = {
+    "folders": lambda path, log: path.is_dir(),
+    "files": lambda path, log: not path.is_dir(),
+    "one file": lambda path, log: path.name == "state",
+    "the manifest": lambda path, log: path.name == atomic_dir.MANIFEST_FILE,
+    "the temporary folder": lambda path, log: path.is_dir() and path.name.startswith(".tmp-"),
+    "the parent": lambda path, log: path.name == "checkpoints",
+    "the parent before deleting": lambda path, log: path.name == "checkpoints" and log[-1][0] == "rename" and log[-1][2][-1].startswith(".del-"),
+    "the new parent's entry": lambda path, log: path.is_dir() and log[-1] == ("mkdir", ("checkpoints",)),
+    "run.json": lambda path, log: path.name.startswith(".tmp-run.json"),
+}
 
 
-def of_a_file(path: Path, log: list[tuple]) -> bool:
-    return not path.is_dir()
-
-
-def of_one_file(path: Path, log: list[tuple]) -> bool:
-    return path.name == "state"
-
-
-def of_the_manifest(path: Path, log: list[tuple]) -> bool:
-    return path.name == atomic_dir.MANIFEST_FILE
-
-
-def of_the_temporary_folder(path: Path, log: list[tuple]) -> bool:
-    return path.is_dir() and path.name.startswith(".tmp-")
-
-
-def of_the_parent(path: Path, log: list[tuple]) -> bool:
-    return path.name == "checkpoints"
-
-
-def of_the_parent_before_deleting(path: Path, log: list[tuple]) -> bool:
-    return path.name == "checkpoints" and log[-1][0] == "rename" and log[-1][2][-1].startswith(".del-")
-
-
-def of_the_new_checkpoints_folder(path: Path, log: list[tuple]) -> bool:
-    return path.is_dir() and log[-1] == ("mkdir", ("checkpoints",))
-
-
-def of_run_json(path: Path, log: list[tuple]) -> bool:
-    return path.name.startswith(".tmp-run.json")
-
-
-@pytest.mark.parametrize(
-    "left_out",
-    [
-        of_a_folder,
-        of_a_file,
-        of_one_file,
-        of_the_manifest,
-        of_the_temporary_folder,
-        of_the_parent,
-        of_the_parent_before_deleting,
-        of_the_new_checkpoints_folder,
-        of_run_json,
-    ],
-)
-def test_leaving_out_the_fsync(left_out, tmp_path, monkeypatch):
-    """Each fsync is there for a reason: without it the model finds a broken promise."""
-    (tmp_path / "run").mkdir()
-    log, promises = record(tmp_path / "run", 3, monkeypatch, skips=left_out)
-    assert any(failures(log, promises, tmp_path / "found", chances=4))
+@pytest.mark.parametrize("skips", SKIPPED_SYNCS.values(), ids=SKIPPED_SYNCS)
+def test_power_cut_violates_a_guarantee_without_the_fsync_of(
+    skips: Callable[[Path, list[tuple]], bool], memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, committed = record_run(memory_dir / "run", 3, monkeypatch, skips)
+    assert any(violations(log, committed, memory_dir / "disk", num_random=4))
