@@ -44,13 +44,13 @@ class TrainingError(Exception):
 
 
 class DivergedError(TrainingError):
-    """The loss is not finite, or far above that of a model that guesses."""
+    """The loss is not finite, or far above that of uniform predictions."""
 
     outcome = Outcome.DIVERGED
 
 
 class Interrupted(Exception):
-    """Training was asked to stop, and the step `step` is saved in `folder`."""
+    """Training was stopped by a signal after saving step `step` in the run directory `folder`."""
 
     outcome = Outcome.INTERRUPTED
 
