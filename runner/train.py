@@ -3,25 +3,22 @@
 import os
 import sys
 
-if not __package__:  # run by path: Python put runner/ first on the path, the repo root belongs there
+if not __package__:  # started by path: replace runner/ on sys.path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 import hydra
 from omegaconf import DictConfig
 
 from runner.cli import entrypoint
-from runner.config.compose import HYDRA_VERSION_BASE, to_config
+from runner.cli.hydra_app import train_in_run_dir
+from runner.config.compose import HYDRA_VERSION_BASE
 
 
 @hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")
-def app(cfg: DictConfig) -> float:
-    """What Hydra calls for a run, and for each job of a sweep; the loss it returns is what a sweep compares."""
-    from runner.launch.run import run
-
-    config = to_config(cfg)
-    with entrypoint.exiting_with_code(), entrypoint.open_run_metadata(cfg) as record:
-        return run(config, record)
+def train(cfg: DictConfig) -> float:
+    """Hydra's task function; its result is what a sweep compares."""
+    return train_in_run_dir(cfg)
 
 
 if __name__ == "__main__":
-    entrypoint.main(app)
+    entrypoint.main(train)

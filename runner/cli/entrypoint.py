@@ -1,188 +1,128 @@
-"""The door of train.py: words are checked, a folder is taken, Hydra is let in, and every end gets its exit code."""
+"""Entry point of train.py: checks the command line, then trains, resumes, sweeps or prints. Every end has its exit code."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from common import errors, exit_codes
 from common.errors import UserError
-from runner.cli import help, show_config
-from runner.config import flags as flags_module
+from common.plugins import import_plugins
+from runner.cli import help, hydra_app, show_config
+from runner.cli.exit import exiting_with_code
 from runner.config import overrides
-from runner.config.compose import register_configs
-from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
+from runner.config.schema import config_groups, config_schema
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch import preflight, torchrun
 from runner.launch.subprocesses import run_then_hard_exit
-from runner.run_dir import config_snapshot, naming, resolve
-from runner.run_dir import resume as resume_module
+from runner.run_dir import resolve, resume
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep import command
 from runner.tracking.progress import ignore_broken_pipe
 
-COMPLETION_FLAGS = {"--shell-completion", "-sc", "--hydra-help", "--version"}
-SHOW_FLAGS = {"--cfg", "-c", "--info", "-i"}
-MULTIRUN_FLAGS = {"--multirun", "-m"}
 RESUME_KEY = "resume="
-QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")  # as Hydra wants words with blanks in them; a path needs none
-RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")  # that is no longer being typed
+QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
+RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
-show_tracebacks = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user set it, before we do
-opened_records: list[RunMetadata] = []  # the run of this process, its lock held since before Hydra wrote into its folder
+Task = Callable[[DictConfig], float]
+RunHydra = Callable[..., Any]  # hydra_app.run_hydra for the task of train.py
 
 
-def main(app: Callable[[], None]) -> None:
-    """Run a Hydra app on sys.argv. A user's mistake is three lines and exit 2, before any folder exists."""
+def main(task: Task, argv: list[str] | None = None) -> None:
+    """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code of common/exit_codes.py."""
     set_passive_omp_wait()
     ignore_broken_pipe()
+    argv = sys.argv[1:] if argv is None else argv
     if torchrun.is_multi_process():
-        run_then_hard_exit(torchrun.worker_main if torchrun.is_worker() else lambda: _main(app))
-    _main(app)
+        run_then_hard_exit(lambda: _worker_main(argv) if torchrun.is_worker() else _main(task, argv))
+    _main(task, argv)
 
 
-def _main(app: Callable[[], None]) -> None:
-    try:
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us instead of to Hydra's printer
-        with torchrun.releasing_workers():
-            _dispatch(app)
-    except Exception as error:
-        exit_with_code_of(error)
-        raise
+def _main(task: Task, argv: list[str]) -> None:
+    with exiting_with_code(), torchrun.releasing_workers():
+        _dispatch(argv, partial(hydra_app.run_hydra, getattr(task, "__wrapped__", task)))
 
 
-def _dispatch(app: Callable[[], None]) -> None:
-    typed, flags = flags_module.split_argv(sys.argv[1:])
-    if {"--help", "-h"} & set(flags):
-        return print(help.train_help())
-    flags_module.check_no_dashed_settings(flags)
-    typed = [overrides.normalize_int(word) for word in typed]
-    sys.argv[1:] = [*flags, *typed]
-    names = {flag.split("=")[0] for flag in flags}
-    if names & COMPLETION_FLAGS:
-        register_configs()
-        if "COMP_LINE" in os.environ:  # which run is meant changes nothing in what can be said, and its path need not be one that Hydra can read
+def _worker_main(argv: list[str]) -> int:
+    with exiting_with_code():
+        import_plugins(overrides.plugins_of(_parse(argv)[0]))
+        return torchrun.worker_main()
+
+
+def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
+    typed, flags = _parse(argv)
+    if has_flag(flags, "--shell-completion", "--hydra-help"):
+        if "COMP_LINE" in os.environ:  # Hydra's parser refuses some paths, and resume= changes no completion
             os.environ["COMP_LINE"] = RESUME_IN_COMP_LINE.sub("", os.environ["COMP_LINE"])
-        with translating_hydra_errors(typed):
-            return app()
-    resolve.check_resumable_flags(flags)
-    if MULTIRUN_FLAGS & names and names & SHOW_FLAGS:
-        raise UserError("a sweep is many runs", " ".join(flags), "look at one of them: leave out --multirun, and give each word one value")
-    if former := torchrun.previous_run_dir():
-        return _resume(former, [], [flag for flag in flags if flag not in MULTIRUN_FLAGS], app)
-    resume = [QUOTED.sub(r"\2", word.removeprefix(RESUME_KEY)) for word in typed if word.startswith(RESUME_KEY)]
-    typed = overrides.absolutize_paths([word for word in typed if not word.startswith(RESUME_KEY)])
-    if resume and resume[-1] != "null":
-        return _resume(resolve.resolve_run(resume[-1]), typed, flags, app)
-    if names & SHOW_FLAGS:
-        overrides.check_overrides(typed)
-        sys.argv[1:] = [*flags, *typed]
-        register_configs()
-        with translating_hydra_errors(typed):
-            return app()
-    _check_hydra_overrides(typed)
-    if MULTIRUN_FLAGS & names:
-        return command.start_sweep(typed, flags, app)
-    folder = preflight.checked_run_dir(typed)
-    if not any(word.startswith("hydra.run.dir=") for word in typed):
-        naming.create_unique(sweep=False)
-        folder = preflight.checked_run_dir(typed)
-    resolve.check_not_inside_run(folder)
-    opened_records.append(RunMetadata.open(folder))
-    sys.argv[1:] = [*flags, *typed]
-    app()
+        return run_hydra(typed, flags)
+    typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
+    config_dirs = overrides.config_dirs(typed)
+    if has_flag(flags, "--help"):
+        return print(help.train_help(config_dirs))
+    resolve.check_not_rerun(flags, config_dirs[1:])
+    flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
+    is_show, is_multirun = has_flag(flags, "--cfg", "--info"), has_flag(flags, "--multirun")
+    if is_multirun and is_show:
+        raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
+    import_plugins(overrides.plugins_of(typed))
+    resume_from = [QUOTED.sub(r"\2", override.removeprefix(RESUME_KEY)) for override in typed if override.startswith(RESUME_KEY)]
+    typed = overrides.absolutize_paths([overrides.normalize_int(override) for override in typed if not override.startswith(RESUME_KEY)])
+    if folder := torchrun.previous_run_dir():
+        return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
+    if resume_from and resume_from[-1] != "null":
+        return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
+    overrides.check_overrides(typed)
+    if not is_show:
+        _check_hydra_overrides(typed)
+    if is_multirun:
+        return command.start_sweep(typed, flags, run_hydra)
+    run_hydra(typed, flags)
+
+
+def _parse(argv: list[str]) -> tuple[list[str], list[str]]:
+    return parse_argv(argv, [*config_schema(), *config_groups()])
 
 
 def _check_hydra_overrides(typed: list[str]) -> None:
-    """Words to Hydra that would make a run which cannot be continued, or another one than was meant."""
-    for word in typed:
-        name, _, value = word.lstrip("+").partition("=")
-        if name in ("hydra.run.dir", "hydra.sweep.dir") and not value:
-            raise UserError("a run needs a folder", word, "give one, or leave the word out")
-        if name == "hydra.output_subdir":
-            raise UserError("a run keeps its words in .hydra, it is continued from there", word, "leave the word out")
-        if name == "hydra.mode":
-            raise UserError("whether this is a sweep is said by a flag", word, "leave the word out; --multirun trains every combination")
+    """Raise UserError for settings of Hydra with which a run could not be resumed."""
+    for override in typed:
+        key, value = overrides.key_of(override), override.partition("=")[2]
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
+            raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
+        if key == "hydra.output_subdir":
+            raise UserError("hydra.output_subdir cannot be set: a run is resumed from its .hydra/", override, "leave the override out")
+        if key == "hydra.mode":
+            raise UserError("hydra.mode cannot be set", override, "leave the override out; --multirun starts a sweep")
 
 
-def _resume(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
-    looking = {flag.split("=")[0] for flag in flags} & SHOW_FLAGS
-    if resolve.is_sweep_dir(folder) and not looking:
-        return command.resume_sweep(folder, extra, flags, app)
-    if resolve.is_sweep_dir(folder):
-        return show_config.show_sweep_config(folder, extra, flags, app)
-    if looking:
-        plan = resume_module.plan_resume(folder, extra)
-        resume_module.print_notes(plan)
-        return resume_module.show_resumed_config(plan, flags, app)
-    if MULTIRUN_FLAGS & set(flags):
-        raise UserError("this folder holds one run", f"--multirun resume={folder}", "leave the flag out; it goes with the folder of a sweep")
-    with RunMetadata.open(folder, resume=True) as record:
-        plan = resume_module.plan_resume(folder, extra, begun=record.attempt > 0)
-        resume_module.print_notes(plan)
-        if record.status == "completed" and not plan.news:
-            return print(f"{folder}: already complete at step {record.fields['step']}")
+def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+    is_sweep = resolve.is_sweep_dir(folder)
+    if has_flag(flags, "--cfg", "--info"):
+        return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(folder, extra, flags, run_hydra)
+    if is_sweep:
+        return command.resume_sweep(folder, extra, flags, run_hydra)
+    if has_flag(flags, "--multirun"):
+        raise UserError("--multirun resumes a sweep, and this directory holds one run", f"--multirun resume={folder}", "leave out --multirun")
+    resume_run(folder, extra)
+
+
+def resume_run(folder: Path, extra: list[str]) -> None:
+    """Train on in `folder` with the overrides `extra`, unless the run is completed and they change nothing."""
+    from runner.launch.run import run
+
+    with RunMetadata.open(folder, resume=True) as metadata:
+        plan = resume.plan_resume(folder, extra, has_started=metadata.attempt > 0)
+        resume.print_notes(plan)
+        if metadata.status == "completed" and not plan.is_changed:
+            return print(f"{folder}: already complete at step {metadata.fields['step']}")
         preflight.check_inputs(plan.config)
-        with resume_module.persisting_overrides(plan) as config:
-            from runner.launch.run import run
-
-            loss = run(config, record)
+        with resume.persisting_overrides(plan) as config:
+            loss = run(config, metadata)
     print(f"{folder}: completed, loss {loss:.4f}")
-
-
-def open_run_metadata(tree: DictConfig) -> RunMetadata:
-    """The record of the run that Hydra has just placed. A job of a sweep comes through the door by itself, whatever has launched it.
-
-    What Hydra has written of its words is made to last: what was looked up stays what it was, and the YAML files are copied.
-    """
-    hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    record = opened_records.pop()
-    try:
-        resume_module.freeze_saved_config(folder, tree)
-        config_snapshot.save_snapshot(folder, list(hydra.overrides.task))
-    except OSError as error:
-        record.close()
-        raise UserError(f"a run cannot live here: {error.strerror or error}", str(folder), "place it elsewhere with hydra.run.dir=DIR") from error
-    return record
-
-
-@contextmanager
-def exiting_with_code() -> Iterator[None]:
-    """Around a run: an end that has an exit code leaves with it."""
-    try:
-        yield
-    except Exception as error:
-        exit_with_code_of(error)
-        raise
-
-
-def exit_with_code_of(error: Exception) -> None:
-    """Exit with the code of `error`; a bug, and any error where the user wants tracebacks, comes back."""
-    if not show_tracebacks and (code := exit_code_of(error)) is not None:
-        sys.exit(code)
-
-
-def exit_code_of(error: Exception) -> int | None:
-    """The exit code of an end that has been explained; None for a bug, which shows its traceback."""
-    from common.errors import Interrupted, TrainingError
-
-    if isinstance(error, HydraException):
-        error = translating_hydra_errors([]).refusal(error)
-    if errors.is_user_error(error):
-        return errors.report_user_error(error)
-    if isinstance(error, Interrupted):
-        print(f"{error}; continue with: {errors.resume_command(error.folder)}", file=sys.stderr)
-        return exit_codes.INTERRUPTED
-    if isinstance(error, TrainingError):
-        print(f"error: {error}", file=sys.stderr)
-        return exit_codes.FAILED
-    return None

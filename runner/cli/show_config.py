@@ -1,4 +1,4 @@
-"""`--cfg job` and `--info` of a sweep: of the job that resume= would run next. Nothing is written, and no lock is taken."""
+"""`--cfg=job` and `--info` together with `resume=`: prints the config of the run as it would be resumed. Nothing is written or locked."""
 
 from __future__ import annotations
 
@@ -6,48 +6,60 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from common.errors import UserError
-from runner.config.compose import register_configs
-from runner.config.overrides import hydra_quote
+from runner.config.flags import flag_value
+from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.run_dir import config_snapshot, resume
-from runner.run_dir.metadata import has_started, read_run_metadata
-from runner.sweep import command, grid
-from runner.sweep.session import SweepSession, needs_run
+from runner.run_dir.metadata import RunMetadata, has_started
+from runner.sweep import extend, grid
+from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepJob, SweepState
-from runner.sweep.validation import HYDRA_PREFIXES
+
+RunHydra = Callable[..., Any]
 
 
-def show_sweep_config(folder: Path, extra: list[str], flags: list[str], app: Callable[[], None]) -> None:
-    """The words of one job, with what the extra words would change in it; values of swept words choose the job."""
+def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+    """Print what the flags ask for, of the run in `folder` with the overrides `extra`."""
+    plan = resume.plan_resume(folder, extra)
+    resume.print_notes(plan)
+    kind = flag_value(flags, "--cfg")
+    if kind is None:
+        with config_snapshot.as_config_dir(folder) as conf:
+            return run_hydra([*plan.overrides, f"hydra.run.dir={hydra_quote(str(folder))}"], flags, conf)
+    if kind != "job":
+        raise UserError("a resumed run has no settings of Hydra", f"--cfg {kind}", "--cfg=job prints its settings")
+    package = flag_value(flags, "--package")
+    section = OmegaConf.select(plan.tree, package) if package else plan.tree
+    print(OmegaConf.to_yaml(section, resolve=True) if OmegaConf.is_config(section) else section, end="")
+
+
+def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
+    """Print it of the job that `resume=folder` would run next, or of the job with the values of swept keys in `extra`."""
     state = SweepState.open_readonly(folder)
     with config_snapshot.as_config_dir(folder) as conf:
-        more, added = command.parse_additions(state, extra, conf)
-        plain = [word for word in more if not word.startswith(HYDRA_PREFIXES)]
-        state.fields["overrides"] = grid.merge_overrides(state.fields["overrides"], more)
-        job = _select_job(state, {key: values[0] for key, values in added.items()})
-        print(f"resume: one job of this sweep: {job['name']}{_suggest_other_job(state, job)}", file=sys.stderr)
-        found, run = SweepSession(state, conf), folder / job["name"]
-        if has_started(read_run_metadata(run)):
-            plan = resume.plan_resume(run, command.pending_overrides(found, job, plain))
-            resume.print_notes(plan)
-            return resume.show_resumed_config(plan, flags, app)
-        register_configs()
-        sys.argv[1:] = [*flags, "--config-path", str(conf), *found.job_overrides(job), f"hydra.run.dir={hydra_quote(str(run))}"]
-        app()
+        additions = extend.parse_additions(state, extra, conf)
+        state.overrides = grid.merge_overrides(state.overrides, additions.shared)
+        job = _select_job(state, {key: values[0] for key, values in additions.swept.items()})
+        print(f"resume: one job of this sweep: {job.name}{_suggest_other_job(state, job)}", file=sys.stderr)
+        session, run_dir = SweepSession(state, conf), folder / job.name
+        if has_started(RunMetadata.read(run_dir)):
+            return show_run_config(run_dir, extend.pending_overrides(session, job, additions.training), flags, run_hydra)
+        run_hydra([*session.job_overrides(job), f"hydra.run.dir={hydra_quote(str(run_dir))}"], flags, conf)
 
 
 def _select_job(state: SweepState, values: dict[str, str]) -> SweepJob:
-    """The first that is not finished, or else the first; with these values of swept words."""
-    job = next(filter(needs_run, state.jobs), state.jobs[0] if state.jobs else None)
+    """Return the first job that is not completed, otherwise the first, with these values of swept keys."""
+    job = next((job for job in state.jobs if job.needs_run), state.jobs[0] if state.jobs else None)
     if job is None:
-        words = shlex.join(word for word in state.fields["overrides"] if not word.startswith(HYDRA_PREFIXES))
-        raise UserError(
-            "no job of this sweep has been chosen yet", f"resume={state.folder}", f"look at what they share: python runner/train.py {words} --cfg job"
-        )
-    return state.add(job["overrides"] | values)
+        shared = shlex.join(override for override in state.overrides if not is_hydra_override(override))
+        raise UserError("the sampler has drawn no job of this sweep yet", f"resume={state.folder}", f"what all jobs share: python runner/train.py {shared} --cfg job")
+    return state.add_job(job.overrides | values)
 
 
 def _suggest_other_job(state: SweepState, job: SweepJob) -> str:
-    name = next((other["name"] for other in state.jobs if other is not job and read_run_metadata(state.folder / other["name"])), None)
+    name = next((other.name for other in state.jobs if other is not job and RunMetadata.read(state.folder / other.name)), None)
     return f"; another: {shlex.quote(f'resume={state.folder / name}')}" if name else ""

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError, did_you_mean, is_user_error, report_user_error
-from common.paths import REPO_ROOT
+from common.paths import outputs_dir
 from runner.cli import help
 from runner.config.compose import register_configs
 from runner.config.flags import split_argv
@@ -65,7 +65,7 @@ def resolve_model_run(run: str) -> Path:
     """The folder meant by `run=`; `last` is the run whose model was finished last."""
     if run != "last":
         return Path(run)
-    finished = [folder / "model" for folder in find_runs(REPO_ROOT / "outputs") if (folder / "model").is_dir()]
+    finished = [folder / "model" for folder in find_runs(outputs_dir()) if (folder / "model").is_dir()]
     if not finished:
         raise UserError("no run has finished a model yet", "run=last", "train one: python runner/train.py")
     return max(finished, key=lambda model: model.stat().st_mtime).parent

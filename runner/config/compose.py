@@ -1,12 +1,13 @@
-"""Words in, a checked Config out: the only place where Hydra's loose tree becomes plain dataclasses."""
+"""Composes overrides and the YAML files of conf/ with Hydra, and converts the result to dataclasses."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import hydra
 from hydra import compose as hydra_compose
@@ -14,57 +15,64 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.paths import CONF_DIR, REPO_ROOT
-from runner.config import overrides
+from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
+from common.plugins import check_imported
+from runner.config import overrides, schema
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.engine.config import Config
-from runner.run_dir.naming import job_dirname, run_id
-from runner.sweep.plugins import local
+from runner.engine.config import REGISTERED_SECTIONS, Config
 
-HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns if it is not said, 1.4 if it is
+HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns without it, 1.4 with it
 
 
 def register_configs() -> None:
-    """What conf/ refers to: the schema, three resolvers, and the launcher and sweeper of ours."""
-    if "schema.yaml" not in (store := ConfigStore.instance()).repo:  # 1.4 warns where a name is taken twice
-        store.store(name="schema", node=Config)
-    # OmegaConf 2.4 renamed it; 2.3 has another one of that name, which cannot replace
-    renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
-    resolver: Any = OmegaConf.register_resolver if renamed else OmegaConf.register_new_resolver
-    resolver("repo", lambda: str(REPO_ROOT), replace=True)
-    resolver("run_id", run_id, replace=True)
-    resolver("swept", job_dirname, replace=True)
-    local.register_plugins()
+    """Register what the YAML files refer to: the schema, the resolvers, and the callback of runs."""
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
+        store.store(name="schema", node=_untyped_sections())
+        store.store(group="hydra/callbacks", name="run_dir", node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}})
+    for section, (_, registry) in REGISTERED_SECTIONS.items():  # options without a YAML file, which a plugin may add at any time
+        for name in registry.names():
+            if (values := schema.default_values(section, name)) and f"{name}.yaml" not in store.repo.get(section, {}):
+                store.store(group=section, name=name, node=values)
+    register_resolver("repo", lambda: str(REPO_ROOT))
+    register_resolver("workspace", lambda: str(workspace_dir()))
 
 
-def compose_config(words: list[str]) -> Config:
-    """What `python runner/train.py <words>` would train."""
-    return compose_with_run_dir(words)[0]
+def _untyped_sections() -> type:
+    """Return Config with sections of any type where a registry chooses the class: `to_config` types them."""
+    hints = get_type_hints(Config)
+    fields: list[Any] = [(field.name, Any if field.name in REGISTERED_SECTIONS else hints[field.name]) for field in dataclasses.fields(Config)]
+    return dataclasses.make_dataclass("ConfigSchema", fields)
 
 
-def compose_with_run_dir(words: list[str], conf: Path = CONF_DIR) -> tuple[Config, Path]:
-    """The config, and the folder the run will have. Raises ValueError(what, where, fix)."""
-    tree = compose_tree(words, conf)
-    with translating_hydra_errors(words):
-        folder = Path(tree.hydra.run.dir).absolute()
-        return to_config(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])), folder
+def register_resolver(name: str, resolver: Callable[..., str]) -> None:
+    # OmegaConf 2.4 renamed the function; 2.3 has another one of the new name, which cannot replace
+    is_renamed = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
+    register: Any = OmegaConf.register_resolver if is_renamed else OmegaConf.register_new_resolver
+    register(name, resolver, replace=True)
 
 
-def compose_tree(words: list[str], conf: Path = CONF_DIR) -> DictConfig:
-    """Hydra's whole tree, nothing in it looked up yet."""
-    words = [overrides.normalize_int(word) for word in words]
-    overrides.check_overrides(words, conf)
+def compose_config(typed: list[str]) -> Config:
+    """Return the config that `python runner/train.py <typed>` trains."""
+    with translating_hydra_errors(typed):
+        return to_config(without_hydra(compose_tree(typed)))
+
+
+def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
+    """Return Hydra's config, with the section `hydra` and with interpolations unresolved. Raises UserError."""
+    typed = [overrides.normalize_int(override) for override in typed]
+    overrides.check_overrides(typed, conf)
     register_configs()
-    with composing_from(conf), translating_hydra_errors(words):
-        return hydra_compose("config", overrides=words, return_hydra_config=True)
+    with composing_from(conf), translating_hydra_errors(typed):
+        return hydra_compose("config", overrides=typed, return_hydra_config=True)
 
 
 @contextmanager
 def composing_from(conf: Path) -> Iterator[None]:
-    """Hydra set up on a folder of files, also where it is set up already: within a run, or a sweep."""
+    """Initialise Hydra with the config folder `conf`, also inside a run or sweep where it is initialised already."""
     current = GlobalHydra.instance()
     before, current.hydra = current.hydra, None
     try:
@@ -74,20 +82,59 @@ def composing_from(conf: Path) -> Iterator[None]:
         current.hydra = before
 
 
-def source_files(words: list[str], conf: Path = CONF_DIR) -> list[str]:
-    """The files of `conf` that the words are composed from; those that Hydra itself is composed from are not meant."""
+def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
+    """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's own config are left out."""
     register_configs()
-    with composing_from(conf), translating_hydra_errors(words):
-        found = GlobalHydra.instance().config_loader().compute_defaults_list("config", words, RunMode.RUN).defaults
-    names = [f"{part.config_path}.yaml" for part in found if not str(part.config_path).startswith("hydra/")]
-    return sorted({name for name in names if (conf / name).is_file()})
+    with composing_from(conf), translating_hydra_errors(typed):
+        defaults = GlobalHydra.instance().config_loader().compute_defaults_list("config", typed, RunMode.RUN).defaults
+    names = sorted({f"{default.config_path}.yaml" for default in defaults if not str(default.config_path).startswith("hydra/")})
+    dirs = overrides.config_dirs(typed, conf)
+    return {name: next(folder / name for folder in dirs if (folder / name).is_file()) for name in names if any((folder / name).is_file() for folder in dirs)}
+
+
+def without_hydra(tree: DictConfig) -> DictConfig:
+    """Return a copy of Hydra's config without the section `hydra`."""
+    return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
 
 def to_config(tree: DictConfig) -> Config:
-    """Hydra's tree as dataclasses, whose own checks run here."""
-    if missing := OmegaConf.missing_keys(tree):
+    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError."""
+    check_imported(tree.get("plugins") or [])
+    values = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+    check_all_read(values)
+    merged = merge_into_schema(values)
+    if missing := OmegaConf.missing_keys(merged):
         first = min(missing)
-        raise UserError("this word has no value yet", first, f"add {first}=<value>")
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.to_container(tree, resolve=True)))
+        raise UserError(f"{first} has no value", first, f"{first}=<value>")
+    config = OmegaConf.to_object(merged)
     assert isinstance(config, Config)
     return config
+
+
+def merge_into_schema(values: dict[str, Any]) -> DictConfig:
+    """Return the values typed by the config's dataclasses; of a section with a registry by the class that is chosen in it."""
+    typed = OmegaConf.structured(Config)
+    for section in REGISTERED_SECTIONS:
+        if cls := section_class(section, values.get(section)):
+            typed[section] = OmegaConf.structured(cls)
+    merged = OmegaConf.merge(typed, values)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def section_class(section: str, values: Any) -> type | None:
+    """Return the dataclass of a section, None if it does not name its choice (e.g. optimizer.name). Raises UserError if that is not registered."""
+    if section not in REGISTERED_SECTIONS:
+        return schema.config_schema()[section]
+    key, registry = REGISTERED_SECTIONS[section]
+    chosen = values.get(key, MISSING) if isinstance(values, dict) else MISSING
+    return None if chosen == MISSING else registry.get(str(chosen))
+
+
+def check_all_read(values: dict[str, Any]) -> None:
+    """Raise UserError for a setting that the class chosen in its section does not have."""
+    for section, (key, _) in REGISTERED_SECTIONS.items():
+        cls = section_class(section, values.get(section))
+        for name in values[section] if cls else ():
+            if name not in {field.name for field in dataclasses.fields(cast(Any, cls))}:
+                raise schema.unread_setting(f"{section}.{name}", values[section][key])

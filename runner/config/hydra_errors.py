@@ -1,4 +1,4 @@
-"""FIXME runner.config.hydra_errors."""
+"""Translates errors of Hydra and OmegaConf into UserError."""
 
 from __future__ import annotations
 
@@ -7,58 +7,67 @@ import re
 from typing import Any
 
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from common.errors import UserError
 from runner.config import overrides, schema
+from runner.engine.config import REGISTERED_SECTIONS
+
+OPTIONAL_SECTIONS = ("model.rope_scaling", "stage.lora")  # null unless a stage or a model file sets them
+EXPECTED = {"int": "an integer, e.g. 100", "float": "a number, e.g. 5e-4", "bool": "true or false", "list": "a list in brackets, e.g. [0.9,0.95]"}
+SYNTAX_ERRORS = ("mismatched input", "extraneous input", "no viable alternative", "token recognition error")  # from Hydra's override grammar
+HELP_HINT = "--help lists the settings, --hydra-help those of Hydra"
 
 
 class translating_hydra_errors:
-    """Hydra's and OmegaConf's complaints as refusals: what, where, fix."""
+    """Context manager that raises UserError for an error of Hydra or OmegaConf about one of the `typed` overrides."""
 
-    def __init__(self, words: list[str]) -> None:
-        self.words = words
+    def __init__(self, typed: list[str]) -> None:
+        self.typed = typed
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, HydraException | OmegaConfBaseException):
-            raise self.refusal(error) from error
-        # omegaconf 2.3 stumbles over a word inside a section that is null
-        section = next((word for word in self.words for name in OPTIONAL if re.match(rf"\+*{name}[.=]", word)), None)
-        if isinstance(error, AttributeError | AssertionError) and section:
-            raise UserError(
-                "this section is null here, its words cannot be set one by one",
-                section,
-                "stage.lora: choose stage=lora or stage=dpo_lora; model.rope_scaling: write it into a file of conf/model",
-            ) from error
-
-    def refusal(self, error: BaseException) -> ValueError:
-        cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-        key = (getattr(cause, "full_key", None) or "").partition("[")[0]
-        what = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(error).__name__)
-        said = [word for word in self.words if word.lstrip("+").startswith(f"{key}=")]
-        # said twice, the value that is complained of is meant; where none is, the last counts
-        word = next((word for word in said if f"'{word.partition('=')[2]}'" in what), (said or [key or " ".join(self.words) or "the command line"])[-1])
-        kind = schema.config_schema().get(key)
-        if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
-            return UserError("no such word", key, overrides.nearest_key(key))
-        if what.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
-            several = re.search(r"'(.*)'", what)
-            return UserError("several values for one run", several[1] if several else word, "add --multirun to train once with each, or write a list as [1,2]")
-        if dataclasses.is_dataclass(kind):
-            return UserError("this is a section, its words are set one by one", word, f"write e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
-        if isinstance(error, OverrideParseException) or what.startswith(SYNTAX):
-            return UserError(
-                f"this cannot be read: {what}",
-                getattr(error, "override", word),
-                "put quotes around a value with brackets, commas, spaces or = in it: 'word=\"value\"'",
-            )
-        takes = EXPECTED.get(getattr(kind, "__name__", ""))
-        return UserError(f"this word takes {takes.partition(',')[0]}", word, f"give {takes}") if takes else UserError(what, word, HELP_HINT)
+            raise translate_hydra_error(error, self.typed) from error
+        # omegaconf 2.3 raises these two for an override of a key inside a section that is null
+        inside = next((override for override in self.typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
+        if isinstance(error, AttributeError | AssertionError) and inside:
+            section = inside.lstrip("+").partition("=")[0].rpartition(".")[0]
+            fix = "stage=lora or stage=dpo_lora sets stage.lora; set model.rope_scaling in a YAML file of the group model"
+            raise UserError(f"{section} is null here, its keys cannot be set one by one", inside, fix) from error
 
 
-OPTIONAL = ("model.rope_scaling", "stage.lora")
-EXPECTED = {"int": "a whole number, e.g. 100", "float": "a number, e.g. 5e-4", "bool": "true or false", "list": "a list in brackets, e.g. [0.9,0.95]"}
-SYNTAX = ("mismatched input", "extraneous input", "no viable alternative", "token recognition error")  # of one word by itself Hydra says no more
-HELP_HINT = "python runner/train.py --help shows the words, --hydra-help those of Hydra"
+def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
+    """Return `error` as a UserError that names the override of `typed` it is about."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = (getattr(cause, "full_key", None) or "").partition("[")[0]
+    message = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(error).__name__)
+    same_key = [override for override in typed if override.lstrip("+").startswith(f"{key}=")]
+    # of a key that is given twice, the override whose value is in the message; otherwise the last one, which counts
+    quoted = next((override for override in same_key if f"'{override.partition('=')[2]}'" in message), None)
+    override = quoted or (same_key or [key or " ".join(typed) or "the command line"])[-1]
+    kind = schema.config_schema().get(key)
+    if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
+        return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
+    section = key.partition(".")[0]
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and section in REGISTERED_SECTIONS and isinstance(values := cause.parent_node, DictConfig):
+        if (chosen := values.get(REGISTERED_SECTIONS[section][0])) and key.count(".") == 1:
+            return schema.unread_setting(key, chosen)
+    if message.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
+        values = re.search(r"'(.*)'", message)
+        return UserError("several values for one run", values[1] if values else override, "add --multirun to train once with each; a list is written [1,2]")
+    if dataclasses.is_dataclass(kind):
+        return UserError(f"{key} is a section; its keys are set one by one", override, f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
+    if isinstance(error, OverrideParseException) or message.startswith(SYNTAX_ERRORS):
+        return UserError(
+            f"this override cannot be parsed: {message}",
+            getattr(error, "override", override),
+            "quote a value that has brackets, commas, spaces or = in it: 'key=\"value\"'",
+        )
+    expected = EXPECTED.get(getattr(kind, "__name__", ""))
+    if expected is None:
+        return UserError(message, override, HELP_HINT)
+    name, _, example = expected.partition(", ")
+    return UserError(f"{key} must be {name}", override, f"{key}={example.removeprefix('e.g. ')}" if example else f"{key}=true or {key}=false")

@@ -1,7 +1,8 @@
-"""The words of a command line, checked against the schema before anything is composed."""
+"""Overrides (`key=value`, `group=option`) as the user types them: checked against the schema and normalised before anything is composed."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,120 +10,195 @@ from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
+from common.plugins import locate_plugin
 from runner.config.schema import config_groups, config_schema
 
-PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # relative to where they are typed, wherever the run is resumed
-INTEGER_IN_SCIENTIFIC_NOTATION = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
+HYDRA_PREFIXES = ("hydra.", "hydra/")
+PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # made absolute: a run may be resumed from another directory
+SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
+INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
+RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
+    "stage.rows": "stage.data_format",
+    "stage.after": "stage.init_from_stage",
+    "stage.prompts": "train.sample_prompts",
+    "sweep.fix": "sweep.match_budget",
+    "data.train_on": "data.loss_on",
+    "data.shape": "data.schema",
+    "data.packing=pack": "data.packing=best_fit",
+    "train.activation_checkpointing=whole": "train.activation_checkpointing=full",
+}
 
 
-def normalize_int(word: str) -> str:
-    """`train.max_steps=1e3` as `train.max_steps=1000`: Hydra reads 1e3 as a float and refuses it where a whole number is meant."""
-    name, equals, value = word.partition("=")
-    if config_schema().get(name) is not int:
-        return word
-    return (
-        name
-        + equals
-        + ",".join(str(int(float(part))) if INTEGER_IN_SCIENTIFIC_NOTATION.fullmatch(part) and float(part).is_integer() else part for part in value.split(","))
-    )
+def key_of(override: str) -> str:
+    """Return the key of an override, without the `+` or `~` before it."""
+    return override.lstrip("+~").partition("=")[0]
 
 
-def canonical_value(word: str, value: str) -> object:
-    """What is the same for two ways of writing one value: 0 and 0.0 where a number is meant, 1 and 01."""
-    kind = config_schema().get(word)
+def is_hydra_override(override: str) -> bool:
+    """Return whether an override configures Hydra and not the run."""
+    return override.lstrip("+~").startswith(HYDRA_PREFIXES)
+
+
+def normalize_int(override: str) -> str:
+    """Return `train.max_steps=1e3` as `train.max_steps=1000`: Hydra parses 1e3 as a float and refuses it for an integer."""
+    key, equals, value = override.partition("=")
+    if config_schema().get(key) is not int:
+        return override
+    values = [str(int(float(part))) if INTEGER_WITH_EXPONENT.fullmatch(part) and float(part).is_integer() else part for part in value.split(",")]
+    return key + equals + ",".join(values)
+
+
+def canonical_value(key: str, value: str) -> object:
+    """Return an object that is equal for two spellings of one value: 0 and 0.0 of a number, 1 and 01 of an integer."""
+    kind = config_schema().get(key)
     try:
         return kind(value) if kind in (int, float) else value
-    except ValueError:  # refused where it is composed
+    except ValueError:  # refused by the composition
         return value
 
 
-def check_overrides(words: list[str], conf: Path = CONF_DIR) -> None:
-    """Refuse a word that nothing would read. Hydra lets `+train.typo=1` pass in silence."""
-    for word in words:
-        if "=" not in word:
-            if not word.startswith("~"):
-                raise UserError("a word needs a value", word, f"write {word}=<value>; python runner/train.py --help lists the words")
-            raise UserError("a setting cannot be taken away", word, "give it a value instead, e.g. null")
-        key, value = word.split("=", 1)
-        name = key.lstrip("+")
-        if name.startswith(("hydra.", "hydra/")):
+def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
+    """Raise UserError for an override that no setting reads. Hydra accepts `+train.typo=1` silently."""
+    groups = config_groups(*config_dirs(typed, conf))
+    for override in typed:
+        if "=" not in override:
+            if override.startswith("~"):
+                raise UserError("a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null")
+            raise UserError("an override is written key=value", override, f"{override}=<value>; --help lists the settings")
+        key, value = key_of(override), override.partition("=")[2]
+        if is_hydra_override(override):
             continue
-        if name in config_groups(conf):
-            _check_options(name, value, config_groups(conf)[name])
-        elif name not in config_schema():
-            raise UserError("no such word", name, nearest_key(name))
-        elif key.startswith("+"):
-            raise UserError("the word is there already, it needs no +", word, f"write {word.lstrip('+')}")
+        check_not_renamed(key, value)
+        if key in groups:
+            _check_options(key, value, groups[key])
+        elif key not in config_schema():
+            raise UserError(f"unknown setting {key}", key, nearest_key(key))
+        elif override.startswith("+"):
+            raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
+
+
+def check_not_renamed(key: str, value: str) -> None:
+    """Raise UserError with the new name for a setting, or a value, that had another name in an earlier version."""
+    for part in (key, *(f"{key}={part}" for part in value.split(","))):
+        if new := RENAMED_SETTINGS.get(part):
+            raise UserError(f"{part} is now called {new}", f"{key}={value}", new if "=" in new else f"{new}={value}")
 
 
 def _check_options(group: str, value: str, options: list[str]) -> None:
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
             hint = did_you_mean(option, options, "")
-            raise UserError(f"no such {group}", f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
+            raise UserError(f"{group} has no option {option}", f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
 
 
-def nearest_key(name: str) -> str:
-    """The nearest whole word; failing that, a known word that ends alike: lr -> optimizer.lr."""
-    last = name.rsplit(".", 1)[-1]
-    same = [word for word in config_schema() if word.rsplit(".", 1)[-1] == last]
+def nearest_key(key: str) -> str:
+    """Return a hint with the known key that has the same last part (lr: optimizer.lr), otherwise the one spelled most similarly."""
+    last = key.rsplit(".", 1)[-1]
+    same = [known for known in config_schema() if known.rsplit(".", 1)[-1] == last]
     if same:
         return f"did you mean {same[0]}?"
-    return did_you_mean(name, [*config_schema(), *config_groups()], "python runner/train.py --help lists the words")
+    return did_you_mean(key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values")
 
 
-def absolutize_paths(words: list[str]) -> list[str]:
-    """Paths as seen from here, so that they mean the same wherever the run is continued from."""
-    return [_absolutize(word) for word in words]
+def absolutize_paths(typed: list[str]) -> list[str]:
+    """Return the overrides with absolute paths, so that they mean the same wherever the run is resumed."""
+    return [_absolutize(override) for override in typed]
 
 
-def _absolutize(word: str) -> str:
-    key, _, value = word.partition("=")
+def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
+    """Return the overrides with the folder of `--config-dir` in hydra.searchpath, whose folders become absolute `file://` URLs."""
+    if folder is None and not any(key_of(override) == SEARCHPATH_KEY for override in typed):
+        return typed
+    urls = [_config_dir_url(url) for url in [*([folder] if folder else []), *_searchpath(typed)]]
+    return [*(override for override in typed if key_of(override) != SEARCHPATH_KEY), f"{SEARCHPATH_KEY}=[{','.join(map(hydra_quote, urls))}]"]
+
+
+def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
+    """Return the folders that hold config groups, in Hydra's order: `conf` and those of hydra.searchpath."""
+    dirs = [conf]
+    for url in _searchpath(typed):
+        scheme, _, location = url.rpartition("://")
+        if scheme == "pkg":
+            package, *parts = location.split("/")
+            spec = importlib.util.find_spec(package)
+            dirs += [Path(root, *parts) for root in spec.submodule_search_locations or ()] if spec else []
+        else:
+            dirs.append(Path(location))
+    return [folder for folder in dirs if folder.is_dir()]
+
+
+def _searchpath(typed: list[str]) -> list[str]:
+    given = [override for override in typed if key_of(override) == SEARCHPATH_KEY]
+    value = _parse_value(given[-1]) if given else []
+    return [str(getattr(url, "text", url)) for url in (value if isinstance(value, list) else [value])]
+
+
+def _config_dir_url(name: str) -> str:
+    if name.startswith("pkg://"):
+        return name
+    folder = Path(name.removeprefix("file://")).expanduser().absolute()
+    if not folder.is_dir():
+        raise UserError(f"the folder of config groups {name} does not exist", f"{SEARCHPATH_KEY}=[{name}]", "--config-dir=DIR, where DIR holds e.g. model/mine.yaml")
+    return f"file://{folder}"
+
+
+def plugins_of(typed: list[str]) -> list[str]:
+    """Return the plugins that the overrides name, as `locate_plugin` does."""
+    given = [override for override in typed if key_of(override) == PLUGINS_KEY]
+    value = _parse_value(given[-1]) if given else []
+    if not isinstance(value, list):
+        raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
+    return [locate_plugin(str(getattr(name, "text", name))) for name in value]
+
+
+def _absolutize(override: str) -> str:
+    key, _, value = override.partition("=")
+    if key == PLUGINS_KEY:
+        return f"{PLUGINS_KEY}=[{','.join(map(_quote_if_needed, plugins_of([override])))}]"
     if key not in PATH_KEYS:
-        return word
+        return override
     if value.startswith("[") or ("," in value and not os.path.exists(value)) or value.startswith("choice("):
-        return f"{key}={_absolutize_items(_parse_value(word))}"
-    placed = _absolutize_path(value)
-    return word if placed == value and not os.path.exists(value) else f"{key}={_is_unquoted(placed)}"
+        return f"{key}={_absolutize_items(_parse_value(override))}"
+    path = _absolute_path(value)
+    return override if path == value and not os.path.exists(value) else f"{key}={_quote_if_needed(path)}"
 
 
 def _absolutize_items(value: Any) -> str:
-    """A list, a sweep, or one path of them."""
+    """Return a list, the values of a sweep, or one path, as the value of an override."""
     if isinstance(value, list):
         return f"[{','.join(map(_absolutize_items, value))}]"
     if hasattr(value, "list"):
         return ",".join(map(_absolutize_items, value.list))
     if isinstance(value, str) and value.startswith("${"):
         return value
-    return "null" if value is None else _is_unquoted(_absolutize_path(str(getattr(value, "text", value))))
+    return "null" if value is None else _quote_if_needed(_absolute_path(str(getattr(value, "text", value))))
 
 
-def _is_unquoted(path: str) -> str:
-    """As a word's value: in quotes where Hydra would read more than a path."""
+def _quote_if_needed(path: str) -> str:
     return path if re.fullmatch(r"[\w./:@+-]+", path) else hydra_quote(path)
 
 
-def _absolutize_path(path: str) -> str:
-    """A path, or a pattern of paths, as seen from the root; anything else as it is."""
+def _absolute_path(path: str) -> str:
+    """Return an existing path, or a pattern in an existing folder, as absolute; anything else as it is."""
     if path.startswith(("/", "$", "~", "'", '"')):
         return path
     is_pattern = any(sign in path for sign in "*?") and os.path.isdir(os.path.dirname(path) or ".")
     return os.path.abspath(path) if is_pattern or os.path.exists(path) else path
 
 
-def _parse_value(word: str) -> Any:
-    """A list or a sweep, as Hydra reads it."""
+def _parse_value(override: str) -> Any:
+    """Return the value of an override as Hydra parses it: a list, the values of a sweep, a string."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(word).value()
+        return OverridesParser.create().parse_override(override).value()
     except HydraException as error:
-        raise UserError("this list cannot be read", word, "put quotes around what holds commas, spaces or brackets") from error
+        raise UserError("this list cannot be parsed", override, "quote what holds commas, spaces or brackets: 'key=[\"a, b\",c]'") from error
 
 
 def hydra_quote(value: str) -> str:
-    """A Hydra string whose value is `value`, to the character: backslashes are doubled only before something special, as both grammars ask."""
+    """Return a quoted string of Hydra's grammar whose value is `value`. Backslashes are doubled only before a special character."""
     value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
     value = re.sub(r"(\\*)'", r"\1\1\\'", value)
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", value) + "'"

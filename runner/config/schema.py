@@ -1,4 +1,4 @@
-"""FIXME runner.config.schema."""
+"""Names and types of all settings, from the dataclasses, and the options of the config groups, from the YAML files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,56 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from runner.engine.config import Config
+from common.plugins import imported_plugins
+from runner.engine.config import REGISTERED_SECTIONS, Config
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the type of every setting by its dotted key; a section is there too, with its dataclass.
+
+    Of a section with a registry (e.g. `optimizer`) it has the settings of all registered classes.
+    """
+    return _config_schema(tuple(imported_plugins()))
 
 
 @cache
-def config_schema() -> dict[str, Any]:
-    """Every dotted word and its type; a section stands there too, with its dataclass."""
-    return dict(iter_fields(Config, ""))
+def _config_schema(plugins: tuple[str, ...]) -> dict[str, Any]:
+    registered = [(section, cls) for section, (_, registry) in REGISTERED_SECTIONS.items() for cls in registry.entries().values()]
+    return dict(iter_fields(Config, "")) | {key: kind for section, cls in registered for key, kind in iter_fields(cls, f"{section}.")}
 
 
 def iter_fields(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, kind in typing.get_type_hints(section).items():
-        inner = strip_optional(kind)
-        yield prefix + name, inner
+    hints = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        inner = strip_optional(hints[field.name])
+        yield prefix + field.name, inner
         if dataclasses.is_dataclass(inner):
-            yield from iter_fields(typing.cast(type, inner), f"{prefix}{name}.")
+            yield from iter_fields(typing.cast(type, inner), f"{prefix}{field.name}.")
+
+
+def unread_setting(key: str, chosen: str) -> UserError:
+    """Return the error for a setting of a section with a registry that the class registered as `chosen` does not have."""
+    section, _, name = key.partition(".")
+    registry = REGISTERED_SECTIONS[section][1]
+    readers = [other for other, cls in registry.entries().items() if name.partition(".")[0] in _names(cls)]
+    fix = f"{registry.setting}={' or '.join(readers)} reads it" if readers else did_you_mean(name, _names(registry.get(chosen)), "remove it")
+    return UserError(f"{key} is not read by {registry.setting}={chosen}", key, fix)
+
+
+def default_values(section: str, name: str) -> dict[str, Any] | None:
+    """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a setting has no default."""
+    key, registry = REGISTERED_SECTIONS[section]
+    fields = {field.name: field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)}
+    values = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields.values()
+    }
+    return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
+
+
+def _names(section: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(section)]
 
 
 def strip_optional(kind: Any) -> Any:
@@ -34,7 +68,17 @@ def strip_optional(kind: Any) -> Any:
     return kind
 
 
+def config_groups(*dirs: Path) -> dict[str, list[str]]:
+    """Return the options of each config group, {"precision": ["bf16", "fp16"], ...}: the YAML files in the subfolders of `dirs` (default: conf/),
+    and the registered classes with a default for each of their settings."""
+    return _config_groups(tuple(imported_plugins()), *dirs)
+
+
 @cache
-def config_groups(conf: Path = CONF_DIR) -> dict[str, list[str]]:
-    """{"precision": ["bf16", "fp16", "fp32"], ...}: the folders of conf/ and their files."""
-    return {folder.name: sorted(file.stem for file in folder.glob("*.yaml")) for folder in sorted(conf.iterdir()) if folder.is_dir() and folder.name != "hydra"}
+def _config_groups(plugins: tuple[str, ...], *dirs: Path) -> dict[str, list[str]]:
+    groups: dict[str, set[str]] = {}
+    for folder in sorted(folder for conf in dirs or (CONF_DIR,) for folder in conf.iterdir() if folder.is_dir() and folder.name != "hydra"):
+        groups.setdefault(folder.name, set()).update(file.stem for file in folder.glob("*.yaml"))
+    for section, (_, registry) in REGISTERED_SECTIONS.items():
+        groups.setdefault(section, set()).update(name for name in registry.names() if default_values(section, name))
+    return {group: sorted(options) for group, options in sorted(groups.items()) if options}

@@ -1,6 +1,7 @@
-"""A run's own copy of the YAML files it was composed from, `.hydra/conf/`: whatever becomes of conf/, the run is composed as it was.
+"""Copies of the files that a run was started from: the YAML files in `.hydra/conf/`, the sources of its plugins in `.hydra/plugins/`.
 
-The copy is read as data. Hydra never sees it where it lies, but a folder made of it in which nothing speaks of Hydra or of code.
+A resume composes from the copied YAML files, also when conf/ has changed. They are read as data: Hydra gets a folder written
+from their content, without anything that concerns Hydra itself or names code. The plugin sources are only compared, never imported.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,56 +17,70 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
-from common.filesystem import make_dirs, remove_tree, write_atomic_file
+from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
 from common.paths import CONF_DIR
+from common.plugins import imported_plugins, plugin_files
 from runner.config.compose import source_files
-from runner.run_dir import saved_config
+from runner.run_dir.saved_config import MAX_YAML_BYTES, load_yaml, reject_interpolations
 
 SNAPSHOT_DIR = Path(".hydra") / "conf"
+PLUGINS_DIR = Path(".hydra") / "plugins"
 MAIN_CONFIG = "config.yaml"
 CONFIG_FILE_NAME = re.compile(r"(\w[\w.-]*/){0,3}\w[\w.-]*\.yaml")
-MAX_FILES = 200  # files; a run is composed from about ten
+MAX_FILES = 200  # a run is composed from about ten
 PACKAGE = re.compile(r"\A(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+([\w.]+)")
 HYDRA_KEY = re.compile(r"(?:\A|[ /@])hydra(?:[/.@]|\Z)")
+REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 
-def save_snapshot(folder: Path, words: list[str], conf: Path = CONF_DIR) -> None:
-    """Copy what a run that begins here is composed from. A copy that lies here already is that of a launch which came to nothing."""
-    if (folder / SNAPSHOT_DIR).exists():
-        remove_tree(folder / SNAPSHOT_DIR)
-    extend_snapshot(folder, words, conf)
+def save_snapshot(folder: Path, typed: list[str], conf: Path = CONF_DIR) -> None:
+    """Copy the YAML files that a new run is composed from, and its plugins, in place of the copies of a launch that was refused."""
+    for copies in (folder / SNAPSHOT_DIR, folder / PLUGINS_DIR):
+        if copies.exists():
+            remove_tree(copies)
+    extend_snapshot(folder, typed, conf)
 
 
-def extend_snapshot(folder: Path, words: list[str], conf: Path) -> list[Path]:
-    """Copy what `words` are composed from beside what the run has already, which stays as it is; returns what is new."""
-    new = [name for name in source_files(words, conf) if not (folder / SNAPSHOT_DIR / name).exists()]
-    for name in new:
-        make_dirs((folder / SNAPSHOT_DIR / name).parent)
-        write_atomic_file(folder / SNAPSHOT_DIR / name, (conf / name).read_bytes())
-    return [folder / SNAPSHOT_DIR / name for name in new]
+def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
+    """Copy the files of `typed` that the run has no copy of yet; return the new copies."""
+    sources = {folder / SNAPSHOT_DIR / name: file for name, file in source_files(typed, conf).items()}
+    sources |= {folder / PLUGINS_DIR / name: file for plugin in imported_plugins() for name, file in plugin_files(plugin).items()}
+    new = [copy for copy in sources if not copy.exists()]
+    for copy in new:
+        make_dirs(copy.parent)
+        write_atomic_file(copy, sources[copy].read_bytes())
+    return new
 
 
-def changed_files(folder: Path) -> list[str]:
-    """In one line each, which files of conf/ no longer say what the run's own copy says."""
-    return [
-        f"conf/{name} {change}: the run keeps its own copy" for name, (_, tree) in _read_snapshot(folder).items() if (change := _describe_change(name, tree))
-    ]
+def changed_files(folder: Path, dirs: Iterable[Path] = (CONF_DIR,)) -> list[str]:
+    """Return a message for each YAML file in `dirs`, and each plugin source, that differs from the run's copy."""
+    notes = [f"conf/{name} {change}: the run keeps its own copy" for name, (_, own) in _read_snapshot(folder).items() if (change := _describe_change(name, own, dirs))]
+    for plugin in imported_plugins():
+        for name, file in plugin_files(plugin).items():
+            try:
+                is_equal = read_bounded(folder / PLUGINS_DIR / name, MAX_YAML_BYTES) == file.read_bytes()
+            except OSError:
+                is_equal = False
+            if not is_equal:
+                notes.append(f"plugin {name} differs from the copy in {PLUGINS_DIR}: the file {file} is used")
+    return notes
 
 
-def _describe_change(name: str, own: dict[str, Any]) -> str:
+def _describe_change(name: str, own: dict[str, Any], dirs: Iterable[Path]) -> str:
+    file = next((folder / name for folder in dirs if (folder / name).exists()), None)
+    if file is None:
+        return "does not exist any more"
     try:
-        now = _without_hydra(saved_config.load_yaml(CONF_DIR / name) or {})
-    except FileNotFoundError:
-        return "is gone"
+        current = _without_hydra(load_yaml(file) or {})
     except (OSError, ValueError, AttributeError):
         return "cannot be read any more"
-    changed = [word for word in own.keys() | now.keys() if own.get(word) != now.get(word)]
-    return f"has changed since ({', '.join(sorted(map(str, changed)))})" if changed else ""
+    changed = [key for key in own.keys() | current.keys() if own.get(key) != current.get(key)]
+    return f"has changed ({', '.join(sorted(map(str, changed)))})" if changed else ""
 
 
 @contextmanager
 def as_config_dir(folder: Path) -> Iterator[Path]:
-    """A conf/ to compose from: today's, with the files of the run's own copy in place of those that are called the same."""
+    """Yield a temporary config folder: conf/ of today, where the run's copies replace the files of the same name."""
     with tempfile.TemporaryDirectory(prefix="conf-") as temp:
         conf = Path(temp).resolve()
         shutil.copytree(CONF_DIR, conf, dirs_exist_ok=True)
@@ -78,43 +93,43 @@ def as_config_dir(folder: Path) -> Iterator[Path]:
 
 
 def _read_snapshot(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """{name: (its @package line, its tree)} of what the run keeps, without what is said to Hydra. Empty for a run that keeps none."""
-    place = folder / SNAPSHOT_DIR
-    if not place.is_dir() or place.is_symlink():
+    """Return {name: (its @package line, its content without what concerns Hydra)}; {} for a run without copies. Raises UserError."""
+    root = folder / SNAPSHOT_DIR
+    if not root.is_dir() or root.is_symlink():
         return {}
-    names = sorted(str(path.relative_to(place)) for path in place.rglob("*.yaml"))
-    if bad := next((name for name in names if not CONFIG_FILE_NAME.fullmatch(name)), None if len(names) <= MAX_FILES else f"{len(names)} files"):
-        raise UserError("a run's copy of conf/ is none of ours", f"{place}: {bad}", "do not resume this folder; nothing in it was run")
-    return {name: _read_file(place / name) for name in names}
+    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    if invalid := next((name for name in names if not CONFIG_FILE_NAME.fullmatch(name)), None if len(names) <= MAX_FILES else f"{len(names)} files"):
+        raise UserError("the run's copy of conf/ was not written by this program", f"{root}: {invalid}", REFUSED_HINT)
+    return {name: _read_file(root / name) for name in names}
 
 
 def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     try:
-        tree = saved_config.load_yaml(path) or {}
+        tree = load_yaml(path) or {}
         package = PACKAGE.match(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"a run's copy of conf/ cannot be read: {error}", str(path), "delete the file: today's of that name is taken instead") from error
+        raise UserError(f"the run's copy of conf/ cannot be read: {error}", str(path), "delete the file: the file of this name in conf/ is used instead") from error
     if not isinstance(tree, dict) or _has_outside_defaults(tree.get("defaults")) or (package and HYDRA_KEY.search(package[1])):
-        raise UserError("a run's copy of conf/ is none of ours", str(path), "do not resume this folder; nothing in it was run")
-    saved_config.reject_interpolations(_drop_strings(tree), "", path)
+        raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
+    reject_interpolations(_drop_strings(tree), "", path)
     return (f"# @package {package[1]}\n" if package else ""), _without_hydra(tree)
 
 
 def _has_outside_defaults(defaults: Any) -> bool:
-    """A list of files that is found by looking elsewhere."""
+    """Return whether a defaults list names files by an interpolation, or outside its folder."""
     return defaults is not None and ("${" in str(defaults) or ".." in str(defaults) or not isinstance(defaults, list))
 
 
 def _drop_strings(value: Any) -> Any:
-    """Values that are looked up are no harm here: those that a relaunch takes are asked again."""
+    """Return `value` without its strings: interpolations are allowed here, resume.py checks those that it resolves."""
     if isinstance(value, dict):
-        return {key: _drop_strings(part) for key, part in value.items()}
-    return None if isinstance(value, str) else [_drop_strings(part) for part in value] if isinstance(value, list) else value
+        return {key: _drop_strings(item) for key, item in value.items()}
+    return None if isinstance(value, str) else [_drop_strings(item) for item in value] if isinstance(value, list) else value
 
 
 def _without_hydra(tree: dict[str, Any]) -> dict[str, Any]:
-    """Without what is said to Hydra: where runs go and who starts them is the program's to say, today."""
-    tree = {word: value for word, value in tree.items() if not HYDRA_KEY.search(str(word))}
+    """Return the content without settings of Hydra: where runs are placed and who starts them is decided by this program's conf/."""
+    tree = {key: value for key, value in tree.items() if not HYDRA_KEY.search(str(key))}
     if isinstance(tree.get("defaults"), list):
         tree["defaults"] = [entry for entry in tree["defaults"] if not _names_hydra(entry)]
     return tree
@@ -126,8 +141,8 @@ def _names_hydra(entry: Any) -> bool:
 
 def _with_current_hydra(tree: dict[str, Any]) -> dict[str, Any]:
     try:
-        now = saved_config.load_yaml(CONF_DIR / MAIN_CONFIG)
-        of_hydra = [entry for entry in now["defaults"] if _names_hydra(entry)]
-        return {**tree, "defaults": [*tree["defaults"], *of_hydra], "hydra": now["hydra"]}
-    except (OSError, ValueError, KeyError, TypeError):  # no longer there, or no longer ours: a run is continued without it
+        current = load_yaml(CONF_DIR / MAIN_CONFIG)
+        hydra_defaults = [entry for entry in current["defaults"] if _names_hydra(entry)]
+        return {**tree, "defaults": [*tree["defaults"], *hydra_defaults], "hydra": current["hydra"]}
+    except (OSError, ValueError, KeyError, TypeError):  # conf/config.yaml is gone or changed: resume without it
         return tree

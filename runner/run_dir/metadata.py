@@ -8,14 +8,14 @@ import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from common.errors import Outcome, UserError
+from common.file_lock import FileLock
 from common.filesystem import read_bounded, read_json_object, sync_dir, sync_file, write_json
 from runner.checkpoint.atomic_dir import STEP_NAME, remove_temp
-from runner.run_dir import lock as lock_module
 from runner.run_dir import provenance
-from runner.run_dir.lock import MAX_JSON_BYTES, OWNER_FILE
+from runner.run_dir.lock import MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
 
 RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
 RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
@@ -38,9 +38,11 @@ DEFAULT_METADATA: dict[str, Any] = {
 class RunMetadata:
     """The metadata of a run directory whose lock this process holds. `fields` is the content of run.json; only the methods change it."""
 
-    def __init__(self, folder: Path, lock: int, fields: dict[str, Any], owns_lock: bool = True, is_writer: bool = True):
+    _opened: ClassVar[dict[Path, RunMetadata]] = {}  # of this process, by run directory
+
+    def __init__(self, folder: Path, lock: FileLock | None, fields: dict[str, Any], owns_folder: bool = True, is_writer: bool = True):
         self.folder, self.fields, self._lock = folder, fields, lock
-        self._owns_lock, self.is_writer = owns_lock, is_writer
+        self._owns_folder, self.is_writer = owns_folder, is_writer
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -58,14 +60,14 @@ class RunMetadata:
         folder = folder.absolute()
         if resume and not (folder / RUN_FILE).is_file():
             raise UserError("this directory holds no run: there is no run.json", str(folder), "give a run directory, e.g. resume=last")
-        lock = lock_module.acquire(folder)
+        lock = acquire_run(folder)
         try:
             fields = _load_fields(folder / RUN_FILE)
             if not resume and (fields["status"] != "new" or _has_checkpoints(folder)):
                 raise UserError(
                     f"this directory already holds a run ({fields['status']}, step {fields['step']})",
                     str(folder),
-                    f"resume={folder} continues it; hydra.run.dir=DIR places the new run elsewhere",
+                    f"resume={folder} continues it; hydra.run.dir=DIR places the new run in another directory",
                 )
             write_json(folder / OWNER_FILE, {**provenance.process_id(), "since": timestamp()})
             for parent in (folder, folder / "checkpoints"):
@@ -75,31 +77,37 @@ class RunMetadata:
             if not (folder / RUN_FILE).exists():
                 metadata._write()
         except BaseException as error:
-            lock_module.release(folder, lock)
+            lock.release()
             if isinstance(error, OSError):
-                raise lock_module.folder_unusable_error(folder, error) from error
+                raise unusable_error(folder, error) from error
             raise
+        cls._opened[folder] = metadata
         return metadata
+
+    @classmethod
+    def opened(cls, folder: Path) -> RunMetadata:
+        """Return what `open` has returned in this process for `folder`."""
+        return cls._opened[folder]
 
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
         """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`. Only rank 0 writes."""
-        lock = lock_module.acquire_rank(folder, rank)
-        return cls(folder, lock, _load_fields(folder / RUN_FILE), owns_lock=False, is_writer=rank == 0)
+        return cls(folder, acquire_rank(folder, rank), _load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0)
 
     @classmethod
     def detached(cls, folder: Path, attempt: int) -> RunMetadata:
         """Return the metadata for a rank on a node that does not see the directory: nothing is locked or written."""
-        return cls(folder, -1, {**DEFAULT_METADATA, "attempt": attempt}, owns_lock=False, is_writer=False)
+        return cls(folder, None, {**DEFAULT_METADATA, "attempt": attempt}, owns_folder=False, is_writer=False)
 
     def allow_ranks(self, keep: int = 1) -> None:
         """Shrink the lock of this process to `keep` bytes, so that ranks can lock theirs with `attach`."""
-        lock_module.shrink(self._lock, keep)
+        assert self._lock is not None
+        self._lock.shrink(keep)
 
     def set_rank_pids(self, pids: list[int]) -> None:
         """Record the processes of the ranks for the error message of a second launch."""
         try:
-            write_json(self.folder / OWNER_FILE, {**provenance.process_id(), "since": timestamp(), "ranks": lock_module.describe_processes(pids)})
+            write_json(self.folder / OWNER_FILE, {**provenance.process_id(), "since": timestamp(), "ranks": describe_processes(pids)})
         except OSError:
             return  # only the error message of another process loses a detail
 
@@ -145,11 +153,12 @@ class RunMetadata:
 
     def close(self) -> None:
         """Release the lock. The operating system releases it too when the process ends."""
-        if self._lock >= 0:
-            if self._owns_lock:
+        if self._lock is not None:
+            if self._owns_folder:
                 (self.folder / OWNER_FILE).unlink(missing_ok=True)
-            lock_module.release(self.folder, self._lock)
-            self._lock = -1
+                self._opened.pop(self.folder, None)
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Where runs go: outputs/<date>/<time>, never twice the same, even for two launches in one second."""
+"""Names of run directories: outputs/<date>/<time>, unique also for two launches in one second, and the directories of a sweep's jobs."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from itertools import count
 from pathlib import Path
 
 from common.paths import outputs_dir
+from runner.config.compose import register_resolver
 
-NAME_LENGTH = 120  # of a job's folder; file systems end at 255 bytes
+NAME_LENGTH = 120  # characters of a job's directory name; file systems allow 255 bytes
 
-_created: list[str] = []
+_created: list[str] = []  # <date>/<time> of the directory that this process has created
 _swept_keys: set[str] = set()
 
 
+def register_resolvers() -> None:
+    """Register the interpolations of conf/config.yaml that place a run and the jobs of a sweep."""
+    register_resolver("run_id", run_id)
+    register_resolver("swept", job_dirname)
+
+
 def run_id() -> str:
-    """<date>/<time> of this launch; the same at every call in a process once it is claimed."""
+    """Return <date>/<time>: of the directory that `create_unique` has created, otherwise of now."""
     return _created[0] if _created else datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
 
 
 def create_unique(sweep: bool) -> None:
-    """Take a folder of outputs/ for this launch by making it: of two launches in one second the later gets a suffix."""
+    """Create a new directory in outputs/ and make it the `run_id`. The later of two launches in one second gets a suffix."""
     root = outputs_dir() / "multirun" if sweep else outputs_dir()
-    now = run_id()
-    for n in count(1):
-        name = now if n == 1 else f"{now}-{n}"
+    now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    for number in count(1):
+        name = now if number == 1 else f"{now}-{number}"
         os.makedirs((root / name).parent, exist_ok=True)
         try:
             os.mkdir(root / name)
@@ -39,27 +46,25 @@ def create_unique(sweep: bool) -> None:
 
 
 def set_swept_keys(keys: Iterable[str]) -> None:
-    """The words that differ between the jobs of this launch."""
+    """Set the keys whose values differ between the jobs of the sweep of this process."""
     _swept_keys.update(keys)
 
 
-def job_dirname(words: Iterable[str]) -> str:
-    """The folder of a sweep's job, as Hydra asks for it: `job_name` of those words that set it apart."""
-    pairs = (word.partition("=") for word in words)
+def job_dirname(overrides: Iterable[str]) -> str:
+    """Return `job_dirname_of` the swept keys among the overrides of a job."""
+    pairs = (override.partition("=") for override in overrides)
     return job_dirname_of({key: value for key, _, value in pairs if key in _swept_keys})
 
 
-def job_dirname_of(words: Mapping[str, str]) -> str:
-    """The folder of a job: the words that set it apart, in an order of their own, as one name."""
-    apart = ",".join(sorted(f"{key}={value}" for key, value in words.items())) or "job"
-    name = re.sub(r"[^\w.=,+-]", "-", apart)
-    if name == apart and len(name) <= NAME_LENGTH:
+def job_dirname_of(swept: Mapping[str, str]) -> str:
+    """Return the directory name of a job: its swept values, sorted by key, shortened with a hash where the name is too long or has other characters."""
+    values = ",".join(sorted(f"{key}={value}" for key, value in swept.items())) or "job"
+    name = re.sub(r"[^\w.=,+-]", "-", values)
+    if name == values and len(name) <= NAME_LENGTH:
         return name
-    return f"{name[: NAME_LENGTH - 9]}-{hashlib.sha256(apart.encode()).hexdigest()[:8]}"
+    return f"{name[: NAME_LENGTH - 9]}-{hashlib.sha256(values.encode()).hexdigest()[:8]}"
 
 
 def find_runs(*roots: Path) -> list[Path]:
-    """Folders under `roots` that hold a run.json: single runs, and jobs of a sweep."""
-    return [
-        record.parent for root in roots for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json") for record in root.glob(pattern)
-    ]
+    """Return the run directories under `roots`: single runs, and jobs of a sweep."""
+    return [file.parent for root in roots for pattern in ("*/run.json", "*/*/run.json", "*/*/*/run.json", "*/*/*/*/run.json") for file in root.glob(pattern)]

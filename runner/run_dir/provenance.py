@@ -1,4 +1,4 @@
-"""Where a run comes from: the process, the code and the libraries. Nothing here can fail a run; what is unknown is None."""
+"""Process, git commit and library versions of a run. Nothing here raises; what is unknown is None."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ RECORDED_LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "hydra-core
 
 
 def process_id() -> dict[str, Any]:
-    """This process, told apart from any later one that is given its number."""
+    """Return what identifies this process, also after its pid has been reused."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "boot_id": boot_id(), "start_ticks": start_ticks(os.getpid())}
 
 
-def is_alive(stated: dict[str, Any]) -> bool:
-    """Whether the process that `process()` described is still there. Of one on another host nothing is known: True."""
-    if stated.get("host") != socket.gethostname():
+def is_alive(process: dict[str, Any]) -> bool:
+    """Return whether the process that `process_id` described is alive. Of a process on another host nothing is known: True."""
+    if process.get("host") != socket.gethostname():
         return True
-    return stated.get("boot_id") == boot_id() and stated.get("start_ticks") == start_ticks(stated.get("pid"))
+    return process.get("boot_id") == boot_id() and process.get("start_ticks") == start_ticks(process.get("pid"))
 
 
 def boot_id() -> str | None:
@@ -36,7 +36,7 @@ def boot_id() -> str | None:
 
 
 def start_ticks(pid: Any) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none, or no /proc."""
+    """Return when the process started (clock ticks since boot), None if there is no such process or no /proc."""
     try:
         return int(Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, TypeError, IndexError):
@@ -44,28 +44,28 @@ def start_ticks(pid: Any) -> int | None:
 
 
 def git_state(root: Path = REPO_ROOT) -> dict[str, str | None]:
-    """The commit this program stands at, and a sha256 of what tracked files differ from it (None: clean)."""
-    words = (_git(root, "rev-parse", "--show-toplevel", "HEAD") or b"").decode("utf-8", "replace").splitlines()
-    if len(words) != 2 or Path(words[0]).resolve() != root.resolve():  # installed into somebody else's repository, or in none
+    """Return the commit of this checkout, and the sha256 of the difference of tracked files to it (None: there is none)."""
+    lines = (_git(root, "rev-parse", "--show-toplevel", "HEAD") or b"").decode("utf-8", "replace").splitlines()
+    if len(lines) != 2 or Path(lines[0]).resolve() != root.resolve():  # no repository, or installed inside of another one
         return {"commit": None, "dirty": None}
     changes = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
-    return {"commit": words[1], "dirty": hashlib.sha256(changes).hexdigest() if changes else None}
+    return {"commit": lines[1], "dirty": hashlib.sha256(changes).hexdigest() if changes else None}
 
 
 def library_versions() -> dict[str, str]:
-    """Python and the libraries installed, without importing them."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the installed libraries, without importing them."""
+    versions = {"python": platform.python_version()}
     for name in RECORDED_LIBRARIES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _git(root: Path, *words: str) -> bytes | None:
+def _git(root: Path, *arguments: str) -> bytes | None:
     try:
-        done = subprocess.run(["git", "-C", str(root), *words], check=False, capture_output=True, timeout=5, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+        result = subprocess.run(["git", "-C", str(root), *arguments], check=False, capture_output=True, timeout=5, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""What stands in the `.hydra/` of a run, read as data: nothing in it is ever run, nothing outside it is looked up."""
+"""`.hydra/` of a run, read as data: nothing in it is executed, resolved or followed."""
 
 from __future__ import annotations
 
@@ -10,69 +10,69 @@ import yaml
 from common.errors import UserError
 from common.filesystem import read_bounded
 from common.paths import REPO_ROOT
+from runner.config.overrides import is_hydra_override
 
 CONFIG_FILE = Path(".hydra") / "config.yaml"
 OVERRIDES_FILE = Path(".hydra") / "overrides.yaml"
 REPO_INTERPOLATION = "${repo:}"
-MAX_YAML_BYTES = 1 << 20  # bytes of a YAML file we believe
+MAX_YAML_BYTES = 1 << 20  # bytes; larger YAML files are not read
 
 
 def load_saved_config(folder: Path) -> dict[str, Any]:
-    """The run's configuration, as it is written."""
-    found = _read_saved(folder / CONFIG_FILE, folder)
-    if not isinstance(found, dict):  # killed before its words were written
-        raise UserError("the run has no config yet", str(folder / CONFIG_FILE), f"give its first words again, with hydra.run.dir={folder}")
-    return found
+    """Return the content of the saved config.yaml."""
+    config = _read_saved(folder / CONFIG_FILE, folder)
+    if not isinstance(config, dict):  # killed before Hydra wrote it
+        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), f"start it again with its overrides and hydra.run.dir={folder}")
+    return config
 
 
 def load_overrides(folder: Path) -> list[str]:
-    """The words that led there, of all launches; those of Hydra are not the run's."""
-    found = _read_saved(folder / OVERRIDES_FILE, folder)
-    if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise UserError(
-            "the run's words cannot be read: they are no list of words", str(folder / OVERRIDES_FILE), "put the list back, one `- word=value` a line"
-        )
-    return [word for word in found if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    """Return the saved overrides of all launches, without those of Hydra's own settings."""
+    typed = _read_saved(folder / OVERRIDES_FILE, folder)
+    if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
+        raise UserError("the saved overrides are not a list of strings", str(folder / OVERRIDES_FILE), "restore the file: one `- key=value` per line")
+    return [override for override in typed if not is_hydra_override(override)]
 
 
 def _read_saved(path: Path, folder: Path) -> Any:
     try:
         return load_yaml(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"the run's config cannot be read: {error}", str(path), f"give its first words again, with hydra.run.dir={folder}") from error
+        raise UserError(f"the saved config cannot be read: {error}", str(path), f"start the run again with its overrides and hydra.run.dir={folder}") from error
 
 
 def load_yaml(path: Path) -> Any:
-    """The YAML of a small regular file. Raises OSError, or ValueError where it is none."""
+    """Return the content of a small regular YAML file. Raises OSError, or ValueError if it is not YAML."""
     text = read_bounded(path, MAX_YAML_BYTES).decode("utf-8")
     try:
         if "&" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("it repeats itself by reference")  # a few lines can stand for gigabytes
+            raise ValueError("YAML aliases are not allowed")  # a few lines of them expand to gigabytes
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error) or "nested too deeply") from error
 
 
-def reject_interpolations(value: Any, word: str, path: Path) -> Any:
-    """Values only: an interpolation could read the environment, `_target_` could name code."""
+def reject_interpolations(value: Any, key: str, path: Path) -> Any:
+    """Return `value` of `key` in `path` with paths of this checkout. Raises UserError for an interpolation, which could read the
+    environment, and for a key such as `_target_`, which could name code."""
     if isinstance(value, dict):
-        if bad := next((key for key in value if str(key).startswith("_") and str(key).endswith("_")), None):
-            raise UserError("a run's config names code", f"{path}: {word}.{bad}", "do not resume this folder; nothing in it was run")
-        return {key: reject_interpolations(part, f"{word}.{key}".lstrip("."), path) for key, part in value.items()}
+        if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):
+            raise UserError(f"the saved config has the key {special}, which names code", f"{path}: {key}.{special}", "do not resume this directory; nothing was run")
+        return {name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path) for name, item in value.items()}
     if isinstance(value, list):
-        return [reject_interpolations(part, word, path) for part in value]
+        return [reject_interpolations(item, key, path) for item in value]
     if isinstance(value, str) and "${" in (value := rebase_repo_path(value)):
-        raise UserError("a run's config reaches outside", f"{path}: {word}={value}", "write the value itself there")
+        raise UserError("the saved config has an interpolation", f"{path}: {key}={value}", "write the value itself into the file")
     return value
 
 
 def rebase_repo_path(value: str) -> str:
-    """A path of the repository, in this checkout of it."""
+    """Return a path that starts with ${repo:} as one of this checkout."""
     return str(REPO_ROOT) + value.removeprefix(REPO_INTERPOLATION) if value.startswith(REPO_INTERPOLATION) else value
 
 
 def freeze_values(value: Any, written: Any) -> Any:
-    """`value` to be written down: what was looked up stays what it was found to be; only paths of the repository follow it."""
+    """Return the resolved `value` to be saved in place of `written`; paths below ${repo:} are kept as they are written."""
     if isinstance(value, dict):
-        return {key: freeze_values(part, written.get(key) if isinstance(written, dict) else None) for key, part in value.items()}
+        return {key: freeze_values(item, written.get(key) if isinstance(written, dict) else None) for key, item in value.items()}
     return written if isinstance(written, str) and rebase_repo_path(written) == value else value

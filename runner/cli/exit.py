@@ -1,0 +1,40 @@
+"""Exit code and message for every way a command can end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common import exit_codes
+from common.errors import Interrupted, TrainingError, UserError, report_user_error, resume_command
+
+SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
+
+
+@contextmanager
+def exiting_with_code() -> Iterator[None]:
+    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1.
+
+    With HYDRA_FULL_ERROR=1 every exception shows its traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise SystemExit(_report(error)) from error
+
+
+def _report(error: Exception) -> int:
+    if not SHOW_TRACEBACKS:
+        if isinstance(error, UserError):
+            return report_user_error(error)
+        if isinstance(error, Interrupted):
+            print(f"{error}; continue with: {resume_command(error.folder)}", file=sys.stderr)
+            return exit_codes.INTERRUPTED
+        if isinstance(error, TrainingError):
+            print(f"error: {error}", file=sys.stderr)
+            return exit_codes.FAILED
+    traceback.print_exception(error)
+    return exit_codes.FAILED

@@ -1,0 +1,85 @@
+"""Hydra as the runtime of train.py: called with explicit arguments, and joined with the run directory by a callback and a task function."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, read_write
+
+from common.paths import CONF_DIR
+from runner.cli.exit import exiting_with_code
+from runner.config.compose import register_configs, to_config, without_hydra
+from runner.config.flags import has_flag
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.overrides import SEARCHPATH_KEY, key_of
+from runner.launch import preflight
+from runner.run_dir import naming, resolve
+from runner.run_dir.initial_weights import check_init_from
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.resume import complete_hydra_dir
+
+PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
+
+
+def run_hydra(task: Callable[[DictConfig], Any], typed: list[str], flags: list[str], config_dir: Path | None = None) -> Any:
+    """Compose the overrides `typed` with Hydra and call `task` in a run directory; with --multirun call the sweeper instead.
+
+    `flags` are those of `parse_argv`; a flag that prints, such as --cfg, starts nothing. `config_dir` replaces conf/. Returns the result of the task.
+    """
+    register_configs()
+    naming.register_resolvers()
+    conf = str(config_dir or CONF_DIR)
+    if has_flag(flags, *PRINT_FLAGS):
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+        parser = get_args_parser()
+        args = parser.parse_args(flags)
+        args.overrides = typed
+        with translating_hydra_errors(typed):
+            return _run_hydra(args=args, args_parser=parser, task_function=task, config_path=conf, config_name="config")
+    try:
+        # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
+        app = Hydra.create_main_hydra2("train", create_config_search_path(conf))
+        if has_flag(flags, "--multirun"):
+            return app.multirun("config", task, [*typed, "hydra.mode=MULTIRUN"])
+        with translating_hydra_errors(typed):
+            return app.run("config", task, [*typed, "hydra.mode=RUN"]).return_value
+    finally:
+        GlobalHydra.instance().clear()
+
+
+class RunDirCallback(Callback):
+    """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before Hydra writes to it."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        typed = list(config.hydra.overrides.task)
+        with exiting_with_code(), translating_hydra_errors(typed):  # Hydra turns any other exception of a callback into a warning
+            job_config = to_config(without_hydra(config))
+            preflight.check_inputs(job_config)
+            check_init_from(job_config)
+            is_placed = any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra)
+            if is_placed:
+                resolve.check_not_inside_run(Path(config.hydra.run.dir).absolute())
+            else:
+                naming.create_unique(sweep=False)
+            metadata = RunMetadata.open(Path(config.hydra.run.dir))
+            with read_write(config.hydra):
+                config.hydra.run.dir = str(metadata.folder)
+
+
+def train_in_run_dir(cfg: DictConfig) -> float:
+    """Train in the run directory that Hydra has just written its files to, and that RunDirCallback holds the lock of."""
+    from runner.launch.run import run
+
+    hydra_config = HydraConfig.get()
+    searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
+    with exiting_with_code(), RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
+        complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
+        return run(to_config(cfg), metadata)
