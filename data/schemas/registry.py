@@ -67,11 +67,6 @@ class RowSchema:
     def matches(self, row: dict) -> bool:
         return all(row.get(key) is not None for key in self.keys) and self.detect(row)
 
-    @property
-    def module(self) -> str:
-        """Name of the module that registers this schema when it is imported."""
-        return self.parse.__module__
-
 
 SCHEMAS: dict[str, RowSchema] = {}
 
@@ -82,12 +77,11 @@ def register_schema(name: str, data_format: str, keys: Iterable[str], detect: Ca
     `where` is the position of the row for errors (`file:line`). Where several schemas match a row, the last registered one is used.
     """
     if data_format not in STAGE_OF_FORMAT:
-        raise UserError(f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}", f"schema {name}", 'e.g. data_format="chat"')
+        raise UserError(f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}", f'data.schema="{name}"', 'e.g. data_format="chat"')
 
     def register(parse: Parse) -> Parse:
-        known = SCHEMAS.get(name)
-        if known and known.module != parse.__module__:
-            raise UserError(f"two modules register the schema {name}: {known.module} and {parse.__module__}", f"schema {name}", "rename one of them")
+        if name in SCHEMAS:
+            raise UserError(f"data.schema {name!r} is registered twice", f'data.schema="{name}"', "give the plugin's schema another name")
         SCHEMAS[name] = RowSchema(name, data_format, tuple(keys), parse, detect)
         return parse
 

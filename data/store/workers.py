@@ -6,7 +6,6 @@ notebook, and they survive a killed parent. These processes import this module o
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import signal
@@ -21,7 +20,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from common.errors import UserError
-from data.schemas.registry import SCHEMAS
+from common.plugins import import_inherited_plugins
 from data.sources.files import Source
 from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
@@ -124,7 +123,7 @@ def _start_worker(encoding: EncodingConfig, source: Source) -> subprocess.Popen[
     # -P: modules in the current directory must not shadow the project's.
     process = subprocess.Popen([sys.executable, "-P", "-m", "data.store.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     with suppress(BrokenPipeError):  # it has died already: the first request to it raises the error
-        _send(_pipe(process.stdin), (SCHEMAS[encoding.schema].module, encoding, source))
+        _send(_pipe(process.stdin), (encoding, source))
     return process
 
 
@@ -143,8 +142,8 @@ def _worker_main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that prints must not garble the replies
     try:
-        schema_module, encoding, source = pickle.load(sys.stdin.buffer)
-        importlib.import_module(schema_module)  # registers the schema, which may be a plugin's
+        import_inherited_plugins()  # one of them may register the row schema
+        encoding, source = pickle.load(sys.stdin.buffer)
         encoder = Encoder(encoding)
         while True:
             _send(replies, _encode_or_error(encoder, source, pickle.load(sys.stdin.buffer)))
