@@ -61,7 +61,7 @@ def load_or_build(
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:
-        _build_store(path, source, encoding, tokenizer, content, progress, _default_workers(source) if num_workers is None else num_workers)
+        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
@@ -95,7 +95,7 @@ def _remove_stale_builds(path: Path) -> None:
                     remove_tree(temp)
 
 
-def _default_workers(source: Source) -> int:
+def default_workers(source: Source) -> int:
     compressed = source.file_format == "parquet" or source.path.suffix.lower() in COMPRESSED
     return max(1, min(len(os.sched_getaffinity(0)), source.size * (COMPRESSION_RATIO if compressed else 1) // MIN_BYTES_PER_WORKER))
 

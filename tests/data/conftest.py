@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from data.batching.mixture import MixedRows, WeightedSource, mix_sources
+from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.store.cache import load_or_build
 from data.tokenize.chat_template import ChatTemplate
-from data.tokenize.encoder import schema_of_source
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 
@@ -39,12 +39,18 @@ def write(tmp_path):
 
 @pytest.fixture
 def build(tokenizer, tmp_path):
-    """build(rows, path) is what a file becomes: `rows` is text, chat or preference; `options` are those of a Recipe."""
+    """build(data_format, path) encodes a file: `data_format` is text, chat or preference; `options` are fields of EncodingConfig."""
 
-    def build(rows: str, path: Path, **options) -> MixedRows:
-        plain = {"max_length": 64, "too_long": "split" if rows == "text" else "truncate", "train_on": "assistant", "on_bad_row": "error"}
+    def build(data_format: str, path: Path, **options) -> MixedRows:
         source = Source.open(path)
-        recipe = EncodingConfig(rows=rows, tokenizer=tokenizer.folder, **{"shape": options.get("shape") or schema_of_source(source, rows), **plain, **options})
-        return mix_sources([[WeightedSource(source, load_or_build(source, recipe, tokenizer, tmp_path / "cache"))]], None)
+        defaults = {
+            "schema": options.get("schema") or schema_of_source(source, data_format),
+            "max_length": 64,
+            "too_long": "split" if data_format == "text" else "truncate",
+            "loss_on": "assistant",
+            "on_bad_row": "error",
+        }
+        encoding = EncodingConfig(data_format, tokenizer=tokenizer.folder, **{**defaults, **options})
+        return mix_sources([[WeightedSource(source, load_or_build(source, encoding, tokenizer, tmp_path / "cache"))]], None)
 
     return build

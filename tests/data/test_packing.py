@@ -100,9 +100,9 @@ def test_packing_plan_on_a_full_disk_is_a_user_error_and_leaves_nothing(tmp_path
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fs, call, full, raising=False)
-    with pytest.raises(UserError, match="packing plan cannot be stored: No space left") as refusal:
+    with pytest.raises(UserError, match="packing plan cannot be stored: No space left") as error:
         PackedSequences(ROWS, 64, tmp_path)
-    assert refusal.value.setting == f"data.cache={tmp_path}" and "data.cache=FOLDER" in refusal.value.fix
+    assert error.value.setting == f"data.cache={tmp_path}" and "data.cache=FOLDER" in error.value.fix
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".lock")] == []
 
 
