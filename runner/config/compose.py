@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -27,15 +27,15 @@ from runner.engine.config import REGISTERED_SECTIONS, Config
 HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns without it, 1.4 with it
 
 
-def register_configs() -> None:
-    """Register what the YAML files refer to: the schema, the resolvers, and the callback of runs."""
+def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
+    """Register what the YAML files in `dirs` refer to: the schema, the resolvers, the callback of runs, and options without a YAML file."""
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # Hydra 1.4 warns about a second registration
         store.store(name="schema", node=_untyped_sections())
         store.store(group="hydra/callbacks", name="run_dir", node={"run_dir": {"_target_": "runner.cli.hydra_app.RunDirCallback"}})
-    for section, (_, registry) in REGISTERED_SECTIONS.items():  # options without a YAML file, which a plugin may add at any time
+    for section, (_, registry) in REGISTERED_SECTIONS.items():
         for name in registry.names():
-            if (values := schema.default_values(section, name)) and f"{name}.yaml" not in store.repo.get(section, {}):
+            if not any((folder / section / f"{name}.yaml").is_file() for folder in dirs) and (values := schema.default_values(section, name)):
                 store.store(group=section, name=name, node=values)
     register_resolver("repo", lambda: str(REPO_ROOT))
     register_resolver("workspace", lambda: str(workspace_dir()))
@@ -65,7 +65,7 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
     """Return Hydra's config, with the section `hydra` and with interpolations unresolved. Raises UserError."""
     typed = [overrides.normalize_int(override) for override in typed]
     overrides.check_overrides(typed, conf)
-    register_configs()
+    register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):
         return hydra_compose("config", overrides=typed, return_hydra_config=True)
 
@@ -84,7 +84,7 @@ def composing_from(conf: Path) -> Iterator[None]:
 
 def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
     """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's own config are left out."""
-    register_configs()
+    register_configs(overrides.config_dirs(typed, conf))
     with composing_from(conf), translating_hydra_errors(typed):
         defaults = GlobalHydra.instance().config_loader().compute_defaults_list("config", typed, RunMode.RUN).defaults
     names = sorted({f"{default.config_path}.yaml" for default in defaults if not str(default.config_path).startswith("hydra/")})

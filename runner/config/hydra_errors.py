@@ -34,9 +34,13 @@ class translating_hydra_errors:
         # omegaconf 2.3 raises these two for an override of a key inside a section that is null
         inside = next((override for override in self.typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
         if isinstance(error, AttributeError | AssertionError) and inside:
-            section = inside.lstrip("+").partition("=")[0].rpartition(".")[0]
-            fix = "stage=lora or stage=dpo_lora sets stage.lora; set model.rope_scaling in a YAML file of the group model"
-            raise UserError(f"{section} is null here, its keys cannot be set one by one", inside, fix) from error
+            raise null_section_error(inside) from error
+
+
+def null_section_error(override: str) -> UserError:
+    section = override.lstrip("+").partition("=")[0].rpartition(".")[0]
+    fix = "stage=lora or stage=dpo_lora sets stage.lora; set model.rope_scaling in a YAML file of the group model"
+    return UserError(f"{section} is null here, its keys cannot be set one by one", override, fix)
 
 
 def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
@@ -51,9 +55,11 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
     kind = schema.config_schema().get(key)
     if isinstance(cause, ConfigKeyError) and key not in schema.config_schema():
         return UserError(f"unknown setting {key}", key, overrides.nearest_key(key))
-    section = key.partition(".")[0]
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and section in REGISTERED_SECTIONS and isinstance(values := cause.parent_node, DictConfig):
-        if (chosen := values.get(REGISTERED_SECTIONS[section][0])) and key.count(".") == 1:
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and isinstance(cause.parent_node, DictConfig):
+        section = key.rpartition(".")[0]
+        if section in OPTIONAL_SECTIONS:
+            return null_section_error(override)
+        if section in REGISTERED_SECTIONS and (chosen := cause.parent_node.get(REGISTERED_SECTIONS[section][0])):
             return schema.unread_setting(key, chosen)
     if message.startswith(("Ambiguous value", "Sweep parameters")):  # 1,2 and range(1,2)
         values = re.search(r"'(.*)'", message)

@@ -1,4 +1,4 @@
-"""A run is built once, from the typed config: its parts, cheapest first."""
+"""Build a run from its config: every part once, cheapest first, so that errors of the settings or the data appear before the model is built."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import nn
 
 from common.errors import UserError
 from data.batching.loader import StepLoader
+from data.batching.packing import PackedSequences
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
-from models.decoder import Decoder
 from models.formats.load import load_into, load_weights
-from runner.checkpoint.async_writer import AsyncWriter
-from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, saved_facts
+from models.language_model import LanguageModel
+from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run
+from runner.checkpoint.format import read_newest_state
+from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, resolve_compile_mode, set_inductor_cache
@@ -24,134 +26,156 @@ from runner.engine.device.cpu import disable_malloc_trim
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
-from runner.engine.objectives.stage import build_objective
+from runner.engine.objectives.config import prepare_stage
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
 
 
 def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None]) -> TrainState:
-    """All parts of a run, cheapest first, so that what cannot work is refused before the model is built.
+    """Build all parts of a run. `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
 
-    `cfg.init_from` is a path or "scratch" by now. Raises ValueError(what, where, fix).
+    Raises UserError if the settings, the data and the machine do not fit together.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     if dist.device.type == "cpu":
         disable_malloc_trim()
     precision = Precision(cfg.precision, dist.device)
-    check_attention_kernel(cfg, dist.device)
+    cfg.model.check_device(dist.device, precision.dtype)
     tokenizer = load_tokenizer(cfg)
     pipeline = build_data_pipeline(cfg, tokenizer)
     update_metadata(data=pipeline.files)
-    rows = resolve_rows_per_step(cfg, dist, run_dir)
-    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows / (dist.size * cfg.train.batch_size)))
-    seed_all(cfg.seed)  # every rank begins with the same weights ...
-    model = build_model(cfg, needs_start=not has_checkpoints(run_dir)).to(dist.device)
-    objective = build_objective(cfg.stage, model)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen
-    known = describe_run(cfg, dist, rows, frozen, tokenizer.fingerprint, pipeline.fingerprint)
+    saved = read_newest_state(run_dir)
+    rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
+    check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
+
+    seed_all(cfg.seed)  # the same initial weights on every rank
+    model = build_model(cfg, load_initial_weights=saved is None).to(dist.device)
+    objective = prepare_stage(cfg.stage, model)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    compatibility = describe_run(
+        cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, data=pipeline.fingerprint, tokenizer=tokenizer.fingerprint, frozen=frozen
+    )
     if dist.rank:
-        seed_all(cfg.seed + dist.rank)  # ... and draws its own dropout
-    for part in (model, *objective.beside):
-        dist.shard(part, part.model.layers, precision.dtype)
-    place = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows, *place)
-    compiled = resolve_compile_mode(cfg.train.compile, planned_flops(cfg, model, loader), dist.device, torch.get_num_threads(), cfg.model.num_experts > 0)
-    if cfg.train.compile == "auto":
-        known["environment.compiled"] = compiled.mode  # a run that is made longer, or finds no compiler, may decide anew
+        seed_all(cfg.seed + dist.rank)  # each rank draws a dropout of its own
+    for part in (model, *objective.extra_models):
+        dist.shard(part, part.layers, precision.dtype)
+
+    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
+    val_loader = build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+    planned_flops = estimate_flops(cfg, model, loader)
+    compile_decision = resolve_compile_mode(cfg.train.compile, planned_flops, dist.device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
+    if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
+        compatibility["environment.compiled"] = compile_decision.mode
+    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
+    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
     return TrainState(
         cfg=cfg,
         run_dir=run_dir,
         dist=dist,
         tokenizer=tokenizer,
         model=model,
-        compile_decision=compiled,
-        wrapped=wrap_model(model, cfg, dist, precision, compiled.mode),
+        compile_decision=compile_decision,
+        wrapped=wrap_model(model, cfg, dist, precision, compile_decision.mode),
         objective=objective,
         pipeline=pipeline,
         loader=loader,
-        val_loader=build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *place) if pipeline.val else None,
+        val_loader=val_loader,
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
-        logger=RunLogger(run_dir, cfg.tracker, dist.is_rank_zero),
-        checkpoint_writer=AsyncWriter(),
+        logger=logger,
+        checkpoints=CheckpointManager(run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag),
         attempt=attempt,
         update_metadata=update_metadata,
-        compatibility=known,
+        compatibility=compatibility,
     )
 
 
 def load_tokenizer(cfg: Config) -> Tokenizer:
-    """Raises ValueError(what, where, fix) where it has ids that the model does not know."""
+    """Raises UserError if the model has no embedding for some tokens."""
     tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} words, the model knows {cfg.model.vocab_size}",
+            f"tokenizer vocabulary ({tokenizer.vocab_size}) is larger than model.vocab_size ({cfg.model.vocab_size})",
             f"model.vocab_size={cfg.model.vocab_size}",
-            f"set model.vocab_size={tokenizer.vocab_size}, or choose another data.tokenizer",
+            f"model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer",
         )
     return tokenizer
 
 
-def resolve_rows_per_step(cfg: Config, dist: DistributedContext, folder: Path) -> int:
-    """Windows of one optimizer step, over all ranks. A run that is continued on more or fewer ranks keeps the number it has:
-    each rank then makes fewer or more micro-batches of them. Raises ValueError(what, where, fix)."""
-    train, before = cfg.train, saved_facts(folder)
-    words = {"train.batch_size": train.batch_size, "train.accumulation_steps": train.accumulation_steps}
-    asked = train.batch_size * train.accumulation_steps * dist.size
-    rows = before.get(ROWS_PER_STEP, asked)
-    if asked != rows and any(before.get(word) != value for word, value in words.items()):
-        if dist.size == 1:
-            return asked  # refused with all else that does not agree
-        share = f"{rows // dist.size}" if rows % dist.size == 0 else f"{rows} on a number of ranks that divides it"
+def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object]) -> int:
+    """Return the batch rows per step over all ranks. `saved`: facts of the checkpoint to resume, {} if there is none.
+
+    A run that is resumed on another number of ranks keeps its rows per step; each rank then computes more or fewer micro-batches.
+    """
+    requested = cfg.train.batch_size * cfg.train.accumulation_steps * num_ranks
+    rows = saved.get(ROWS_PER_STEP, requested)
+    assert isinstance(rows, int)
+    settings = {"train.batch_size": cfg.train.batch_size, "train.accumulation_steps": cfg.train.accumulation_steps}
+    typed = " ".join(f"{key}={value}" for key, value in settings.items())
+    if requested != rows and any(saved.get(key) != value for key, value in settings.items()):
+        if num_ranks == 1:
+            return requested  # refused together with all other incompatible settings
+        share = f"{rows // num_ranks}" if rows % num_ranks == 0 else f"{rows}, on a number of ranks that divides it"
         raise UserError(
-            f"a step of this run has {rows} rows",
-            " ".join(f"{word}={value}" for word, value in words.items()) + f" on {dist.size} ranks",
-            f"leave both words out, or give two whose product is {share}",
+            f"cannot resume: the run has {rows} rows per step, {typed} on {num_ranks} ranks are {requested}", typed, f"remove both, or give two whose product is {share}"
         )
-    if rows < dist.size:
+    if rows < num_ranks:
         raise UserError(
-            f"a step of {rows} rows leaves ranks without work", f"distributed.nproc={cfg.distributed.nproc}", f"start at most {rows} ranks, or use larger steps"
+            f"{rows} rows per step are fewer than {num_ranks} ranks", f"{typed} distributed.nproc={cfg.distributed.nproc}", f"distributed.nproc={rows}, or larger steps"
         )
     return rows
 
 
-def build_model(cfg: Config, needs_start: bool) -> Decoder:
-    """Random weights from the seed, or those of `cfg.init_from`, loaded strictly.
+def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
+    """Return a model with random weights from the current seed, or with those of `cfg.init_from`.
 
-    A run that is resumed reads them again only where its checkpoints do not hold them: under adapters, or as a reference.
+    A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
     """
-    model = Decoder(cfg.model)
-    if cfg.init_from != "scratch" and (needs_start or cfg.stage.lora is not None or cfg.stage.objective == "dpo"):
+    model = cfg.model.build()
+    if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora is not None or cfg.stage.needs_reference):
         load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
 
-def has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("step-*"))
-
-
-def check_attention_kernel(cfg: Config, device: torch.device) -> None:
-    """Refuse an attention kernel that does not exist for this device and precision; torch would say so in mid-step."""
-    kernel, where = cfg.model.attention, f"model.attention={cfg.model.attention}"
-    if kernel == "efficient" and device.type == "cpu":
-        raise UserError("the memory-efficient kernel needs a GPU", where, "use model.attention=flash or auto")
-    if kernel == "flash" and device.type == "cuda" and cfg.precision.name in ("fp32", "tf32"):
-        raise UserError("on a GPU the flash kernel takes bf16 and fp16 only", where, "use precision=bf16, or model.attention=efficient")
-
-
-def planned_flops(cfg: Config, model: Decoder, loader: StepLoader) -> float:
-    """Floating-point operations of the whole run on each rank, as the words promise them: its batches may be shorter than they could be."""
+def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
+    """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
+    (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    positions = steps * loader.sampler.global_batch_size / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
-    return 6.0 * positions * sum(p.numel() for p in model.parameters())
+    tokens = steps * loader.sampler.global_batch_size / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
+    return 6.0 * tokens * sum(p.numel() for p in model.parameters())
 
 
-def wrap_model(model: Decoder, cfg: Config, dist: DistributedContext, precision: Precision, mode: str) -> nn.Module:
-    if mode != "off":
+def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
+    """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
+    if compile_mode != "off":
         set_inductor_cache(Path(cfg.data.cache))
-        lines = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
-        model.compile_layers(single_row=lines == 1, mode=mode)
+        batch_rows = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
+        model.compile_layers(single_row=batch_rows == 1, mode=compile_mode)
     with precision.autocast():
         return dist.wrap(model)
+
+
+def run_summary(state: TrainState) -> dict[str, str]:
+    """Return the header of the log, title -> text."""
+    cfg, pipeline, ranks, sequences = state.cfg, state.pipeline, state.dist.size, state.pipeline.train
+    micro_batches = math.ceil(math.ceil(state.loader.sampler.global_batch_size / ranks) / cfg.train.batch_size)
+    parameters, trainable = (sum(p.numel() for p in state.model.parameters() if p.requires_grad or not only) for only in (False, True))
+    if isinstance(sequences, PackedSequences):
+        fill = f"{len(sequences.rows) / len(sequences):.1f} examples each, {sequences.fill_ratio:.1%} filled"
+        batch_rows = f"packed sequences of {sequences.capacity} tokens ({fill})"
+    else:
+        batch_rows = f"examples of at most {cfg.data.max_length} tokens"
+    summary = {
+        "run": str(state.run_dir),
+        "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
+        "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
+        "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
+        "step": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),
+        "steps": f"{state.total_steps:,} ({state.loader.steps_per_epoch:,} per epoch)",
+        "computes": f"{cfg.precision.name} on {state.dist.device}, {torch.get_num_threads()} threads, compile {state.compile_decision.reason}"
+        + (f", {cfg.distributed.name}" if ranks > 1 else ""),
+    }
+    return summary | ({"resumed": f"at step {state.progress.step} (attempt {state.attempt})"} if state.progress.step else {})

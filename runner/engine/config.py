@@ -1,78 +1,83 @@
-"""The whole vocabulary of a run: one field a conf/ group, each section declared beside the code that reads it."""
+"""The config of a run: one field per section, each section declared beside the code that reads it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
+from common.checks import check_at_least, check_choice
 from common.errors import UserError
+from common.registry import Registry
+from common.settings import setting
 from data.config import DataConfig
-from data.schemas.schemas import SCHEMAS, STAGE_OF_FORMAT
-from models.config import ACTIVATION_CHECKPOINTING_MODES, ModelConfig
-from runner.engine.device import compile as compile_module
+from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
+from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
+from runner.engine.device.compile import COMPILE_MODES
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
-from runner.engine.objectives.stage import StageConfig
-from runner.engine.optim.config import OptimizerConfig
-from runner.engine.optim.schedules import ScheduleConfig
-from runner.tracking.logger import TrackerConfig
+from runner.engine.objectives.config import OBJECTIVES, StageConfig
+from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
+from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig
+from runner.tracking.config import TRACKERS, TrackerConfig
+
+# Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
+REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
+    "model": ("family", MODELS),
+    "optimizer": ("name", OPTIMIZERS),
+    "schedule": ("name", SCHEDULES),
+    "stage": ("objective", OBJECTIVES),
+    "tracker": ("name", TRACKERS),
+}
 
 
 @dataclass
 class TrainConfig:
-    """Steps are optimizer steps; an interval of 0 switches it off."""
+    """Steps are optimizer steps. An interval of 0 switches it off."""
 
-    batch_size: int  # rows a micro-batch holds on each rank
-    accumulation_steps: int  # micro-batches one optimizer step is made of
-    epochs: int
-    max_steps: int  # 0: as many as the epochs hold; otherwise exactly this many, whatever the epochs
-    log_every: int
-    eval_every: int
-    save_every: int
-    sample_every: int
+    ON_RESUME = "ignored"
+
+    batch_size: int = setting("changes_rounding")  # batch rows of a micro-batch on each rank: examples, or packed sequences
+    accumulation_steps: int = setting("changes_rounding")  # micro-batches per step
+    epochs: int = setting("changes_training")  # passes over the data
+    max_steps: int = setting("changes_training")  # steps of the run, whatever train.epochs is; 0: as many as the epochs take
+    log_every: int  # steps between two lines of metrics.jsonl, at least 1; losses are fetched from the device then
+    eval_every: int  # steps between two evaluations
+    save_every: int  # steps between two checkpoints
+    sample_every: int  # steps between two sets of generated samples
     sample_prompts: list[str]  # prompts of the generated samples
-    sample_tokens: int  # longest generated answer
-    keep_checkpoints: int  # the newest so many stay ...
-    keep_every: int  # ... and those of every so many steps; the best one stays in any case
-    patience: int  # evaluations without a better loss before the run ends early; 0: never
-    max_nonfinite_steps: int  # steps in a row that may be skipped for a non-finite loss or gradient
-    max_failed_saves: int  # saves in a row that may fail (a full disk, say) before the run stops
-    compile: str
-    activation_checkpointing: str  # what the backward pass makes again instead of keeping it: none, selective or full
-    verify_resume: bool  # prove, instead of training, that a stop changes no bit of this configuration
+    sample_tokens: int  # length limit of a sample (tokens)
+    keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
+    keep_every: int  # steps; checkpoints of multiples of it are kept, too
+    patience: int  # evaluations without a better loss after which the run ends early; 0: never
+    max_nonfinite_steps: int = setting("changes_training")  # consecutive skipped steps (loss or gradient not finite) after which the run fails
+    max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
+    compile: str = setting("changes_rounding")  # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
+    activation_checkpointing: str = setting("changes_rounding")  # recompute in the backward pass: none, selective (all but matmuls and attention) or full
+    verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
 
     def __post_init__(self) -> None:
-        for word in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
-            if getattr(self, word) < 1:
-                raise UserError("a count must be at least 1", f"train.{word}={getattr(self, word)}", "give a positive whole number")
-        for word in ("max_steps", "eval_every", "save_every", "sample_every", "keep_every", "patience"):
-            if getattr(self, word) < 0:
-                raise UserError("a count cannot be negative", f"train.{word}={getattr(self, word)}", "choose 0 (off) or more")
-        if self.keep_checkpoints < 2:
-            # Should the newest turn out torn or rotten, the one before it is what the run continues from.
-            raise UserError("fewer than two checkpoints leave nothing to fall back on", f"train.keep_checkpoints={self.keep_checkpoints}", "choose at least 2")
-        # As it was called when it was a switch
-        self.activation_checkpointing = {"true": "full", "false": "none"}.get(self.activation_checkpointing.lower(), self.activation_checkpointing)
-        if self.activation_checkpointing not in ACTIVATION_CHECKPOINTING_MODES:
-            raise UserError(
-                "unknown way to recompute", f"train.activation_checkpointing={self.activation_checkpointing}", f"choose one of {', '.join(ACTIVATION_CHECKPOINTING_MODES)}"
-            )
-        if self.compile not in compile_module.COMPILE_MODES:
-            raise UserError("unknown compile mode", f"train.compile={self.compile}", f"choose one of {', '.join(compile_module.COMPILE_MODES)}, e.g. auto")
+        for key in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
+            check_at_least(f"train.{key}", getattr(self, key), 1, 1)
+        for key in ("max_steps", "eval_every", "save_every", "sample_every", "keep_every", "patience"):
+            check_at_least(f"train.{key}", getattr(self, key), 0, 0)
+        check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
+        check_choice("train.activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES)
+        check_choice("train.compile", self.compile, COMPILE_MODES)
 
 
 @dataclass
 class SweepConfig:
     """Rules of the sweep that a run is a job of. Training does not read them: they become overrides of each job."""
 
+    ON_RESUME = "ignored"
+
     match_budget: str  # what all jobs have in common: auto, tokens, steps or epochs
     lr_scale: str  # how optimizer.lr follows the batch size: none, linear or sqrt
     zip: list[str]  # swept keys whose values are paired instead of combined
 
     def __post_init__(self) -> None:
-        for key, allowed in (("match_budget", ("auto", "tokens", "steps", "epochs")), ("lr_scale", ("none", "linear", "sqrt"))):
-            if (value := getattr(self, key)) not in allowed:
-                raise UserError(f"sweep.{key} must be one of {', '.join(allowed)}, got {value}", f"sweep.{key}={value}", f"e.g. sweep.{key}={allowed[0]}")
+        check_choice("sweep.match_budget", self.match_budget, ("auto", "tokens", "steps", "epochs"))
+        check_choice("sweep.lr_scale", self.lr_scale, ("none", "linear", "sqrt"))
 
 
 @dataclass
@@ -87,39 +92,45 @@ class Config:
     tracker: TrackerConfig
     train: TrainConfig
     sweep: SweepConfig
-    seed: int
-    device: str  # auto | cpu | cuda | cuda:1
-    init_from: str  # auto | scratch | a run, an HF folder, a MiniMind .pth
-    resume: Optional[str]  # a run folder to continue; rewritten into plain words before composing
+    seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
+    device: str = setting("changes_rounding")  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    init_from: str = setting("ignored")  # initial weights: auto, scratch, or the path of a run, a sweep, a Hugging Face folder or a MiniMind .pth
+    resume: Optional[str] = setting("ignored")  # run or sweep directory to continue, or last
+    plugins: list[str] = setting("ignored")  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
 
     def __post_init__(self) -> None:
-        if self.data.max_length > self.model.max_position_embeddings:
+        data, stage, train = self.data, self.stage, self.train
+        if data.max_length > self.model.max_position_embeddings:
             raise UserError(
-                f"rows of {self.data.max_length} tokens do not fit a model of {self.model.max_position_embeddings} positions",
-                f"data.max_length={self.data.max_length}",
-                f"choose at most model.max_position_embeddings={self.model.max_position_embeddings}",
+                f"data.max_length must be at most model.max_position_embeddings={self.model.max_position_embeddings}, got {data.max_length}",
+                f"data.max_length={data.max_length}",
+                f"data.max_length={self.model.max_position_embeddings}",
             )
-        if self.data.schema and SCHEMAS[self.data.schema].rows != self.stage.data_format:
-            rows = SCHEMAS[self.data.schema].rows
+        if data.schema and SCHEMAS[data.schema].data_format != stage.data_format:
+            data_format = SCHEMAS[data.schema].data_format
             raise UserError(
-                f"stage={self.stage.name} reads {self.stage.data_format} rows", f"data.schema={self.data.schema}", f"such rows are for {STAGE_OF_FORMAT[rows]}"
+                f"stage={stage.name} needs {stage.data_format} data, data.schema={data.schema} is {data_format} data",
+                f"data.schema={data.schema}",
+                f"a stage for such rows is {STAGE_OF_FORMAT[data_format]}",
             )
-        if self.data.too_long == "split" and self.stage.data_format != "text":
-            raise UserError("only a text can be split: a conversation's second half would answer nothing", "data.too_long=split", "use truncate or drop")
+        if data.too_long == "split" and stage.data_format != "text":
+            raise UserError(
+                f"data.too_long=split needs text data, stage={stage.name} has {stage.data_format} data", "data.too_long=split", "data.too_long=truncate or drop"
+            )
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
         if not 0 <= self.seed < 2**32:
-            raise UserError("a seed is a number of 32 bits", f"seed={self.seed}", "choose one from 0 to 4294967295")
-        if self.train.patience and not (self.train.eval_every and (self.data.val_path or self.data.val_fraction)):
+            raise UserError(f"seed must be in [0, 4294967295], got {self.seed}", f"seed={self.seed}", "e.g. seed=42")
+        if train.patience and not (train.eval_every and (data.val_path or data.val_fraction)):
             raise UserError(
-                "patience counts evaluations, and there are none",
-                f"train.patience={self.train.patience}",
+                f"train.patience={train.patience} counts evaluations, and this run has none",
+                f"train.patience={train.patience}",
                 "set train.eval_every, and data.val_path or data.val_fraction",
             )
-        if self.train.max_steps and self.schedule.warmup_steps > self.train.max_steps:
+        if train.max_steps and self.schedule.warmup_steps > train.max_steps:
             raise UserError(
-                "the warmup is longer than the run",
+                f"schedule.warmup_steps must be at most train.max_steps={train.max_steps}, got {self.schedule.warmup_steps}",
                 f"schedule.warmup_steps={self.schedule.warmup_steps}",
-                f"choose at most train.max_steps={self.train.max_steps}",
+                f"schedule.warmup_steps={train.max_steps}",
             )

@@ -1,8 +1,9 @@
-"""From the section `data` to loaders: files are found and tokenised, mixed, held out, packed; and what became of every row is told."""
+"""Data pipeline of a run: section `data` -> token stores -> mixture -> packed sequences -> loader, with a report of what became of each file's rows."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from data.config import DataConfig
 from runner.engine.config import Config
-from runner.engine.data_report import describe_source
 from runner.tracking.progress import ProgressMeter
 
 if TYPE_CHECKING:
@@ -25,50 +25,45 @@ if TYPE_CHECKING:
 
 @dataclass
 class DataPipeline:
-    """What a run is fed with."""
-
     train: SequenceSource
     val: SequenceSource | None
-    files: list[dict[str, Any]]  # of each file what became of its rows; stands in run.json and in the log
-    fingerprint: str  # of the rows that are trained on and how they lie in windows
-    held_out: int  # rows
+    files: list[dict[str, Any]]  # counts of each file's rows, for run.json and the log
+    fingerprint: str  # of the training rows and how they are packed
+    held_out: int  # validation rows
 
 
 def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
-    """Raises ValueError(what, where, fix) where a row, a file or the sum of them cannot be used."""
+    """Raises UserError if a row, a file or their combination cannot be trained on."""
     from data.batching.mixture import MixedRows, mix_sources
 
     encoding = encoding_config(cfg, tokenizer)
-    found, held_out_sources = sources_of(cfg.data)
-    words = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in word] for word in found]
-    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in held_out_sources]
-    files = [describe_source(part) for word in [*words, held_out] for part in word]
+    train_files, val_files = resolve_files(cfg.data)
+    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in train_files]
+    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in val_files]
+    files = [describe_source(part) for group in [*groups, held_out] for part in group]
     if not held_out:
-        words, held_out = split_validation(words, cfg.data)
-    rows = mix_sources(words, cfg.data.weights)
-    train = packed_or_single(rows, cfg)
+        groups, held_out = split_validation(groups, cfg.data)
+    rows = mix_sources(groups, cfg.data.weights)
+    train = to_sequences(rows, cfg)
     val = MixedRows(tuple(held_out)) if held_out else None
-    return DataPipeline(train, packed_or_single(val, cfg) if val else None, files, getattr(train, "fingerprint", rows.fingerprint), len(val) if val else 0)
+    return DataPipeline(train, to_sequences(val, cfg) if val else None, files, getattr(train, "fingerprint", rows.fingerprint), len(val) if val else 0)
 
 
-def sources_of(data: DataConfig) -> tuple[list[list[Source]], list[Source]]:
-    """(the files of each word of data.path, those of data.val_path); `auto` is X_val.jsonl beside X.jsonl."""
-    from data.sources.files import resolve_sources
+def resolve_files(data: DataConfig) -> tuple[list[list[Source]], list[Source]]:
+    """Return (files of each entry of data.path, files of data.val_path). val_path=auto: X_val.jsonl beside X.jsonl."""
+    from data.sources.files import COMPRESSED, resolve_sources
 
-    words = resolve_sources(data.paths)
+    groups = resolve_sources(data.paths)
     if data.val_path != "auto":
-        return words, resolve_sources(data.val_path)[0] if data.val_path else []
-    twins = {beside for word in words for source in word if (beside := val_twin(source.path)).is_file()}
-    words = [[source for source in word if source.path not in twins] for word in words]
-    return words, [source for path in sorted(twins) for source in resolve_sources(str(path))[0]]
+        return groups, resolve_sources(data.val_path)[0] if data.val_path else []
 
+    def val_path(path: Path) -> Path:
+        name, compression = (path.stem, path.suffix) if path.suffix in COMPRESSED else (path.name, "")
+        return path.with_name(f"{Path(name).stem}_val{Path(name).suffix}{compression}")
 
-def val_twin(path: Path) -> Path:
-    """X_val.jsonl.gz for X.jsonl.gz."""
-    from data.sources.files import COMPRESSED
-
-    name, packed = (path.stem, path.suffix) if path.suffix in COMPRESSED else (path.name, "")
-    return path.with_name(f"{Path(name).stem}_val{Path(name).suffix}{packed}")
+    val_paths = {path for group in groups for source in group if (path := val_path(source.path)).is_file()}
+    groups = [[source for source in group if source.path not in val_paths] for group in groups]
+    return groups, [source for path in sorted(val_paths) for source in resolve_sources(str(path))[0]]
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
@@ -92,79 +87,114 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
 
 
 def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer) -> WeightedSource:
-    """A file as token ids, made now or on an earlier day."""
+    """Return the file as token ids, from the cache if it was tokenized before."""
     from data.batching.mixture import WeightedSource
+    from data.schemas.registry import schema_of_source
     from data.store.cache import load_or_build
-    from data.tokenize.encoder import schema_of_source
 
-    made = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
-    with ProgressMeter(f"tokenising {source.name}") as progress:
-        store = load_or_build(source, made, tokenizer, Path(data.cache), progress)
+    encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
+    with ProgressMeter(f"tokenizing {source.name}") as progress:
+        store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress)
     check_row_stats(store.stats, source, data)
     return WeightedSource(source, store)
 
 
 def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
-    """A file of which too much is bad, or nothing is left, was not meant."""
+    """Refuse a file with too many bad rows, or without a row to train on."""
     bad = sum(stats.bad.values())
     reasons = ", ".join(f"{count} {reason} (first: {stats.first_seen[reason]})" for reason, count in (stats.bad + stats.dropped).most_common())
     if bad > data.max_bad_fraction * stats.read:
-        raise UserError(
-            f"{bad} of {stats.read} rows are bad: {reasons}",
-            source.name,
-            f"mend the file, or allow it: data.max_bad_fraction={bad / stats.read:.2g}",
-        )
+        raise UserError(f"{bad} of {stats.read} rows are bad: {reasons}", source.name, f"correct the file, or data.max_bad_fraction={bad / stats.read:.2g}")
     if not stats.kept:
-        raise UserError(f"no row is left to train on: {reasons or 'the file holds none'}", source.name, "raise data.max_length, or give another file")
+        raise UserError(f"no row to train on: {reasons or 'the file is empty'}", source.name, "raise data.max_length, or choose another data.path")
 
 
-def split_validation(words: list[list[WeightedSource]], data: DataConfig) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
-    """That share of the rows, spread over the files as evenly as whole rows allow, one row at least in all."""
+def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
+    """Hold out data.val_fraction of the rows, at least one, spread over the files as evenly as possible."""
     if not data.val_fraction:
-        return words, []
-    parts = [part for word in words for part in word]
+        return groups, []
+    parts = [part for group in groups for part in group]
     total, before, counts = sum(part.num_rows for part in parts), 0, {}
     share = max(round(total * data.val_fraction), 1) / total
     for part in parts:
         counts[id(part)] = round((before + part.num_rows) * share) - round(before * share)
         before += part.num_rows
-    split = [[part.hold_out(counts[id(part)]) for part in word] for word in words]
-    kept = [[part for part, _ in word if part is not None] for word in split]
+    split = [[part.hold_out(counts[id(part)]) for part in group] for group in groups]
+    kept = [[part for part, _ in group if part is not None] for group in split]
     if not all(kept):
         raise UserError(
-            f"holding out {sum(counts.values())} of {total} rows leaves nothing to train on",
+            f"data.val_fraction={data.val_fraction} holds out {sum(counts.values())} of {total} rows, which leaves an entry of data.path without rows",
             f"data.val_fraction={data.val_fraction}",
-            "choose a smaller share, or give data.val_path",
+            "a smaller data.val_fraction, or data.val_path=FILE",
         )
-    return kept, [held for word in split for _, held in word if held is not None]
+    return kept, [held_out for group in split for _, held_out in group if held_out is not None]
 
 
-def packed_or_single(rows: RowSource, cfg: Config) -> SequenceSource:
+def to_sequences(rows: RowSource, cfg: Config) -> SequenceSource:
+    """Return the rows packed or one by one, as data.packing says. A preference pair takes the place of two sequences."""
     from data.batching.batch import UnpackedSequences
     from data.batching.packing import PackedSequences
     from data.types import sequences_per_row
 
     if cfg.data.packing == "none":
         return UnpackedSequences(rows)
-    # A pair has room for both its sides, so that every pair fits that fits unpacked.
     with ProgressMeter("packing") as progress:
         return PackedSequences(rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), progress)
 
 
-def build_loader(windows: SequenceSource, cfg: Config, tokenizer: Tokenizer, global_batch: int, rank: int = 0, world: int = 1, pin: bool = False) -> StepLoader:
-    """`global_batch`: windows of one step, over all ranks."""
+def build_loader(
+    sequences: SequenceSource, cfg: Config, tokenizer: Tokenizer, global_batch_size: int, rank: int = 0, world_size: int = 1, pin_memory: bool = False
+) -> StepLoader:
+    """`global_batch_size`: sequences per step, over all ranks."""
     from data.batching.loader import StepLoader
     from data.batching.sampler import LengthGroupedSampler, ShuffledSampler
 
-    sampler = LengthGroupedSampler(windows.rows, global_batch, cfg.seed) if cfg.data.group_by_length else ShuffledSampler(len(windows), global_batch, cfg.seed)
+    if cfg.data.group_by_length:
+        sampler: ShuffledSampler = LengthGroupedSampler(sequences.rows, global_batch_size, cfg.seed)
+    else:
+        sampler = ShuffledSampler(len(sequences), global_batch_size, cfg.seed)
     return StepLoader(
-        windows,
+        sequences,
         sampler,
         batch_size=cfg.train.batch_size,
         pad_id=tokenizer.pad_id,
         packed=cfg.data.packing == "best_fit",
         num_workers=cfg.data.num_workers,
         rank=rank,
-        world_size=world,
-        pin_memory=pin,
+        world_size=world_size,
+        pin_memory=pin_memory,
     )
+
+
+DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, from a dict of describe_source
+    "read": lambda file: file["read"],
+    "kept": lambda file: file["kept"],
+    "split": lambda file: file["split"],
+    "truncated": lambda file: file["truncated"],
+    "dropped": lambda file: sum(file["dropped"].values()),
+    "bad": lambda file: sum(file["bad"].values()),
+    "tokens": lambda file: file["tokens"],
+    "with loss": lambda file: file["loss_tokens"],
+    "loss cut off": lambda file: file["lost_loss_tokens"],
+}
+
+
+def describe_source(part: WeightedSource) -> dict[str, Any]:
+    """Return file, schema and counts of rows, as JSON values."""
+    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items()}
+    return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **counts}
+
+
+def data_table(files: list[dict[str, Any]]) -> str:
+    """Return a text table: one line per file, then the reasons for dropped and bad rows."""
+    header = ["rows of", "schema", *DATA_COLUMNS]
+    table = [header, *([Path(file["file"]).name, file["schema"], *(f"{count(file):,}" for count in DATA_COLUMNS.values())] for file in files)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+    lines = [
+        "  ".join(f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in table
+    ]
+    for file in files:
+        for kind in ("dropped", "bad"):
+            lines += [f"  {kind} {count:,}: {reason} (first: {file['first_seen'][reason]})" for reason, count in file[kind].items()]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,47 +1,46 @@
-"""What a finished run is for: the folder `model/`."""
+"""Export of a finished run: the folder `model/`."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-import safetensors.torch
-
 from common.filesystem import sync_dir, sync_tree
-from models.decoder import Decoder
 from models.formats import save
-from runner.checkpoint.manager import load_strict, newest_checkpoint, trainable_parameters
+from models.language_model import LanguageModel
+from runner.checkpoint.format import read_checkpoint_tensors
+from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.build import build_model
 from runner.engine.device import rng
-from runner.engine.objectives.stage import build_objective
-from runner.engine.state import TrainState
+from runner.engine.objectives.config import prepare_stage
+from runner.engine.state import TrainState, load_strict, trainable_parameters
 
 
 def export_model(state: TrainState) -> None:
-    """Write `model/`: an HF folder, or a PEFT adapter folder under LoRA. Until the new one is on the disk the former one stays.
+    """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous one only once it is on disk.
 
-    By the leading rank, once its last checkpoint is committed."""
-    model = _unsharded_model(state) if state.dist.sharded else state.model
-    target, fresh, former = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
-    for leftover in (fresh, former):
+    The run's last checkpoint must have been saved: sharded weights are read from it.
+    """
+    model = _load_unsharded_model(state) if state.dist.sharded else state.model
+    target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
+    for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     if state.cfg.stage.lora is not None:
-        save.save_adapter(fresh, model, state.cfg.stage.lora, state.cfg.init_from, Path(state.cfg.data.tokenizer))
+        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, Path(state.cfg.data.tokenizer))
     else:
-        save.save_model(fresh, model, state.cfg.model, Path(state.cfg.data.tokenizer))
-    sync_tree(fresh)
+        save.save_model(new, model, state.cfg.model, Path(state.cfg.data.tokenizer))
+    sync_tree(new)
     if target.exists():
-        target.rename(former)
-    fresh.rename(target)
+        target.rename(old)
+    new.rename(target)
     sync_dir(state.run_dir)
-    shutil.rmtree(former, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
-def _unsharded_model(state: TrainState) -> Decoder:
-    """The bare model of ranks that hold it between them, from the checkpoint they have just saved together."""
+def _load_unsharded_model(state: TrainState) -> LanguageModel:
     rng.seed_all(state.cfg.seed)
-    model = build_model(state.cfg, needs_start=False)
-    build_objective(state.cfg.stage, model)
-    folder = newest_checkpoint(state.run_dir)
-    load_strict(trainable_parameters(model), safetensors.torch.load_file(folder / "model.safetensors"), folder)
+    model = build_model(state.cfg, load_initial_weights=False)
+    prepare_stage(state.cfg.stage, model)
+    checkpoint = newest_checkpoint(state.run_dir)
+    load_strict(trainable_parameters(model), read_checkpoint_tensors(checkpoint)["model"], checkpoint)
     return model

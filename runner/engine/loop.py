@@ -1,4 +1,4 @@
-"""The training engine: one loop for every stage. Read `train` and `walk` first, then `train_step`."""
+"""The training loop: one for every stage. Read `train` and `train_steps` first, then `train_step`."""
 
 from __future__ import annotations
 
@@ -7,76 +7,54 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing, suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import Interrupted, TrainingError, UserError
-from data.batching.batch import Batch
+from common.errors import DivergedError, Interrupted, TrainingError, UserError
 from data.store.reader import DamagedStoreError
-from runner.checkpoint import manager
-from runner.engine.data_report import data_table
-from runner.engine.evaluation import evaluate_and_sample_if_due
+from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
+from runner.engine.build import run_summary
+from runner.engine.data_pipeline import data_table
+from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import export_model
-from runner.engine.objectives.objective import LossSums, mask_dummy_batch
+from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.run_summary import run_summary
 from runner.engine.state import TrainState
-from runner.engine.step_metrics import Throughput, flush_steps, should_flush
-from runner.engine.step_output import StepOutput, StepResult
+from runner.engine.step_metrics import StepOutput, StepResult, Throughput, flush_steps, should_flush
 
-DIVERGED_FACTOR = 2  # times the loss of a model that knows nothing
+if TYPE_CHECKING:
+    from data.batching.batch import Batch
+    from runner.engine.objectives.objective import LossSums
+
+DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
 
 
-def train(state: TrainState, stop: Callable[[], bool] = lambda: False) -> float:
-    """Carry `run` from the step it stands at to its last; returns the loss a sweep compares.
+def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
+    """Train from the newest checkpoint to the last step, and export the model; return the loss that a sweep compares.
 
-    Raises RunFailed, or Interrupted once `stop()` is true and the step it fell into is saved.
+    Raises Interrupted, after the current step is saved, if `stop_requested()` on some rank; TrainingError if training fails.
     """
     try:
         start_or_resume(state)
-        train_steps(state, lambda: state.dist.any(stop()))
+        train_steps(state, lambda: state.dist.any(stop_requested()))
         return finish(state)
     except BaseException as error:
-        if state.dist.size == 1:  # other ranks may be gone, and reading takes all of them
-            with suppress(Exception):  # what ends the run is what is told
+        if state.dist.size == 1:  # fetching results needs all ranks, and others may have exited
+            with suppress(Exception):  # `error` is the one to report
                 flush_steps(state)
         if isinstance(error, DamagedStoreError):
-            raise TrainingError(str(error).splitlines()[-1]) from error  # a data worker puts its traceback before it
+            raise TrainingError(str(error).splitlines()[-1]) from error  # the other lines are the traceback of a data worker
         raise
     finally:
         state.dist.disarm_watchdog()
-        state.checkpoint_writer.wait()  # a rank's process would not wait for the save it is in the midst of
-
-
-def train_steps(state: TrainState, stop: Callable[[], bool]) -> None:
-    """Every step that is left, and what is due after it."""
-    progress, every = state.progress, state.cfg.train
-    evaluate_and_sample_if_due(state)  # what was due right after the checkpoint we come from; nothing at step 0
-    pace = Throughput(state.dist.is_device_idle)
-    with closing(state.loader.iter_steps(progress.step, state.total_steps)) as steps:
-        for batches in pace.waiting(steps):
-            if state.finished:  # early
-                break
-            epoch = progress.step // state.loader.steps_per_epoch
-            lr = lr_at(progress.step, state.total_steps, state.cfg.optimizer.lr, state.cfg.schedule)
-            pace.add(step_with_retries(state, batches, lr, stop).tokens)
-            if state.is_due(every.log_every):
-                log_metrics(state, flush_steps(state)[-1], lr, epoch, pace)
-            elif should_flush(state):
-                flush_steps(state)
-            manager.report_finished(state)
-            if stop():
-                save_and_interrupt(state)
-            if state.is_due(every.save_every):
-                manager.save_async(state)
-            pace.pause(evaluate_and_sample_if_due, state)
+        state.checkpoints.close()
 
 
 def start_or_resume(state: TrainState) -> None:
-    """Take up the newest checkpoint, where there is one, and open the logs at the place it names."""
-    manager.load_newest(state)
+    """Load the newest checkpoint if there is one, and open the logs at the position that it names."""
+    state.checkpoints.load_newest(state, state.compatibility, run_rules(state.cfg), state.total_steps)
     check_ranks_agree(state)
     if not state.finished and state.dist.is_rank_zero:
-        shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # of a run that is trained on: nobody should take it for the result
+        shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
     state.logger.start(
         run_summary(state),
         total_steps=state.total_steps,
@@ -89,93 +67,119 @@ def start_or_resume(state: TrainState) -> None:
 
 
 def check_ranks_agree(state: TrainState) -> None:
-    """Refuse ranks that do not stand at the same place: on another machine there may be another folder, or other data."""
-    found = state.dist.gather(
-        [f"step {state.progress.step}", *(f"{word} {str(state.compatibility[word])[:12]}" for word in ("content of the data", "content of the tokenizer"))]
-    )
-    for rank, its in enumerate(found):
-        if its != found[0]:
-            odd = ", ".join(f"{mine} (rank 0: {theirs})" for mine, theirs in zip(its, found[0], strict=True) if mine != theirs)
+    """Refuse ranks with another checkpoint or other data: another machine may see another run directory."""
+    facts = [f"step {state.progress.step}", *(f"{fact} {str(state.compatibility[fact])[:12]}" for fact in (DATA_FINGERPRINT, TOKENIZER_FINGERPRINT))]
+    per_rank = state.dist.gather(facts)
+    for rank, its_facts in enumerate(per_rank):
+        if its_facts != per_rank[0]:
+            differences = ", ".join(f"{its} (rank 0: {first})" for its, first in zip(its_facts, per_rank[0], strict=True) if its != first)
             raise UserError(
-                "the ranks do not see the same run", f"rank {rank}: {odd}", "every machine must see the run's folder and the data under the same paths"
+                "the ranks see different runs or data", f"rank {rank}: {differences}", "make the run directory and the data visible under the same paths on every machine"
             )
 
 
-def save_and_interrupt(state: TrainState) -> NoReturn:
-    """Save the step the run stands at, and stop."""
-    flush_steps(state)
-    manager.save_blocking(state)
-    raise Interrupted(state.progress.step, state.run_dir)
+def train_steps(state: TrainState, stop_requested: Callable[[], bool]) -> None:
+    """Run the remaining steps, and everything that is due between them."""
+    cfg, progress, checkpoints = state.cfg, state.progress, state.checkpoints
+    evaluate_if_due(state)  # a resumed run may have been stopped before the evaluation of its last step
+    throughput = Throughput(state.dist.is_device_idle)
+    with closing(state.loader.iter_steps(progress.step, state.total_steps)) as steps:
+        for batches in throughput.timed(steps):
+            if state.finished:  # early stopping
+                break
+            epoch = progress.step // state.loader.steps_per_epoch
+            lr = lr_at(progress.step, state.total_steps, cfg.optimizer.lr, cfg.schedule)
+            throughput.count(step_with_retries(state, batches, lr, stop_requested).tokens)
+            if state.is_due(cfg.train.log_every):
+                log_metrics(state, flush_steps(state)[-1], lr, epoch, throughput)
+            elif should_flush(state):
+                flush_steps(state)
+            checkpoints.report_finished()
+            if stop_requested():
+                save_and_interrupt(state)
+            if state.is_due(cfg.train.save_every):
+                checkpoints.save_async(progress.step, state)
+            with throughput.paused():
+                evaluate_if_due(state)
 
 
-def step_with_retries(state: TrainState, batches: list[Batch], lr: float, stop: Callable[[], bool]) -> StepOutput:
-    """One step of the schedule, tried again while an fp16 overflow can be scaled away. What it found waits to be read."""
+def step_with_retries(state: TrainState, batches: list[Batch], lr: float, stop_requested: Callable[[], bool]) -> StepOutput:
+    """Run one optimizer step, repeated with a smaller loss scale while fp16 overflows. Its results stay on the device."""
     progress = state.progress
-    while state.precision.should_retry((found := train_step(state, batches, lr)).update):
+    while state.precision.should_retry((output := train_step(state, batches, lr)).gradients):
         progress.overflows += 1
-        if stop():
-            save_and_interrupt(state)  # no weight has moved: the step before is where the run stands
+        if stop_requested():
+            save_and_interrupt(state)  # the update was skipped, so the run is at the previous step
     progress.step += 1
-    progress.examples += found.examples
-    progress.loss_tokens += found.loss_tokens
-    progress.tokens += found.tokens
-    state.pending_steps.append(found)
-    return found
+    progress.examples += output.examples
+    progress.loss_tokens += output.loss_tokens
+    progress.tokens += output.tokens
+    state.pending_steps.append(output)
+    return output
 
 
 def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
-    """One update from its micro-batches: count first, then divide every part by the same number. Nothing here waits for the device, but
-    for experts, whose tokens are counted, and fp16."""
+    """Update the parameters once. The items of all micro-batches and ranks are counted first, then every loss is divided by that count.
+
+    The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
+    """
+    dist, objective, precision = state.dist, state.objective, state.precision
     state.wrapped.train()
-    dist = state.dist
-    mine = (sum(count) for count in zip(*((state.objective.count(b), b.num_supervised_tokens, b.num_tokens, len(b.names)) for b in batches), strict=True))
-    items, loss_tokens, tokens, examples = map(int, dist.all_reduce_sum([*mine]))
+    counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
+    items, loss_tokens, tokens, examples = map(int, dist.all_reduce_sum([sum(column) for column in zip(*counts, strict=True)]))
     sums: LossSums = {}
     for number, batch in enumerate(batches, start=1):
         dist.arm_watchdog()
-        with dist.no_sync_until_last(state.wrapped, last=number == len(batches)):
-            with state.precision.autocast():
-                parts = mask_dummy_batch(batch, state.objective.loss(state.wrapped, batch.to(dist.device)))
-            # Gradients come out as the mean over ranks, and the sum is meant.
-            state.precision.backward(parts["loss"] / (items / dist.size))
+        with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
+            with precision.autocast():
+                parts = mask_dummy_batch(batch, objective.loss(state.wrapped, batch.to(dist.device)))
+            precision.backward(parts["loss"] / (items / dist.size))  # DDP and FSDP average gradients over ranks; the sum is needed
         for name, part in parts.items():
-            sums[name] = sums.get(name, 0.0) + part.detach()
+            sums[name] = sums[name] + part.detach() if name in sums else part.detach()
     state.optimizers.set_lr(lr)
-    update = state.precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
+    gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
     names = [name for batch in batches for name in batch.names]
-    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, update)
+    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, gradients)
 
 
-def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, pace: Throughput) -> None:
+def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, throughput: Throughput) -> None:
     progress = state.progress
-    numbers = {
+    metrics = {
         "epoch": epoch,
         "loss_tokens": progress.loss_tokens,
         "tokens": progress.tokens,
         **result.means,
         "lr": lr,
-        "grad_norm": result.norm,
-        **pace.read(),
-        "save_stall": state.save_stall,
+        "grad_norm": result.grad_norm,
+        **throughput.read(),
+        "save_stall": state.checkpoints.take_stall(),
     }
-    state.save_stall = 0.0
-    if state.precision.name == "fp16":
-        numbers |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
+    if state.precision.uses_loss_scaling:
+        metrics |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
     if progress.nonfinite_steps:
-        numbers["skipped_steps"] = progress.nonfinite_steps
-    state.logger.log("train", progress.step, **numbers)
+        metrics["skipped_steps"] = progress.nonfinite_steps
+    state.logger.log("train", progress.step, **metrics)
+
+
+def save_and_interrupt(state: TrainState) -> NoReturn:
+    flush_steps(state)
+    state.checkpoints.save_blocking(state.progress.step, state)
+    raise Interrupted(state.progress.step, state.run_dir)
 
 
 def finish(state: TrainState) -> float:
-    """Prove the last checkpoint, write the final model folder, and say which loss a sweep should compare."""
-    manager.save_blocking(state)
-    loss = state.progress.recent_losses[-1] if state.progress.eval_loss is None else state.progress.eval_loss
-    guess = math.log(state.cfg.model.vocab_size)
-    if state.cfg.stage.objective == "next_token" and loss is not None and loss > DIVERGED_FACTOR * guess:
-        raise TrainingError(f"diverged: the loss ends at {loss:.4g}, and knowing nothing costs {guess:.2f}: use a smaller optimizer.lr")
+    """Save the last checkpoint and export the model; return the last evaluation loss, or training loss if there was no evaluation."""
+    progress = state.progress
+    state.checkpoints.save_blocking(progress.step, state)
+    loss = progress.recent_losses[-1] if progress.eval_loss is None else progress.eval_loss
+    uniform_loss = state.objective.uniform_loss(state.cfg.model.vocab_size)
+    if uniform_loss is not None and loss is not None and loss > DIVERGED_FACTOR * uniform_loss:
+        raise DivergedError(f"diverged: the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}; use a smaller optimizer.lr")
     if state.dist.is_rank_zero:
-        manager.mark_best(state.run_dir / "checkpoints", state.progress.best_step)
+        state.checkpoints.mark_best(progress.best_step)
         export_model(state)
     if state.stopped_early:
-        state.logger.info(f"stopped early: no better evaluation in {state.cfg.train.patience} (best {state.progress.best_loss:.4f} at step {state.progress.best_step})")
+        state.logger.info(
+            f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step})"
+        )
     return math.inf if loss is None else loss

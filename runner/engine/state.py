@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
-from runner.engine.device import rng
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.mesh import distribute_like, full_tensor
@@ -25,12 +24,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from data.batching.loader import StepLoader
-    from data.tokenize.chat_template import ChatTemplate
     from data.tokenize.tokenizer import Tokenizer
-    from models.decoder import Decoder
-    from runner.checkpoint.async_writer import AsyncWriter
+    from models.language_model import LanguageModel
+    from runner.checkpoint.manager import CheckpointManager
     from runner.engine.objectives.objective import Objective
-    from runner.engine.step_output import StepOutput
+    from runner.engine.step_metrics import StepOutput
 
 
 @dataclass
@@ -58,7 +56,7 @@ class TrainState:
     run_dir: Path
     dist: DistributedContext
     tokenizer: Tokenizer
-    model: Decoder  # the bare model: what is saved
+    model: LanguageModel  # the bare model: what is saved
     wrapped: nn.Module  # the same model as the training step calls it (DDP, compiled)
     compile_decision: CompileDecision
     objective: Objective
@@ -68,15 +66,12 @@ class TrainState:
     optimizers: OptimizerGroup
     precision: Precision
     logger: RunLogger
-    checkpoint_writer: AsyncWriter
+    checkpoints: CheckpointManager
     attempt: int  # launches of this run directory, this one included
     update_metadata: Callable[..., None]  # writes fields of run.json
     compatibility: dict[str, Any]  # facts that a checkpoint is compared with before it is loaded
     progress: Progress = field(default_factory=Progress)
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
-    saved_step: int = 0  # the newest step handed to the writer
-    failed_saves: int = 0  # consecutive
-    save_stall: float = 0.0  # seconds that training waited for saving since the last log line
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     tracker_id: str | None = None
 
@@ -101,6 +96,8 @@ class TrainState:
 
         Raises OSError on rank 0 while a line of the logs cannot be written: a position in them is part of the state.
         """
+        from runner.engine.device import rng
+
         return {
             "progress": dataclasses.asdict(self.progress),
             "scaler": self.precision.state_dict(),
@@ -111,6 +108,8 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
+        from runner.engine.device import rng
+
         self.progress = Progress(**saved["progress"])
         self.precision.load_state_dict(saved["scaler"])
         rank = self.dist.rank
@@ -157,13 +156,6 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
     with torch.no_grad():
         for name, tensor in into.items():
             tensor.copy_(distribute_like(saved[name].to(tensor.device), like=tensor))
-
-
-def chat_template(state: TrainState) -> ChatTemplate | None:
-    """Return the template of prompts, or None where the model only continues text."""
-    from data.tokenize.chat_template import ChatTemplate
-
-    return None if state.cfg.stage.data_format == "text" else ChatTemplate(state.tokenizer)
 
 
 def finite_or_none(number: float) -> float | None:

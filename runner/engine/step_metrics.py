@@ -1,101 +1,159 @@
-"""Steps that wait to be read, and what is done about those that were not finite. No weight has moved in these, however late they are read."""
+"""Results of optimizer steps: they stay on the device until several are fetched together, so that the host does not wait for the GPU in between.
+
+Steps that are not finite are handled when they are fetched; their updates were skipped on the device already.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
-from common.errors import TrainingError
+import torch
+
+from common.errors import DivergedError
 from common.filesystem import write_json
-from data.batching.batch import Batch
+from runner.engine.device.precision import GradStats
 from runner.engine.state import TrainState, finite_or_none
-from runner.engine.step_output import StepResult, fetch_results
 
-MAX_PENDING_STEPS = 100  # steps: what waits must not grow without end, nor the time until a failure is heard of
-RECENT_LOSSES = 50  # how far back a diagnosis looks
+if TYPE_CHECKING:
+    from data.batching.batch import Batch
+    from runner.engine.objectives.objective import LossSums
+
+MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
+RECENT_LOSSES = 50  # losses that diagnosis.json shows
+
+
+class StepOutput(NamedTuple):
+    """One step, on the device."""
+
+    step: int
+    names: list[str]  # file:line of this rank's examples
+    items: int  # divisor of `sums`, over all ranks
+    loss_tokens: int  # tokens with a label, over all ranks
+    tokens: int  # all tokens computed, without padding, over all ranks
+    examples: int  # over all ranks
+    sums: LossSums  # of the objective, over this rank's micro-batches
+    gradients: GradStats
+
+
+class StepResult(NamedTuple):
+    """One step, on the host."""
+
+    output: StepOutput
+    means: dict[str, float]  # sums of the objective over all ranks / items
+    grad_norm: float  # before clipping
+
+    @property
+    def is_finite(self) -> bool:
+        """False: the update was skipped."""
+        return math.isfinite(self.grad_norm)
+
+    @property
+    def first_nonfinite_parameter(self) -> str | None:
+        """Name of the first parameter with a gradient that is not finite on this rank."""
+        gradients = self.output.gradients
+        return next((name for name, norm in zip(gradients.names, gradients.norms.tolist(), strict=True) if not math.isfinite(norm)), None)
+
+
+def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult]:
+    """Wait for these steps on the device and sum over ranks; every rank must call it for the same steps.
+
+    The gradient norm is the same on all ranks; their mean is not finite everywhere if it is not finite on one.
+    """
+    if not steps:
+        return []
+    sums = torch.stack([value for output in steps for value in output.sums.values()]).tolist()
+    norms = torch.stack([output.gradients.norm for output in steps]).tolist()
+    numbers = iter(state.dist.all_reduce_sum([*sums, *norms]))
+    means = [{name: next(numbers) / output.items for name in output.sums} for output in steps]
+    return [StepResult(output, mean, next(numbers) / state.dist.size) for output, mean in zip(steps, means, strict=True)]
 
 
 def should_flush(state: TrainState) -> bool:
-    """Whether steps are read now though no log line is due: before a save, an evaluation or samples, for fp16, or because too many wait.
-    All ranks find the same, for it depends on words and numbers of steps alone."""
-    every = state.cfg.train
-    return state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS or any(map(state.is_due, (every.save_every, every.eval_every, every.sample_every)))
+    """Return whether to fetch results although no log line is due. It depends on settings and step numbers only: all ranks agree."""
+    train = state.cfg.train
+    is_due = any(map(state.is_due, (train.save_every, train.eval_every, train.sample_every)))
+    return is_due or state.precision.uses_loss_scaling or len(state.pending_steps) >= MAX_PENDING_STEPS
 
 
 def flush_steps(state: TrainState) -> list[StepResult]:
-    """Read what waits, in its order, and count it. Raises RunFailed after too many steps that were not finite."""
+    """Fetch all pending steps in order. Raises DivergedError after train.max_nonfinite_steps consecutive steps that are not finite."""
     progress = state.progress
-    steps, state.pending_steps = state.pending_steps, []
-    results = fetch_results(state.dist, steps)
+    pending, state.pending_steps = state.pending_steps, []
+    results = fetch_results(state, pending)
     for result in results:
         progress.recent_losses = [*progress.recent_losses, finite_or_none(result.means["loss"])][-RECENT_LOSSES:]
-        progress.consecutive_nonfinite_steps = 0 if result.taken else progress.consecutive_nonfinite_steps + 1
-        if not result.taken:
+        progress.consecutive_nonfinite_steps = 0 if result.is_finite else progress.consecutive_nonfinite_steps + 1
+        if not result.is_finite:
             progress.nonfinite_steps += 1
             _handle_nonfinite(state, result)
     return results
 
 
 def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
-    told = state.dist.gather([result.found.names, result.culprit])
-    names = [name for theirs, _ in told for name in theirs]
-    where = f"step {result.found.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    state.logger.warning(f"loss {result.means['loss']}, gradient norm {result.norm}: not finite, step not taken ({where}); see diagnosis.json")
+    """Warn, write diagnosis.json, and end the run if the limit is reached."""
+    progress, output = state.progress, result.output
+    per_rank = state.dist.gather([output.names, result.first_nonfinite_parameter])
+    names = [name for names, _ in per_rank for name in names]
+    where = f"step {output.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+    state.logger.warning(f"loss {result.means['loss']}, gradient norm {result.grad_norm}: not finite, update skipped ({where}); see diagnosis.json")
     if state.dist.is_rank_zero:
-        _diagnose(state, names, next((culprit for _, culprit in told if culprit), None), result)
-    if state.precision.name == "fp16":
-        raise TrainingError(f"fp16 overflows even at a loss scale of {state.precision.loss_scale:g} ({where}): use precision=bf16 or a smaller optimizer.lr")
-    if state.progress.consecutive_nonfinite_steps >= state.cfg.train.max_nonfinite_steps:
-        raise TrainingError(f"{state.progress.consecutive_nonfinite_steps} steps in a row were not finite ({where}): use a smaller optimizer.lr, or look at these rows")
-
-
-def _diagnose(state: TrainState, names: list[str], culprit: str | None, result: StepResult) -> None:
-    """What stood around the newest step that was given up, for whoever looks into it."""
-    found = {
-        "step": result.found.step,
-        "rows": names,
-        "loss": finite_or_none(result.means["loss"]),
-        "grad_norm": finite_or_none(result.norm),
-        "first_parameter": culprit,
-        "scale": state.precision.loss_scale,
-        "consecutive_nonfinite_steps": state.progress.consecutive_nonfinite_steps,
-        "recent_losses": state.progress.recent_losses,
-    }
-    try:
-        write_json(state.run_dir / "diagnosis.json", found)
-    except OSError as error:
-        state.logger.warning(f"diagnosis.json could not be written: {error}")
+        diagnosis = {
+            "step": output.step,
+            "rows": names,
+            "loss": finite_or_none(result.means["loss"]),
+            "grad_norm": finite_or_none(result.grad_norm),
+            "first_parameter": next((parameter for _, parameter in per_rank if parameter), None),
+            "scale": state.precision.loss_scale,
+            "consecutive_nonfinite_steps": progress.consecutive_nonfinite_steps,
+            "recent_losses": progress.recent_losses,
+        }
+        try:
+            write_json(state.run_dir / "diagnosis.json", diagnosis)
+        except OSError as error:
+            state.logger.warning(f"diagnosis.json could not be written: {error}")
+    if state.precision.uses_loss_scaling:
+        raise DivergedError(f"fp16 overflows even with loss scale {state.precision.loss_scale:g} ({where}); use precision=bf16 or a smaller optimizer.lr")
+    if progress.consecutive_nonfinite_steps >= state.cfg.train.max_nonfinite_steps:
+        raise DivergedError(
+            f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); use a smaller optimizer.lr, or check these rows"
+        )
 
 
 class Throughput:
-    """Tokens per second of training, without the time spent on evaluation and samples, and the share of it that went by waiting for data."""
+    """Tokens per second of training, without evaluation and samples, and the share of the time spent waiting for data."""
 
-    def __init__(self, idle: Callable[[], bool]) -> None:
-        self.idle = idle  # whether the device has nothing left to do
-        self.positions, self.waited, self.since = 0, 0.0, time.perf_counter()
+    def __init__(self, is_device_idle: Callable[[], bool]) -> None:
+        self._is_device_idle = is_device_idle
+        self._tokens, self._waited, self._since = 0, 0.0, time.perf_counter()
 
-    def add(self, positions: int) -> None:
-        self.positions += positions
-
-    def waiting(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    def timed(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+        """Yield the steps, and measure how long the device waits for each."""
         while True:
             before = time.perf_counter()
             batches = next(steps, None)
-            if self.idle():  # a GPU that is still at work on earlier steps has not waited with us
-                self.waited += time.perf_counter() - before
+            if self._is_device_idle():  # otherwise it is still computing earlier steps
+                self._waited += time.perf_counter() - before
             if batches is None:
                 return
             yield batches
 
-    def pause(self, work: Callable[[TrainState], None], state: TrainState) -> None:
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         before = time.perf_counter()
-        work(state)
-        self.since += time.perf_counter() - before
+        yield
+        self._since += time.perf_counter() - before
 
     def read(self) -> dict[str, float]:
-        """Since the last reading."""
+        """Return the metrics since the last call."""
         now = time.perf_counter()
-        spent = max(now - self.since, 1e-9)
-        found = {"tokens_per_second": self.positions / spent, "data_wait": self.waited / spent}
-        self.positions, self.waited, self.since = 0, 0.0, now
-        return found
+        elapsed = max(now - self._since, 1e-9)
+        metrics = {"tokens_per_second": self._tokens / elapsed, "data_wait": self._waited / elapsed}
+        self._tokens, self._waited, self._since = 0, 0.0, now
+        return metrics

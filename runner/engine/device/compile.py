@@ -1,4 +1,4 @@
-"""Whether the layers are compiled: `train.compile=auto` decides from the words alone, so that a resumed run decides the same."""
+"""torch.compile: whether and in which mode the layers are compiled. `train.compile=auto` decides from settings only, so a resumed run decides the same."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ if TYPE_CHECKING:
     import torch
 
 COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # those that record CUDA graphs, on a GPU
-# Floating-point operations a run must plan before its compiled layers have won back what compiling them costs (docs/speed.md)
-BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a processor: for each thread
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # record CUDA graphs on a GPU
+BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a run that gains as much as compiling costs; cpu: per thread
 
 
 @dataclass(frozen=True)
 class CompileDecision:
-    mode: str  # off, or what torch.compile calls it
-    said: str  # for the header
+    mode: str  # off, or a mode of torch.compile
+    reason: str  # for the header of the log
 
 
-def resolve_compile_mode(word: str, operations: float, device: torch.device, threads: int, experts: bool) -> CompileDecision:
-    if word != "auto":
-        return CompileDecision(word, word)
-    if experts:
-        return CompileDecision("off", "off (auto: what an expert gets has another size each time)")
-    if not find_compiler():
-        return CompileDecision("off", "off (auto: there is no C++ compiler, g++ or what CXX names)")
-    pays = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
-    planned = f"{operations:.1e} operations planned, {pays:.0e} pay for it"
-    return CompileDecision("default", f"default (auto: {planned})") if operations >= pays else CompileDecision("off", f"off (auto: {planned})")
+def resolve_compile_mode(requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool) -> CompileDecision:
+    """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
+    if requested != "auto":
+        return CompileDecision(requested, requested)
+    if has_experts:
+        return CompileDecision("off", "off (auto: the number of tokens per expert varies)")
+    if not has_cpp_compiler():
+        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)")
+    break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
+    mode = "default" if planned_flops >= break_even else "off"
+    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})")
 
 
-def check_cuda_graphs(word: str, device: torch.device, batches: int) -> None:
-    """`batches`: micro-batches of a step. A recorded graph puts its results where it put them the time before: with several micro-batches a
-    gradient would be written over before it is added up (https://github.com/pytorch/pytorch/issues/169545)."""
-    if word in CUDA_GRAPH_MODES and device.type == "cuda" and batches > 1:
+def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> None:
+    """Refuse CUDA graphs for steps of several micro-batches: a graph reuses its output memory, so the gradients of one micro-batch would
+    be overwritten before they are added up (https://github.com/pytorch/pytorch/issues/169545)."""
+    if mode in CUDA_GRAPH_MODES and device.type == "cuda" and micro_batches > 1:
         raise UserError(
-            "CUDA graphs cannot add up the gradients of several micro-batches",
-            f"train.compile={word}, {batches} micro-batches a step",
-            "use train.compile=default, or train.accumulation_steps=1 with a larger train.batch_size",
+            f"train.compile={mode} records CUDA graphs, which need one micro-batch per step, got {micro_batches}",
+            f"train.compile={mode}",
+            "train.compile=default, or train.accumulation_steps=1 with a larger train.batch_size",
         )
 
 
-def find_compiler() -> str | None:
-    """What torch translates its programs with."""
-    return shutil.which(os.environ.get("CXX", "g++"))
+def has_cpp_compiler() -> bool:
+    """Return whether the compiler that torch.compile uses on a CPU exists."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def set_inductor_cache(cache: Path) -> None:
-    """Between runs, unless the user has a place for them: a layer that was compiled once is read in a second."""
+    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled"))

@@ -1,7 +1,7 @@
-"""Who we are among how many: the only room that knows about other processes.
+"""Rank, world size, collectives, DDP and FSDP2. The only module that joins a process group.
 
-One rank is one process, and every verb here means the same for one as for many. Numbers that decide something (counts, losses, flags)
-are summed on the CPU, so that a GPU is never waited for; gradients and weights go by torch's own DDP and FSDP2.
+One rank is one process, and every method gives the same result on one rank as on many. Numbers that decide something (counts, losses,
+flags) are summed on the CPU, so that the host does not wait for a GPU; gradients and weights are exchanged by DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from common.checks import check_at_least, check_choice
 from common.errors import UserError
+from common.settings import setting
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:
@@ -24,57 +26,55 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import Store
 
-STRATEGIES, PROCESS_GROUP_BACKENDS = ("single", "ddp", "fsdp"), ("auto", "nccl", "gloo")
-RENDEZVOUS_ENV = "RUNNER_MEETING"  # where the ranks find each other: file://<path>, or torchrun:<prefix> for torchrun's own store
-WATCHDOG_EXIT_SECONDS = 5  # seconds: each rank has said where it hangs before the first collective gives up
+RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"  # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
+WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
 
 @dataclass
 class DistributedConfig:
-    name: str  # single | ddp | fsdp
-    nproc: str  # processes on this machine; auto: one for each GPU
-    nnodes: int  # machines; more than one are started by torchrun
-    backend: str  # auto | nccl | gloo
-    timeout: float  # minutes without a step after which a rank counts as hanging
-    max_restarts: int  # times the ranks are started again from the last checkpoint after one has failed
-    shard: int  # fsdp: ranks that hold one copy of the weights between them; 0: all
-    replicate: int  # fsdp: such copies; more than one is known as HSDP
-    reshard_after_forward: bool  # fsdp: gather a layer again for the backward pass, instead of keeping it whole
-    cpu_offload: bool  # fsdp: weights, gradients and optimizer wait in host memory
+    ON_RESUME = "changes_rounding"
+
+    name: str  # single (one process), ddp (each rank has the whole model) or fsdp (the ranks share the model)
+    nproc: str = setting("ignored")  # processes on this machine; auto: one per GPU
+    nnodes: int = setting("ignored")  # machines; more than one are started by torchrun
+    backend: str  # auto (nccl between GPUs, gloo between CPUs), nccl or gloo
+    timeout: float = setting("ignored")  # minutes without a step after which a rank counts as hanging
+    max_restarts: int = setting("ignored")  # restarts of all ranks from the last checkpoint after a rank has failed
+    shard: int  # fsdp: ranks that share one copy of the weights; 0: all
+    replicate: int  # fsdp: copies of the weights; more than one is HSDP
+    reshard_after_forward: bool  # fsdp: gather each layer again for the backward pass (less memory); false: keep it gathered
+    cpu_offload: bool  # fsdp: keep weights, gradients and optimizer state in host memory
 
     def __post_init__(self) -> None:
-        if self.name not in STRATEGIES:
-            raise UserError("unknown way to distribute", f"distributed.name={self.name}", f"choose one of {', '.join(STRATEGIES)}")
-        if self.nproc != "auto" and not (self.nproc.isdigit() and int(self.nproc)):
-            raise UserError("a number of processes is meant", f"distributed.nproc={self.nproc}", "give auto, or a number from 1 on")
+        check_choice("distributed.name", self.name, ("single", "ddp", "fsdp"))
+        check_choice("distributed.backend", self.backend, ("auto", "nccl", "gloo"))
+        for key, minimum in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
+            check_at_least(f"distributed.{key}", getattr(self, key), minimum, minimum)
+        if not self.timeout > 0:
+            raise UserError(f"distributed.timeout must be above 0 minutes, got {self.timeout}", f"distributed.timeout={self.timeout}", "e.g. distributed.timeout=10")
         if self.nproc != "auto":
+            if not (self.nproc.isdigit() and int(self.nproc)):
+                raise UserError(f"distributed.nproc must be auto or at least 1, got {self.nproc}", f"distributed.nproc={self.nproc}", "e.g. distributed.nproc=2")
             self.check_shares(int(self.nproc) * self.nnodes)
         if self.name == "single" and (self.nproc != "1" or self.nnodes != 1):
             raise UserError(
-                "a single run is one process", f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}", "add distributed=ddp or distributed=fsdp"
+                "distributed=single is one process", f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}", "add distributed=ddp or distributed=fsdp"
             )
-        if self.backend not in PROCESS_GROUP_BACKENDS:
-            raise UserError("unknown backend", f"distributed.backend={self.backend}", f"choose one of {', '.join(PROCESS_GROUP_BACKENDS)}")
-        if not self.timeout > 0:
-            raise UserError("a timeout is a positive number of minutes", f"distributed.timeout={self.timeout}", "choose e.g. 10")
-        for word, least in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
-            if getattr(self, word) < least:
-                raise UserError(f"this count is at least {least}", f"distributed.{word}={getattr(self, word)}", f"choose {least} or more")
 
-    def check_device(self, kind: str) -> None:
-        """`kind` is what a rank computes on: cpu or cuda. Raises ValueError(what, where, fix)."""
-        if self.backend == "nccl" and kind == "cpu":
-            raise UserError("NCCL connects GPUs", "distributed.backend=nccl", "use distributed.backend=gloo or auto on the CPU")
-        if self.cpu_offload and kind == "cpu":
-            raise UserError("everything is in host memory already", "distributed.cpu_offload=true", "leave the word out")
+    def check_device(self, device_type: str) -> None:
+        """`device_type`: cpu or cuda. Raises UserError if a setting does not fit it."""
+        if self.backend == "nccl" and device_type == "cpu":
+            raise UserError("distributed.backend=nccl needs CUDA devices, but this run is on the CPU", "distributed.backend=nccl", "distributed.backend=auto")
+        if self.cpu_offload and device_type == "cpu":
+            raise UserError("distributed.cpu_offload=true needs CUDA devices, but this run is on the CPU", "distributed.cpu_offload=true", "remove it")
 
     def check_shares(self, ranks: int) -> None:
-        """Raises ValueError(what, where, fix) where so many ranks cannot share the weights as these words want it."""
+        """Raises UserError if `shard` and `replicate` do not multiply to the number of ranks."""
         if self.name == "fsdp" and (self.shard or ranks // self.replicate) * self.replicate != ranks:
             raise UserError(
-                f"{self.replicate} copies over {self.shard or 'all'} ranks each are not {ranks} ranks",
+                f"distributed.shard ({self.shard or 'all'}) times distributed.replicate ({self.replicate}) must be the number of ranks, {ranks}",
                 f"distributed.shard={self.shard} distributed.replicate={self.replicate}",
-                f"their product is the number of ranks, e.g. distributed.shard={ranks} distributed.replicate=1",
+                f"e.g. distributed.shard={ranks} distributed.replicate=1",
             )
 
 
@@ -83,13 +83,13 @@ class DistributedContext:
     """The ranks of one training, and which of them this process is."""
 
     rank: int
-    size: int
+    size: int  # number of ranks
     device: torch.device
     cfg: DistributedConfig
 
     @property
     def is_rank_zero(self) -> bool:
-        """The rank that prints and writes."""
+        """Whether this rank prints and writes files."""
         return self.rank == 0
 
     @property
@@ -97,7 +97,7 @@ class DistributedContext:
         return self.size > 1 and self.cfg.name == "fsdp"
 
     def all_reduce_sum(self, numbers: Sequence[float]) -> list[float]:
-        """Each over all ranks, in fp64; every rank gets the same."""
+        """Return the sum over all ranks of each number, in fp64."""
         if self.size == 1:
             return list(numbers)
         import torch
@@ -108,15 +108,15 @@ class DistributedContext:
         return summed.tolist()
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on some rank: all of them then do the same in the same step."""
+        """Return whether the flag is set on some rank."""
         return flag if self.size == 1 else self.all_reduce_sum([flag])[0] > 0
 
     def broadcast_flag(self, flag: bool) -> bool:
-        """What the leading rank found, where only it can know."""
+        """Return the flag of rank 0."""
         return self.any(flag and self.is_rank_zero)
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank has, by rank: anything that JSON can say."""
+        """Return the JSON values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         import torch
@@ -131,18 +131,18 @@ class DistributedContext:
         return [json.loads(bytes(part[:length].tolist())) for part, length in zip(parts, lengths, strict=True)]
 
     def shard(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
-        """fsdp: leave each rank its share of every parameter, in place; one of `layers` at a time is gathered, in `dtype`, while it computes."""
+        """fsdp: leave each rank its shard of every parameter, in place. Layers are gathered one at a time, in `dtype`, to compute."""
         if not self.sharded:
             return
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        # What the decoder returns is a view, and nothing writes into it.
+        # The model returns a view, and nothing writes into it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         copies = self.cfg.replicate
-        form = {"replicate": copies, "shard": self.size // copies} if copies > 1 else {"shard": self.size}
-        mesh = init_device_mesh(self.device.type, tuple(form.values()), mesh_dim_names=tuple(form))
+        shape = {"replicate": copies, "shard": self.size // copies} if copies > 1 else {"shard": self.size}
+        mesh = init_device_mesh(self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for part in (*layers, model):
             fully_shard(
@@ -154,99 +154,99 @@ class DistributedContext:
             )
 
     def reshard(self, model: nn.Module) -> None:
-        """fsdp: let go of what a forward pass without a backward pass has left gathered: it is rounded to what is computed in."""
+        """fsdp: free the parameters that a forward pass without a backward pass has left gathered, in the dtype of the computation."""
         for part in model.modules() if self.sharded else ():
             if hasattr(part, "reshard"):
-                part.reshard()  # type: ignore[operator]  # a method that fully_shard gives the module
+                part.reshard()  # type: ignore[operator]  # a method that fully_shard adds
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as the training step calls it: after its last backward pass of a step each gradient is the mean over ranks."""
+        """Return the model as the training step calls it: after the last backward pass of a step, gradients are the mean over ranks."""
         if self.size == 1 or self.sharded:
             return model
         from torch.nn.parallel import DistributedDataParallel
 
         ids = [self.device.index] if self.device.type == "cuda" else None
-        # There is no buffer to keep equal: the only one is a constant. torch 2.11 knows no other word for it.
+        # The only buffer is a constant, and torch 2.11 has no replacement for the deprecated argument.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
         wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
         prebuild_ddp_buckets(wrapped, self.device)
         return wrapped
 
-    def no_sync_until_last(self, wrapped: nn.Module, last: bool) -> AbstractContextManager:
-        """Around each micro-batch: gradients are exchanged after the last one of a step only."""
+    def no_sync_until_last(self, wrapped: nn.Module, is_last: bool) -> AbstractContextManager:
+        """Context of a micro-batch: gradients are exchanged in the backward pass of the step's last one only."""
         if self.size == 1:
             return nullcontext()
         if self.sharded:
-            wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard gives the module
+            wrapped.set_requires_gradient_sync(is_last)  # type: ignore[operator]  # a method that fully_shard adds
             return nullcontext()
-        return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]  # of DDP
+        return nullcontext() if is_last else wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
 
     def is_device_idle(self) -> bool:
-        """Whether the device has done all it was told to do. A processor has, as soon as we can ask."""
+        """Return whether the device has finished all work that was queued on it; a CPU always has."""
         import torch
 
         return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
 
     def arm_watchdog(self) -> None:
-        """A step goes on. A rank that has not said so for `timeout` minutes prints the stack of each of its threads."""
+        """Print the stacks of all threads unless this is called again within `timeout` minutes."""
         if self.size > 1:
             faulthandler.dump_traceback_later(self.cfg.timeout * 60)
 
     def disarm_watchdog(self) -> None:
-        """No step is expected any more."""
         if self.size > 1:
             faulthandler.cancel_dump_traceback_later()
 
 
 def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
-    """Meet the other ranks, where the environment says there are any (RANK, LOCAL_RANK, WORLD_SIZE, RUNNER_MEETING).
+    """Join the process group that the environment describes (RANK, LOCAL_RANK, WORLD_SIZE, and RENDEZVOUS_ENV); without it, be the only rank.
 
-    `device` is auto, cpu, cuda or cuda:1; auto takes a GPU where there is one. Raises ValueError(what, where, fix).
+    `device`: auto (a GPU if there is one), cpu, cuda or cuda:<number>. Raises UserError if the settings do not fit the machine.
     """
     import torch
-    import torch.distributed as dist
+    from torch.distributed import init_process_group, is_initialized
 
-    meeting = os.environ.get(RENDEZVOUS_ENV)
-    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if meeting else (0, 0, 1)
+    rendezvous = os.environ.get(RENDEZVOUS_ENV)
+    rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
     dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
-    if size == 1 or not meeting:
+    if size == 1 or not rendezvous:
         return dist
     cfg.check_device(dist.device.type)
-    cfg.check_shares(dist.size)
+    cfg.check_shares(size)
     if dist.device.type == "cuda":
         torch.cuda.set_device(dist.device)
-    if not dist.is_initialized():  # it is never destroyed: over gloo that can wait for ever for ranks that have left
+    if not is_initialized():  # never destroyed: over gloo that can wait forever for ranks that have exited
         backend = "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
-        wait = timedelta(minutes=cfg.timeout, seconds=WATCHDOG_EXIT_SECONDS)
-        dist.init_process_group(backend, store=open_store(meeting, size, wait), rank=rank, world_size=size, timeout=wait)
+        timeout = timedelta(minutes=cfg.timeout, seconds=WATCHDOG_EXIT_SECONDS)
+        init_process_group(backend, store=open_store(rendezvous, size, timeout), rank=rank, world_size=size, timeout=timeout)
     return dist
 
 
-def open_store(meeting: str, size: int, wait: timedelta) -> Store:
-    """Where the ranks of a meeting leave word for each other."""
+def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:
+    """Return the key-value store through which the ranks find each other."""
     from torch.distributed import FileStore, PrefixStore, TCPStore
 
-    if meeting.startswith("file://"):
-        return FileStore(meeting.removeprefix("file://"), size)
-    # torchrun keeps its store over all that happens under it: each training meets under a name of its own
-    theirs = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=wait)
-    return PrefixStore(meeting.removeprefix("torchrun:"), theirs)
+    if rendezvous.startswith("file://"):
+        return FileStore(rendezvous.removeprefix("file://"), size)
+    # torchrun keeps its store for all trainings under it, so each has a prefix of its own
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    return PrefixStore(rendezvous.removeprefix("torchrun:"), store)
 
 
 def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
-    """The one meant, or this rank's own. Raises ValueError(what, where, fix)."""
+    """Return the device of this process. `local_rank` is None for a single process. Raises UserError if there is no such device."""
     import torch
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise UserError("unknown device", f"device={device}", "choose auto, cpu, cuda or cuda:<number>")
-    if kind == "cuda" and index and local_rank is not None:
-        raise UserError("each rank has a GPU of its own", f"device={device}", "use device=cuda; CUDA_VISIBLE_DEVICES says which ones")
-    place = int(index or 0) if local_rank is None else local_rank
-    if kind == "cuda" and place >= torch.cuda.device_count():
-        none = local_rank is None or not torch.cuda.device_count()
-        fix = "use device=cpu, or device=auto to take what there is" if none else "start as many processes as there are GPUs"
-        raise UserError(f"this machine shows torch {torch.cuda.device_count()} CUDA devices", f"device={device}, number {place}", fix)
-    return torch.device(device) if local_rank is None or kind == "cpu" else torch.device("cuda", local_rank)
+        raise UserError(f"device must be auto, cpu, cuda or cuda:<number>, got {device}", f"device={device}", "e.g. device=auto")
+    if kind == "cpu":
+        return torch.device(device)
+    if index and local_rank is not None:
+        raise UserError(f"device={device} names one GPU, but the run has several ranks", f"device={device}", "device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES")
+    number, available = int(index or 0) if local_rank is None else local_rank, torch.cuda.device_count()
+    if number >= available:
+        fix = "device=cpu or device=auto" if local_rank is None or not available else f"distributed.nproc={available}"
+        raise UserError(f"torch finds {available} CUDA devices, this process needs number {number} (from 0)", f"device={device}", fix)
+    return torch.device(device) if local_rank is None else torch.device("cuda", local_rank)

@@ -1,4 +1,4 @@
-"""FIXME runner.engine.device.mesh."""
+"""Tensors sharded over ranks (DTensor), and the gradient buckets of DDP."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ if TYPE_CHECKING:
 
 
 def prebuild_ddp_buckets(wrapped: nn.Module, device: torch.device) -> None:
-    """DDP groups gradients anew after the first backward pass it sees, and a sum over three ranks or more depends on the groups. After
-    this one, of nothing, a run that is resumed adds like one that never stopped. Nothing is drawn: in evaluation there is no dropout."""
+    """Run one backward pass with zero gradients, so that a resumed run adds gradients in the same order as one that was not stopped.
+
+    DDP regroups its buckets after the first backward pass, and with three or more ranks the sum depends on them. The pass draws no
+    random numbers: in eval mode there is no dropout.
+    """
     import torch
 
-    training = wrapped.training
+    was_training = wrapped.training
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
     with torch.enable_grad():
         wrapped.eval()(ids, ids).nll.sum().backward()
     wrapped.zero_grad(set_to_none=True)
-    wrapped.train(training)
+    wrapped.train(was_training)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor that ranks share; every rank must ask."""
+    """Return the tensor gathered from all ranks; every rank must call it."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that ranks share."""
+    """Return this rank's shard of the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """`tensor`, whole on every rank, shared out as `like` is. A number stays with everybody."""
+    """Return `tensor`, which every rank has in full, sharded as `like` is. Scalars are not sharded."""
     if not hasattr(like, "placements") or tensor.ndim == 0:
         return tensor
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -1,4 +1,4 @@
-"""Autocast, TF32, loss scaling, clipping and the update: the only room that knows a dtype."""
+"""Precision: autocast, TF32, loss scaling, gradient clipping and the update. The only module that knows a dtype of the computation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from common.checks import check_choice
 from common.errors import UserError
 from runner.engine.device.mesh import full_tensor, local_shard
 
@@ -15,60 +16,77 @@ if TYPE_CHECKING:
 
     from runner.engine.optim.groups import OptimizerGroup
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-# What only an NVIDIA GPU computes in: the least compute capability, and what comes nearest where there is less
-MIN_CAPABILITY = {"tf32": ((8, 0), "fp32")}
+MIN_LOSS_SCALE = 1.0  # a smaller scale no longer helps; at 0 the next finite step would write NaN into every weight
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    """One row of PRECISIONS; weights and optimizer state are fp32 in each."""
+
+    dtype: str  # of autocast; float32: no autocast
+    matmul_precision: str = "highest"  # of torch.set_float32_matmul_precision
+    loss_scaling: bool = False  # scale the loss so that small gradients do not underflow
+    min_capability: tuple[int, int] | None = None  # compute capability of NVIDIA GPUs; None: any device
+    fallback: str = "fp32"  # for devices that cannot compute it
+
+
+PRECISIONS = {
+    "fp32": PrecisionSpec("float32"),
+    "tf32": PrecisionSpec("float32", matmul_precision="high", min_capability=(8, 0)),  # matmuls with inputs rounded to 10 bits of mantissa
+    "bf16": PrecisionSpec("bfloat16", fallback="fp16"),
+    "fp16": PrecisionSpec("float16", loss_scaling=True),
+}
 
 
 @dataclass
 class PrecisionConfig:
-    name: str
+    name: str  # fp32, tf32 (NVIDIA GPUs from Ampere on), bf16 or fp16
 
     def __post_init__(self) -> None:
-        if self.name not in PRECISIONS:
-            raise UserError("unknown precision", f"precision.name={self.name}", f"choose one of {', '.join(PRECISIONS)}")
+        check_choice("precision.name", self.name, PRECISIONS)
 
-    def check_device(self, called: str, capability: tuple[int, int] | None) -> None:
-        """`capability` is that of an NVIDIA GPU; None for all else. Raises ValueError(what, where, fix)."""
-        if self.name in MIN_CAPABILITY:
-            least, instead = MIN_CAPABILITY[self.name]
-            if capability is None or capability < least:
-                what = f"{self.name} is computed by NVIDIA GPUs of compute capability {least[0]}.{least[1]} and above"
-                raise UserError(what, f"precision={self.name} on {called}", f"use precision={instead}; what was begun in {self.name} goes on on such a GPU")
-
-
-MIN_LOSS_SCALE = 1.0  # below it scaling no longer helps; at 0 the next healthy step would write NaN into every weight
+    def check_device(self, device_name: str, capability: tuple[int, int] | None) -> None:
+        """`capability`: of an NVIDIA GPU, None for other devices. Raises UserError if the device does not compute in this precision."""
+        spec = PRECISIONS[self.name]
+        if spec.min_capability and (capability is None or capability < spec.min_capability):
+            major, minor = spec.min_capability
+            raise UserError(
+                f"precision={self.name} needs an NVIDIA GPU of compute capability {major}.{minor} or higher, got {device_name}",
+                f"precision={self.name} on {device_name}",
+                f"precision={spec.fallback}; resume runs in {self.name} on such a GPU",
+            )
 
 
 class GradStats(NamedTuple):
-    """Of one step, as tensors: who looks at one waits for the device."""
+    """Gradient norms of one step as tensors on the device; reading one waits for the device."""
 
-    norm: Tensor  # () of the whole gradient, before clipping; where it is not finite, no weight has moved
-    norms: Tensor  # of each parameter's gradient, as far as this rank sees it ...
-    names: list[str]  # ... and of which
+    norm: Tensor  # () over all parameters and ranks, before clipping; not finite: the update was skipped
+    norms: Tensor  # (P,) of each parameter's gradient, of this rank's shard
+    names: list[str]  # of these P parameters
 
     @property
-    def taken(self) -> bool:
+    def is_finite(self) -> bool:
         return bool(self.norm.isfinite())
 
 
 class Precision:
-    """Autocast and loss scaling behind three verbs; only fp16 scales, for the others the scaler passes through."""
+    """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the others."""
 
     def __init__(self, cfg: PrecisionConfig, device: torch.device) -> None:
         import torch
 
-        if cfg.name == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise UserError(f"{torch.cuda.get_device_name(device)} does not compute in bf16", "precision=bf16", "use precision=fp16 or precision=fp32")
         if device.type == "cuda":
-            cfg.check_device(torch.cuda.get_device_name(device), None if torch.version.hip else torch.cuda.get_device_capability(device))
+            name = torch.cuda.get_device_name(device)
+            cfg.check_device(name, None if torch.version.hip else torch.cuda.get_device_capability(device))
+            if cfg.name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+                raise UserError(f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32")
         else:
             cfg.check_device("the CPU", None)
-        # Said for every run and not only for those that want TF32: the environment may have switched it on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
-        torch.set_float32_matmul_precision("high" if cfg.name == "tf32" else "highest")
+        spec = PRECISIONS[cfg.name]
+        torch.set_float32_matmul_precision(spec.matmul_precision)  # always: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have changed it
         self.name, self.device = cfg.name, device
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.name, torch.float32)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.name == "fp16")
+        self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=spec.loss_scaling)
 
     def autocast(self) -> AbstractContextManager:
         import torch
@@ -76,48 +94,51 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def backward(self, loss: Tensor) -> None:
-        """A loss that is not finite gets a gradient that is not. So the norm of the whole gradient, which all ranks share, is all that
-        decides whether a step is taken."""
-        one = loss.detach() * 0 + 1  # or NaN. As a factor: given to backward() it would import torch's symbolic shapes, for a second
+        """Run the backward pass. A loss that is not finite gets gradients that are not finite, so that the gradient norm, which all
+        ranks share, alone decides whether the update is skipped."""
+        one = loss.detach() * 0 + 1  # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
         self.scaler.scale(loss * one).backward()
 
     def step(self, optimizers: OptimizerGroup, clip: float) -> GradStats:
-        """Unscale, measure, clip, update, clear. A step with anything not finite in it is not taken: clipping by such a norm would
-        spread it to every weight. That is decided on the device; only fp16 waits to hear it."""
+        """Unscale and clip the gradients, update the parameters, clear the gradients.
+
+        If a gradient is not finite the update is skipped, because clipping by such a norm would make every weight NaN. That is decided
+        on the device; only fp16 waits for the result.
+        """
         import torch
 
         for part in optimizers.parts:
             self.scaler.unscale_(part)
         gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
-        norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # as get_total_norm does, which keeps them to itself
+        norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # what torch.nn.utils.get_total_norm computes, but does not return
         norm = full_tensor(torch.linalg.vector_norm(norms))
         if clip:
             torch.nn.utils.clip_grads_with_norm_(optimizers.parameters, clip, norm)
-        optimizers.step(missed=(~norm.isfinite()).float())
+        optimizers.step(found_inf=(~norm.isfinite()).float())
         optimizers.zero_grad()
-        update = GradStats(norm, local_shard(norms), [*gradients])
+        stats = GradStats(norm, local_shard(norms), [*gradients])
         if self.uses_loss_scaling:
-            # A norm can overflow while no gradient does; the scaler, which sees only these, would never lower its scale.
-            self.scaler.update(None if update.taken else self.loss_scale * self.scaler.get_backoff_factor())
-        return update
+            # The norm can overflow while no gradient does; the scaler looks at the gradients only and would never lower its scale.
+            self.scaler.update(None if stats.is_finite else self.loss_scale * self.scaler.get_backoff_factor())
+        return stats
 
     @property
     def uses_loss_scaling(self) -> bool:
-        """Whether what comes next depends on how the last step went."""
+        """Whether the next step depends on the result of the last one."""
         return self.scaler.is_enabled()
 
-    def should_retry(self, update: GradStats) -> bool:
-        """Whether a step is worth trying again: fp16 overflowed, and the scale can still go down."""
-        return self.uses_loss_scaling and not update.taken and self.loss_scale >= MIN_LOSS_SCALE
+    def should_retry(self, stats: GradStats) -> bool:
+        """Return whether to repeat a step: fp16 overflowed, and the loss scale can still be lowered."""
+        return self.uses_loss_scaling and not stats.is_finite and self.loss_scale >= MIN_LOSS_SCALE
 
     @property
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
 
     def state_dict(self) -> dict[str, float]:
-        """Scale and growth tracker; empty where nothing is scaled."""
+        """Return scale and growth tracker; empty without loss scaling."""
         return self.scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        if state:
-            self.scaler.load_state_dict(state)
+    def load_state_dict(self, saved: dict[str, float]) -> None:
+        if saved:
+            self.scaler.load_state_dict(saved)

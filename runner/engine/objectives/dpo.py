@@ -1,49 +1,61 @@
-"""FIXME runner.engine.objectives.dpo."""
+"""Direct preference optimization (DPO, https://arxiv.org/abs/2305.18290), sigmoid loss."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from common.errors import UserError
+from runner.engine.objectives.config import StageConfig, register_objective
+from runner.engine.objectives.objective import Objective, Reference
 
-from data.batching.batch import Batch
-from models.decoder import Decoder
-from runner.engine.objectives.objective import LossSums
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from data.batching.batch import Batch
+    from models.language_model import LanguageModel
+    from runner.engine.objectives.objective import LossSums
 
 
+@register_objective("dpo")
 @dataclass
-class Dpo:
-    """Direct preference optimization, sigmoid loss (https://arxiv.org/abs/2305.18290), summed over pairs:
+class DpoConfig(StageConfig):
+    beta: float  # strength of the KL constraint: a larger value keeps the model closer to the reference
 
-    -log sigmoid(beta * (margin of the policy - margin of the reference)), where a margin is
-    log p(chosen) - log p(rejected), each summed over the labels of its side.
+    data_formats = ("preference",)
+    needs_reference = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.beta < math.inf:
+            raise UserError(f"stage.beta must be a positive number, got {self.beta}", f"stage.beta={self.beta}", "e.g. stage.beta=0.1")
+
+    def build_objective(self, model: LanguageModel) -> Objective:
+        return Dpo(self.beta, Reference.of(model, self.lora))
+
+
+class Dpo(Objective):
+    """-log sigmoid(beta * (margin of the model - margin of the reference)), summed over pairs.
+
+    A margin is log p(chosen) - log p(rejected), each summed over the tokens with a label. Shapes: R batch rows, T tokens, B pairs.
     """
 
-    beta: float
-    reference: Decoder  # the model the policy must not stray from ...
-    as_reference: Callable[[], AbstractContextManager]  # ... and how to enter it: adapters off, or nothing to do
-
-    @property
-    def frozen(self) -> dict[str, Tensor]:
-        return {name: p for name, p in self.reference.named_parameters() if not p.requires_grad}
-
-    @property
-    def beside(self) -> list[Decoder]:
-        learns = any(p.requires_grad for p in self.reference.parameters())  # with its adapters off the model itself is the reference
-        return [] if learns else [self.reference]
+    def __init__(self, beta: float, reference: Reference) -> None:
+        self.beta, self.reference = beta, reference
 
     def count(self, batch: Batch) -> int:
         return len(batch.names)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
-        with torch.no_grad(), self.as_reference():
-            anchor = _sequence_log_probs(batch, self.reference(**batch.inputs).nll)
+        import torch
+        import torch.nn.functional as F
+
+        assert self.reference is not None
+        with torch.no_grad(), self.reference.entered():
+            reference_log_probs = _sequence_log_probs(batch, self.reference.model(**batch.inputs).nll)
         out = model(**batch.inputs)
-        chosen, rejected = self.beta * (_sequence_log_probs(batch, out.nll) - anchor).float()  # (B,) implicit rewards
+        chosen, rejected = self.beta * (_sequence_log_probs(batch, out.nll) - reference_log_probs).float()  # (B,) implicit rewards
         loss = -F.logsigmoid(chosen - rejected).sum()
         sums = {"loss": loss, "reward_margin": (chosen - rejected).detach().sum(), "reward_accuracy": (chosen > rejected).sum().float()}
         if out.aux_loss is not None:
@@ -53,5 +65,5 @@ class Dpo:
 
 
 def _sequence_log_probs(batch: Batch, nll: Tensor) -> Tensor:
-    """(R, T) -> (2, B) fp64: log-probability of each chosen and each rejected side. What counts is a small difference of these large sums."""
+    """(R, T) -> (2, B) log-probabilities of the chosen and the rejected sequences; fp64, because their differences are small."""
     return -batch.sum_per_document(nll.double()).view(2, -1)

@@ -1,28 +1,49 @@
-"""FIXME runner.engine.objectives.next_token."""
+"""Next-token prediction: pretraining, SFT and LoRA differ only in which tokens have a label."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from data.batching.batch import IGNORE_INDEX, Batch
-from models.decoder import Decoder
-from runner.engine.objectives.objective import LossSums
+from runner.engine.objectives.config import StageConfig, register_objective
+from runner.engine.objectives.objective import Objective
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from data.batching.batch import Batch
+    from models.language_model import LanguageModel
+    from runner.engine.objectives.objective import LossSums
 
 
-class NextToken:
-    """Cross-entropy of every label: pretrain, sft and lora differ only in which tokens carry one."""
+@register_objective("next_token")
+@dataclass
+class NextTokenConfig(StageConfig):
+    data_formats = ("text", "chat")
 
-    frozen: dict[str, Tensor] = {}
-    beside: list[Decoder] = []
+    def build_objective(self, model: LanguageModel) -> Objective:
+        return NextToken()
+
+
+class NextToken(Objective):
+    """Cross-entropy, summed over the tokens with a label."""
 
     def count(self, batch: Batch) -> int:
         return batch.num_supervised_tokens
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
+        from data.batching.batch import IGNORE_INDEX
+
         out = model(**batch.inputs, reduction="sum")
-        loss = out.nll
         if out.aux_loss is None:
-            return {"loss": loss}
-        # Weighted by its labels, a sequence's balance loss is divided by the same count as its cross-entropy.
+            return {"loss": out.nll}
+        # Weighted with its number of labels, so that dividing by all labels gives the mean over tokens of both losses.
         aux = (out.aux_loss * batch.sum_per_document((batch.labels != IGNORE_INDEX).float())).sum()
-        return {"loss": loss + aux, "aux_loss": aux}
+        return {"loss": out.nll + aux, "aux_loss": aux}
+
+    def eval_metrics(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": math.exp(min(means["loss"], 700.0))}  # e^710 overflows
+
+    def uniform_loss(self, vocab_size: int) -> float | None:
+        return math.log(vocab_size)

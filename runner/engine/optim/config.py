@@ -1,44 +1,67 @@
-"""FIXME runner.engine.optim.config."""
+"""Section `optimizer` of the config: settings of all optimizers, and the registry.
+
+An optimizer is one file: `lion.py` in this folder, or a module that the user names in `plugins=[...]`:
+
+    @register_optimizer("lion")
+    @dataclass
+    class LionConfig(OptimizerConfig):
+        betas: list[float]  # decay rates of the interpolated gradient and of the momentum
+
+        def build(self, groups: ParamGroups) -> list[Optimizer]:
+            from my_package import Lion
+
+            return [Lion(groups.decay + groups.no_decay, lr=self.lr, betas=self.betas)]
+
+Its values stand in conf/optimizer/lion.yaml; without such a file, every field has a default in the class. `import torch` belongs into build().
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from common.checks import check_at_least
 from common.errors import UserError
+from common.registry import Registry
+from common.settings import setting
 
 if TYPE_CHECKING:
-    pass
+    from torch.optim import Optimizer
+
+OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry("optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers"))
+register_optimizer = OPTIMIZERS.register
+
+
+class ParamGroups(NamedTuple):
+    """Trainable parameters in groups as torch.optim takes them, with `weight_decay` and `lr_scale` (see optimizer.layer_decay)."""
+
+    decay: list[dict[str, Any]]  # hidden matrices
+    no_decay: list[dict[str, Any]]  # embeddings, output layer, norms and biases
 
 
 @dataclass
 class OptimizerConfig:
-    name: str
-    lr: float
-    weight_decay: float
-    betas: list[float]
-    eps: float
-    grad_clip: float  # largest norm of the whole gradient; 0: no clipping
-    layer_decay: float  # lr factor from each layer to the one below it; 1: the same lr everywhere
-    momentum: float  # Muon's, for the matrices; AdamW has betas
+    """Settings that every optimizer has."""
+
+    ON_RESUME = "changes_training"
+
+    name: str = setting("incompatible")  # a module of runner/engine/optim/, or an optimizer that a plugin registers
+    lr: float  # largest learning rate (per step), reached after the warmup
+    weight_decay: float  # decoupled weight decay of the hidden matrices; embeddings, output layer, norms and biases have none
+    grad_clip: float  # largest norm of the gradient over all parameters; 0: no clipping
+    layer_decay: float  # lr of each layer divided by that of the layer above, in (0, 1]; 1: the same lr everywhere
 
     def __post_init__(self) -> None:
-        if self.name not in ("adamw", "muon"):
-            raise UserError("unknown optimizer", f"optimizer.name={self.name}", "choose adamw or muon")
         if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise UserError("a learning rate is a positive number", f"optimizer.lr={self.lr}", "choose e.g. 5e-4")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError("Adam takes two decay rates in [0, 1)", f"optimizer.betas={self.betas}", "give e.g. optimizer.betas=[0.9,0.95]")
-        if not (self.weight_decay >= 0 and self.grad_clip >= 0):
-            raise UserError(
-                "weight decay and clipping cannot be negative",
-                f"optimizer.weight_decay={self.weight_decay} optimizer.grad_clip={self.grad_clip}",
-                "choose 0 or more",
-            )
-        if not self.eps > 0:
-            raise UserError("eps keeps a division from failing", f"optimizer.eps={self.eps}", "choose e.g. 1e-8")
-        if not 0 <= self.momentum < 1:
-            raise UserError("momentum is a decay rate in [0, 1)", f"optimizer.momentum={self.momentum}", "choose e.g. 0.95")
+            raise UserError(f"optimizer.lr must be a positive number, got {self.lr}", f"optimizer.lr={self.lr}", "e.g. optimizer.lr=5e-4")
+        check_at_least("optimizer.weight_decay", self.weight_decay, 0, 0.1)
+        check_at_least("optimizer.grad_clip", self.grad_clip, 0, 1.0)
         if not 0 < self.layer_decay <= 1:
-            raise UserError("layer decay is a factor in (0, 1]", f"optimizer.layer_decay={self.layer_decay}", "1 gives every layer the same lr")
+            raise UserError(
+                f"optimizer.layer_decay must be in (0, 1], got {self.layer_decay}", f"optimizer.layer_decay={self.layer_decay}", "e.g. optimizer.layer_decay=0.9"
+            )
+
+    def build(self, groups: ParamGroups) -> list[Optimizer]:
+        """Return the torch optimizers that together update all groups. Their state must be tensors: it is saved by parameter name."""
+        raise NotImplementedError

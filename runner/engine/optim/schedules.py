@@ -1,50 +1,103 @@
-"""FIXME runner.engine.optim.schedules."""
+"""Section `schedule` of the config: the learning rate as a pure function of the step. One registered class per schedule."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from common.checks import check_at_least
 from common.errors import UserError
+from common.registry import Registry
 
-if TYPE_CHECKING:
-    pass
+SCHEDULES: Registry[type[ScheduleConfig]] = Registry("schedule", None)
+register_schedule = SCHEDULES.register
+
+
+def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of optimizer step `step` (from 0) out of `total`: linear warmup to `lr`, then the schedule."""
+    if step < schedule.warmup_steps:
+        return lr * (step + 1) / schedule.warmup_steps
+    return lr * schedule.lr_factor((step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
 
 
 @dataclass
 class ScheduleConfig:
-    name: str
-    warmup_steps: int
-    min_lr_ratio: float  # the last lr as a share of optimizer.lr
-    decay_fraction: float  # wsd: share of the steps spent going down
+    """Settings that every schedule has."""
+
+    ON_RESUME = "changes_training"
+
+    name: str  # cosine, linear, wsd, constant, or a schedule that a plugin registers
+    warmup_steps: int  # steps in which lr rises linearly to optimizer.lr; 0: none
 
     def __post_init__(self) -> None:
-        if self.name not in SCHEDULES:
-            raise UserError("unknown schedule", f"schedule.name={self.name}", f"choose one of {', '.join(SCHEDULES)}")
-        if self.warmup_steps < 0:
-            raise UserError("a count cannot be negative", f"schedule.warmup_steps={self.warmup_steps}", "choose 0 or more")
+        check_at_least("schedule.warmup_steps", self.warmup_steps, 0, 100)
+
+    def lr_factor(self, progress: float) -> float:
+        """Return lr / optimizer.lr after the share `progress` (in [0, 1]) of the steps that follow the warmup."""
+        raise NotImplementedError
+
+
+@register_schedule("constant")
+@dataclass
+class ConstantConfig(ScheduleConfig):
+    """lr stays at optimizer.lr."""
+
+    def lr_factor(self, progress: float) -> float:
+        return 1.0
+
+
+@dataclass
+class DecayConfig(ScheduleConfig):
+    """Schedules that go from 1 down to min_lr_ratio."""
+
+    min_lr_ratio: float  # last lr / optimizer.lr, in [0, 1]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.min_lr_ratio <= 1:
-            raise UserError("the last lr is a share of the first", f"schedule.min_lr_ratio={self.min_lr_ratio}", "choose a value in [0, 1]")
+            raise UserError(
+                f"schedule.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}", f"schedule.min_lr_ratio={self.min_lr_ratio}", "e.g. schedule.min_lr_ratio=0.1"
+            )
+
+    def lr_factor(self, progress: float) -> float:
+        return 1 - (1 - self.min_lr_ratio) * (1 - self.decay(progress))
+
+    def decay(self, progress: float) -> float:
+        """Return a value that goes from 1 to 0."""
+        raise NotImplementedError
+
+
+@register_schedule("cosine")
+@dataclass
+class CosineConfig(DecayConfig):
+    """Half a cosine (https://arxiv.org/abs/1608.03983). With min_lr_ratio=0.1: lr * (0.1 + 0.45 * (1 + cos(pi * t / T)))."""
+
+    def decay(self, progress: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@register_schedule("linear")
+@dataclass
+class LinearConfig(DecayConfig):
+    def decay(self, progress: float) -> float:
+        return 1 - progress
+
+
+@register_schedule("wsd")
+@dataclass
+class WsdConfig(DecayConfig):
+    """Warmup, stable, decay (https://arxiv.org/abs/2404.06395): constant, then linear in the last share of the steps."""
+
+    decay_fraction: float  # share of the steps in which lr goes down, in (0, 1]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.decay_fraction <= 1:
-            raise UserError("the decay takes a share of the steps", f"schedule.decay_fraction={self.decay_fraction}", "choose a value in (0, 1]")
+            raise UserError(
+                f"schedule.decay_fraction must be in (0, 1], got {self.decay_fraction}",
+                f"schedule.decay_fraction={self.decay_fraction}",
+                "e.g. schedule.decay_fraction=0.2",
+            )
 
-
-SCHEDULES = {
-    "cosine": lambda progress, decay: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress, decay: 1 - progress,
-    "wsd": lambda progress, decay: 1.0 if progress <= 1 - decay else (1 - progress) / decay,
-    "constant": lambda progress, decay: 1.0,
-}
-
-
-def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
-    """Learning rate of optimizer step `step` (from 0) out of `total`: linear warmup, then the schedule's shape.
-
-    Cosine without warmup and min_lr_ratio=0.1 is MiniMind's lr * (0.1 + 0.45 * (1 + cos(pi * t / T))).
-    """
-    if step < schedule.warmup_steps:
-        return lr * (step + 1) / schedule.warmup_steps
-    progress = (step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps)
-    shape = SCHEDULES[schedule.name](progress, schedule.decay_fraction)
-    return lr * (1 - (1 - schedule.min_lr_ratio) * (1 - shape))
+    def decay(self, progress: float) -> float:
+        return 1.0 if progress <= 1 - self.decay_fraction else (1 - progress) / self.decay_fraction

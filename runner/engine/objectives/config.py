@@ -1,0 +1,74 @@
+"""Section `stage` of the config: settings of all stages, and the registry of objectives.
+
+A stage is three choices: the data format, the objective, and which parameters are trained. An objective is one file: `kto.py` in this
+folder, or a module that the user names in `plugins=[...]`, with its settings and an Objective:
+
+    @register_objective("kto")
+    @dataclass
+    class KtoConfig(StageConfig):
+        beta: float  # deviation from the reference model
+
+        data_formats = ("preference",)
+        needs_reference = True
+
+        def build_objective(self, model: LanguageModel) -> Objective:
+            return Kto(self.beta, Reference.of(model, self.lora))
+
+conf/stage/kto.yaml sets objective: kto and its values; without such a file, every field has a default in the class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Optional
+
+from common.checks import check_choice
+from common.errors import UserError
+from common.registry import Registry
+from common.settings import setting
+from models.config import LoraConfig
+
+if TYPE_CHECKING:
+    from models.language_model import LanguageModel
+    from runner.engine.objectives.objective import Objective
+
+DATA_FORMATS = ("text", "chat", "preference")
+
+OBJECTIVES: Registry[type[StageConfig]] = Registry("stage.objective", "runner.engine.objectives", helpers=("config", "objective"))
+register_objective = OBJECTIVES.register
+
+
+@dataclass
+class StageConfig:
+    """Settings that every stage has."""
+
+    name: str  # name of the stage, for init_from=auto and reports
+    data_format: str  # format of the examples: text, chat or preference
+    objective: str  # a module of runner/engine/objectives/, or an objective that a plugin registers
+    lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
+    init_from_stage: Optional[str] = setting("ignored")  # init_from=auto takes the newest finished run of this stage; null: random weights
+
+    data_formats = DATA_FORMATS  # those that the objective reads
+    needs_reference = False  # the objective compares with the weights that the run starts from
+
+    def __post_init__(self) -> None:
+        check_choice("stage.data_format", self.data_format, DATA_FORMATS)
+        if self.data_format not in self.data_formats:
+            raise UserError(
+                f"stage.objective={self.objective} needs stage.data_format {' or '.join(self.data_formats)}, got {self.data_format}",
+                f"stage.data_format={self.data_format} stage.objective={self.objective}",
+                f"stage.data_format={self.data_formats[0]}, or choose another stage",
+            )
+
+    def build_objective(self, model: LanguageModel) -> Objective:
+        """`model` has its adapters already."""
+        raise NotImplementedError
+
+
+def prepare_stage(stage: StageConfig, model: LanguageModel) -> Objective:
+    """Add the stage's adapters to `model` in place, and return the objective to minimize."""
+    if stage.lora is not None:
+        from models.lora import add_lora
+
+        add_lora(model, stage.lora)
+    return stage.build_objective(model)
