@@ -19,7 +19,7 @@ from runner.engine.state import TrainState
 SMALL = [
     "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8", "model.intermediate_size=64",
     "model.max_position_embeddings=128", "data.max_length=64", "data.packing=none", "data.val_path=null", "data.val_fraction=0", "train.batch_size=4", "train.accumulation_steps=1", "train.epochs=1",
-    "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer=adamw", "optimizer.lr=1e-3", "stage.beta=0.1", "schedule.warmup_steps=0", "tracker.console=quiet",
+    "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer=adamw", "optimizer.lr=1e-3", "schedule.warmup_steps=0", "tracker.console=quiet",
     "init_from=scratch",
 ]  # fmt: skip
 WORDS = ["the", "lake", "of", "Oru", "lies", "north", "of", "the", "old", "mill", "where", "Tami", "keeps", "nine", "grey", "goats", "and", "sings"]
@@ -73,7 +73,7 @@ def composed(*words: str) -> Config:
 def make_run(tmp_path):
     torch.set_num_threads(1)
 
-    def make(stage: str, *words: str, folder: str = "run", rows: int = 36, attempt: int = 1) -> TrainState:
+    def make(stage: str, *words: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None) -> TrainState:
         where = tmp_path / folder
         where.mkdir(exist_ok=True)
         cfg = copy.deepcopy(composed(*small(stage), "data.path=here", "data.cache=here", *words))
@@ -81,7 +81,8 @@ def make_run(tmp_path):
             cfg.data.cache = str(tmp_path / "cache")
         if cfg.data.path == "here":
             cfg.data.path = str(written(tmp_path, stage, rows))
-        return build_run(cfg, where, attempt=attempt, update_metadata=lambda **facts: None)
+        fields = {} if metadata is None else metadata
+        return build_run(cfg, where, attempt=attempt, update_metadata=lambda **changes: fields.update(changes))
 
     return make
 
@@ -94,7 +95,7 @@ def on_ranks(tmp_path):
     def train(size: int, trainings: list[dict]) -> None:
         groups.append(size)
         meeting = f"file://{tmp_path / f'meeting{len(groups)}'}"
-        common = {**os.environ, "WORLD_SIZE": str(size), "RUNNER_MEETING": meeting, "OMP_NUM_THREADS": "1"}
+        common = {**os.environ, "WORLD_SIZE": str(size), "RUNNER_RENDEZVOUS": meeting, "OMP_NUM_THREADS": "1"}
         (plan := tmp_path / f"plan{len(groups)}.json").write_text(json.dumps(trainings))
         command = [sys.executable, str(Path(__file__).parent / "engine" / "rank_script.py"), str(plan)]
         ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
