@@ -9,6 +9,8 @@ incompatible      refused: it would be another run
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -40,3 +42,12 @@ def resume_rules(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from resume_rules(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, field.metadata.get("on_resume", default)
+
+
+def field_comments(config_class: type) -> dict[str, str]:
+    """Return the trailing comment of each field's line, which describes the setting, with the fields of base classes."""
+    comments: dict[str, str] = {}
+    for cls in reversed(config_class.__mro__):
+        if "__dataclass_fields__" in vars(cls):
+            comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.MULTILINE))
+    return comments

@@ -3,24 +3,11 @@
 import os
 import sys
 
-if not __package__:  # run by path: Python put runner/ first on the path, the repo root belongs there
+if not __package__:  # started by path: replace runner/ on sys.path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-import hydra
-from omegaconf import DictConfig
-
-from runner.cli.subcommand import reporting_user_errors, run_subcommand, to_schema
-from runner.config.compose import HYDRA_VERSION_BASE
-from runner.reporting import leaderboard
-
-
-@hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="report")
-def main(tree: DictConfig) -> None:
-    with reporting_user_errors():
-        folder = leaderboard.resolve_sweep(to_schema(tree, leaderboard.ReportConfig).sweep)
-        leaderboard.update_report(folder)
-        print(f"{leaderboard.leaderboard_text(folder)}\n\npage: {folder / leaderboard.REPORT_FILE}\ntable: {folder / leaderboard.LEADERBOARD_FILE}")
-
+from runner.cli.subcommand import run_subcommand
+from runner.reporting.leaderboard import ReportConfig, print_report
 
 if __name__ == "__main__":
-    run_subcommand(main, leaderboard.ReportConfig, free=("sweep",))
+    run_subcommand("report", ReportConfig, print_report)

@@ -1,86 +1,119 @@
-"""The help pages. Written without Hydra, so that they are there at once."""
+"""The pages of --help, from the docstrings of the commands, the YAML files and the comments of the settings' dataclasses."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
 
-from common.paths import CONF_DIR
-from runner.config.schema import config_groups
+import yaml
 
-COMMANDS = (
-    ("train.py", "train; also every sweep and every relaunch"),
-    ("rows.py", "see rows as the model will see them:  stage=sft n=3"),
-    ("chat.py", "talk to a trained model:  run=last  prompt=\"...\""),
-    ("evaluate.py", "loss, perplexity, exact match on a file:  run=last data.path=FILE"),
-    ("report.py", "which point of a sweep won:  sweep=last"),
-    ("tokenizer.py", "train a byte-level BPE tokenizer:  path=[FILE,...] to=DIR"),
-)  # fmt: skip
-COMMON_SETTINGS = (  # a stage, a model or an experiment has values of its own: none is given here as if it were the default
-    ("data.path=FILE", "what to train on"),
-    ("data.max_length=N", "tokens of a row, and of a packed window, e.g. 512"),
-    ("data.packing=KIND", "best_fit: several rows in a window; none: every row a line of its own"),
-    ("train.batch_size=N", "lines of a micro-batch: windows, or rows where nothing is packed"),
-    ("train.accumulation_steps=N", "micro-batches of an optimizer step, e.g. 8"),
-    ("train.epochs=N", "times through the data, e.g. 2 ..."),
-    ("train.max_steps=N", "... or exactly this many optimizer steps, e.g. 1000; 0: what the epochs hold"),
-    ("train.eval_every=N", "steps between evaluations, e.g. 100; likewise save_every, sample_every; 0: never"),
-    ("optimizer.lr=X", "highest learning rate, e.g. 5e-4"),
-    ("distributed.nproc=N", "processes that train together, with distributed=ddp or fsdp; auto: one for each GPU"),
-    ("init_from=DIR", "where the first weights come from: auto, scratch, or a folder with weights"),
-    ("resume=DIR", "continue a run, to the bit; resume=last the newest"),
-    ("hydra.run.dir=DIR", "where the run goes"),
-)
+from common.paths import CONF_DIR, REPO_ROOT, command_line
+from common.settings import field_comments
+from runner.config.schema import config_groups, strip_optional
+from runner.engine.config import Config
+
+COMMON_SETTINGS = {  # key: placeholder of its value
+    "data.path": "FILE",
+    "data.max_length": "N",
+    "data.packing": "KIND",
+    "train.batch_size": "N",
+    "train.accumulation_steps": "N",
+    "train.epochs": "N",
+    "train.max_steps": "N",
+    "train.eval_every": "N",
+    "optimizer.lr": "X",
+    "distributed.nproc": "N",
+    "init_from": "DIR",
+    "resume": "DIR",
+    "plugins": "[MODULE]",
+}
 EXAMPLES = (
     "python runner/train.py",
     "python runner/train.py stage=sft precision=bf16",
     "python runner/train.py --multirun optimizer.lr=1e-4,5e-4 train.accumulation_steps=1,4",
     "torchrun --nproc-per-node=2 runner/train.py distributed=ddp",
     "python runner/train.py experiment=minimind_pretrain data.path=my.jsonl",
+    "python runner/train.py --config-dir my_conf model=my_model",
     "python runner/train.py stage=dpo --cfg job",
 )
+TRAIN_FLAGS = (
+    ("--multirun, -m", "train once with each combination of comma-separated values"),
+    ("--config-dir DIR", "add the config groups in DIR, e.g. DIR/model/my_model.yaml"),
+    ("--cfg job", "print the composed config and exit"),
+    ("--hydra-help", "print Hydra's own flags"),
+)
+SUBCOMMAND_FLAGS = (("--cfg job", "print the settings with their values and exit"), ("--hydra-help", "print Hydra's own flags"))
 
 
-def train_help() -> str:
-    options = [(f"{name}=", " ".join(files)) for name, files in config_groups().items()]
-    return "\n\n".join(
-        [
-            "Train a small language model: python runner/train.py [group=option ...] [key=value ...]",
-            _two_columns("Commands (each has its own --help)", COMMANDS),
-            _two_columns("Groups", options),
-            _two_columns("Words used most (all of them, with their values: --cfg job)", COMMON_SETTINGS),
-            "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
-            "Flags\n  --multirun, -m   every combination of comma-separated values\n  --cfg job        print the composed config and leave\n  --hydra-help     Hydra's own flags",
-        ]
-    )
+def command_docs() -> dict[str, str]:
+    """Return the docstring of each command: every file in runner/ is one."""
+    files = sorted(file for file in (REPO_ROOT / "runner").glob("*.py") if file.stem != "__init__")
+    return {file.stem: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "" for file in files}
 
 
-FLAGS_HELP = "Flags\n  --cfg job        print the words with their values and leave\n  --hydra-help     Hydra's own flags"
+def train_help(config_dirs: Sequence[Path]) -> str:
+    """Return the page of train.py; `config_dirs` hold the config groups."""
+    comments = _comments(Config)
+    settings = [(f"{key}={value}", comments.get(key, "")) for key, value in COMMON_SETTINGS.items()]
+    pages = [
+        "Train a small language model: python runner/train.py [group=option ...] [key=value ...]",
+        _two_columns("Commands (each has its own --help)", [(f"{name}.py", doc.partition(": `")[0].partition("\n")[0]) for name, doc in command_docs().items()]),
+        _two_columns("Config groups", [(f"{name}=", " ".join(options)) for name, options in config_groups(*config_dirs).items()]),
+        _two_columns("Most-used settings (all of them, with their values: --cfg job)", [*settings, ("hydra.run.dir=DIR", "run directory")]),
+        "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
+        _two_columns("Flags", TRAIN_FLAGS),
+    ]
+    return _with_typed_commands("\n\n".join(pages))
 
 
-def subcommand_help(name: str, about: str, flags: str = FLAGS_HELP) -> str:
-    """The page of a small command: its docstring, and the words of conf/<name>.yaml with their values and comments."""
-    title = "Words, as they stand when they are not given; one with ... has to be given"
-    return "\n\n".join(
-        [
-            about.strip().replace("`", ""),
-            _two_columns(title, [(f"{word}={'...' if value == '???' else value}", comment) for word, value, comment in _settings(name)]),
-            flags,
-        ]
-    )
+def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
+    """Return the page of a command beside train.py: its docstring, and its settings with their default values and comments."""
+    comments = _comments(schema)
+    settings = [(f"{key}={'...' if value == '???' else _as_typed(value)}", comments.get(key, "")) for key, value in default_settings(name).items()]
+    flags = "Every setting of train.py may be given, too: python runner/train.py --help" if with_train_config else _two_columns("Flags", SUBCOMMAND_FLAGS)
+    pages = [command_docs()[name].replace("`", ""), _two_columns("Settings and their defaults; one with ... must be given", settings), flags]
+    return _with_typed_commands("\n\n".join(pages))
 
 
-def _settings(name: str) -> Iterator[tuple[str, str, str]]:
-    """(word, value, comment) of each line of a flat conf file, or of one whose sections hold no sections."""
-    section = ""
-    text = (CONF_DIR / f"{name}.yaml").read_text(encoding="utf-8").partition("\nhydra:")[0]
-    for indent, word, value, comment in re.findall(r"^( *)(\w+):(?: ([^#\n]*\S))?(?: +# (.*))?$", text, re.MULTILINE):
-        if not indent:
-            section = "" if value else f"{word}."
-        if value:
-            yield f"{section}{word}", value, comment
+def default_settings(name: str) -> dict[str, Any]:
+    """Return the settings in conf/<name>.yaml by their dotted keys."""
+    tree = yaml.safe_load((CONF_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
+    return {key: value for key, value in _flatten(tree, "") if not key.startswith(("defaults", "hydra."))}
 
 
-def _two_columns(title: str, lines: Sequence[tuple[str, str]]) -> str:
-    width = max(len(name) for name, _ in lines)
-    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in lines)
+def _flatten(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _comments(config_class: type, prefix: str = "") -> dict[str, str]:
+    """Return the comments of all settings below `config_class` by their dotted keys."""
+    comments = {prefix + name: comment for name, comment in field_comments(config_class).items()}
+    for name, kind in typing.get_type_hints(config_class).items():
+        if is_dataclass(inner := strip_optional(kind)):
+            comments |= _comments(typing.cast(type, inner), f"{prefix}{name}.")
+    return comments
+
+
+def _as_typed(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _with_typed_commands(page: str) -> str:
+    """Return the page with the commands as the user types them: `lm-train` instead of `python runner/train.py` where the wheel is installed."""
+    return re.sub(r"python runner/(\w+)\.py", lambda match: shlex.join(command_line(match[1])), page)
+
+
+def _two_columns(title: str, lines: Iterable[tuple[str, str]]) -> str:
+    rows = list(lines)
+    width = max(len(name) for name, _ in rows)
+    return f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}".rstrip() for name, text in rows)

@@ -19,6 +19,7 @@ from runner.cli.exit import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.overrides import config_dirs
 from runner.config.overrides import SEARCHPATH_KEY, key_of
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
@@ -29,12 +30,12 @@ from runner.run_dir.resume import complete_hydra_dir
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
 
-def run_hydra(task: Callable[[DictConfig], Any], typed: list[str], flags: list[str], config_dir: Path | None = None) -> Any:
+def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], config_dir: Path | None = None, config_name: str = "config") -> Any:
     """Compose the overrides `typed` with Hydra and call `task` in a run directory; with --multirun call the sweeper instead.
 
-    `flags` are those of `parse_argv`; a flag that prints, such as --cfg, starts nothing. `config_dir` replaces conf/. Returns the result of the task.
+    `flags` are those of `parse_argv`; one that prints, such as --cfg, starts nothing. `config_dir` replaces conf/. Returns the result of the task.
     """
-    register_configs()
+    register_configs(config_dirs(typed, config_dir or CONF_DIR))
     naming.register_resolvers()
     conf = str(config_dir or CONF_DIR)
     if has_flag(flags, *PRINT_FLAGS):
@@ -43,14 +44,14 @@ def run_hydra(task: Callable[[DictConfig], Any], typed: list[str], flags: list[s
         args = parser.parse_args(flags)
         args.overrides = typed
         with translating_hydra_errors(typed):
-            return _run_hydra(args=args, args_parser=parser, task_function=task, config_path=conf, config_name="config")
+            return _run_hydra(args=args, args_parser=parser, task_function=task, config_path=conf, config_name=config_name)
     try:
         # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
         app = Hydra.create_main_hydra2("train", create_config_search_path(conf))
         if has_flag(flags, "--multirun"):
-            return app.multirun("config", task, [*typed, "hydra.mode=MULTIRUN"])
+            return app.multirun(config_name, task, [*typed, "hydra.mode=MULTIRUN"])
         with translating_hydra_errors(typed):
-            return app.run("config", task, [*typed, "hydra.mode=RUN"]).return_value
+            return app.run(config_name, task, [*typed, "hydra.mode=RUN"]).return_value
     finally:
         GlobalHydra.instance().clear()
 

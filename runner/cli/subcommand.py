@@ -1,4 +1,9 @@
-"""The small commands: one flat conf/<command>.yaml, no run folder, words checked and typed like those of a run."""
+"""The commands beside train.py: settings of their own in conf/<name>.yaml, and no run directory.
+
+A command is a file in runner/ whose docstring begins with what it does and a line that runs, a YAML file in conf/, and a dataclass:
+
+    run_subcommand("chat", ChatConfig, chat)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -14,108 +18,114 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import UserError, did_you_mean, is_user_error, report_user_error
-from common.paths import outputs_dir
-from runner.cli import help
-from runner.config.compose import register_configs
-from runner.config.flags import split_argv
-from runner.config.overrides import hydra_quote
+from common.errors import UserError, did_you_mean
+from common.plugins import import_plugins
+from runner.cli import help, hydra_app
+from runner.cli.exit import exiting_with_code
+from runner.config import overrides
+from runner.config.compose import compose_command, compose_config
+from runner.config.flags import flag_value, has_flag, parse_argv
+from runner.config.schema import config_groups, config_schema
 from runner.engine.device.cpu import set_passive_omp_wait
-from runner.run_dir.naming import find_runs
+from runner.tracking.progress import ignore_broken_pipe
 
 T = TypeVar("T")
 
 
-def run_subcommand(main: Callable[[], Any], schema: type, free: tuple[str, ...]) -> None:
-    """Check the words of this command line, then hand it to Hydra. The values of `free` are taken as they are typed."""
+def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False, argv: list[str] | None = None) -> None:
+    """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
+
+    Exits with the code of common/exit_codes.py unless the action returns.
+    """
     set_passive_omp_wait()
-    register_configs()
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        module = sys.modules[main.__module__]
-        return print(help.subcommand_help(Path(str(module.__file__)).stem, module.__doc__ or ""))
-    sys.argv[1:] = quote_free_text(sys.argv[1:], free, tuple(word for word, kind in value_kinds(schema).items() if kind == "list"))
-    with reporting_user_errors():
-        for word in split_argv(sys.argv[1:])[0]:
-            _check_override(word, schema)
-        main()
-
-
-class reporting_user_errors:
-    """A refusal ends the program in three lines and with its exit code, before Hydra makes a traceback of it."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and is_user_error(error):
-            sys.exit(report_user_error(error))
+    ignore_broken_pipe()
+    kinds = value_kinds(schema)
+    switches = {f"--{key}": f"{key}=true" for key, kind in kinds.items() if kind == "bool"}
+    argv = [switches.get(arg, arg) for arg in (sys.argv[1:] if argv is None else argv)]
+    with exiting_with_code():
+        typed, flags = parse_argv(argv, [*kinds, *(_train_settings() if with_train_config else [])])
+        if has_flag(flags, "--help"):
+            return print(help.subcommand_help(name, schema, with_train_config))
+        own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
+        others = overrides.add_config_dir([override for override in typed if overrides.key_of(override) not in kinds], flag_value(flags, "--config-dir"))
+        flags = [flag for flag in flags if not flag.startswith("--config-dir=")]
+        import_plugins(overrides.plugins_of(others))
+        if not with_train_config and has_flag(flags, *hydra_app.PRINT_FLAGS):
+            return hydra_app.run_hydra(action, [*own, *others], flags, config_name=name)
+        if flags:
+            raise UserError(f"{name}.py has no flag {flags[0]}", flags[0], "--help lists the settings and flags")
+        for override in own:
+            _check_override(override, kinds)
+        if with_train_config:
+            return action(to_schema(compose_command(name, own), schema), compose_config(_train_overrides(others)))
+        if unknown := next((override for override in others if overrides.key_of(override) not in (overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY)), None):
+            key = overrides.key_of(unknown)
+            overrides.check_not_renamed(key, unknown.partition("=")[2])
+            raise UserError(f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}"))
+        action(to_schema(compose_command(name, own), schema))
 
 
 def to_schema(tree: DictConfig, schema: type[T]) -> T:
-    """Hydra's tree as `schema`, whose own checks run here."""
+    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError."""
     if missing := sorted(OmegaConf.missing_keys(tree)):
-        raise UserError("this word has no value yet", missing[0], f"add {missing[0]}=<value>")
+        raise UserError(f"{missing[0]} has no value", missing[0], f"{missing[0]}=<value>")
     try:
         return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree)))
     except OmegaConfBaseException as error:
-        word = (getattr(error, "full_key", None) or "?").partition("[")[0]
-        raise UserError(str(error).splitlines()[0], word, f"give it as {value_kinds(schema).get(word, 'conf/ does')}") from error
+        key = (getattr(error, "full_key", None) or "?").partition("[")[0]
+        raise UserError(str(error).splitlines()[0], key, f"{key} must be of type {value_kinds(schema).get(key, '?')}") from error
 
 
-def resolve_model_run(run: str) -> Path:
-    """The folder meant by `run=`; `last` is the run whose model was finished last."""
-    if run != "last":
-        return Path(run)
-    finished = [folder / "model" for folder in find_runs(outputs_dir()) if (folder / "model").is_dir()]
-    if not finished:
-        raise UserError("no run has finished a model yet", "run=last", "train one: python runner/train.py")
-    return max(finished, key=lambda model: model.stat().st_mtime).parent
+def quote_free_text(typed: list[str], kinds: dict[str, str]) -> list[str]:
+    """Return the overrides with quoted values of text settings: Hydra's grammar refuses the comma in `yes, but` and the quote in `what's`.
 
-
-def quote_free_text(arguments: list[str], words: tuple[str, ...], lists: tuple[str, ...] = ()) -> list[str]:
-    """The same arguments with the values of `words` quoted: Hydra would stumble over the comma in "yes, but" and the quote in "what's".
-
-    `word=null` stays null. A word of `lists` may be given one value for a list of one; a value in brackets is a list already.
+    `key=null` stays null. A list setting may be given one value for a list of one; a value in brackets is a list already.
     """
-    return [_quote_free_text(argument, lists) if argument.partition("=")[0] in words else argument for argument in arguments]
+    return [_quote(override, kinds.get(override.partition("=")[0], "")) for override in typed]
 
 
-def _quote_free_text(argument: str, lists: tuple[str, ...]) -> str:
-    word, equals, value = argument.partition("=")
-    if not equals or value == "null":
-        return argument
-    if word not in lists:
-        return f"{word}={hydra_quote(value)}"
-    return argument if value.startswith("[") and value.endswith("]") else f"{word}=[{hydra_quote(value)}]"
+def _quote(override: str, kind: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals or value == "null" or kind not in ("str", "list"):
+        return override
+    if kind == "str":
+        return f"{key}={overrides.hydra_quote(value)}"
+    return override if value.startswith("[") and value.endswith("]") else f"{key}=[{overrides.hydra_quote(value)}]"
 
 
-def _check_override(word: str, schema: type) -> None:
-    name, equals, _ = word.partition("=")
-    if name.startswith(("hydra.", "hydra/")):
-        return
-    if not equals:
-        raise UserError("a word needs a value", word, f"write {word}=<value>")
-    if name not in value_kinds(schema):
-        raise UserError("no such word", name, did_you_mean(name, value_kinds(schema), f"the words are {', '.join(value_kinds(schema))}"))
+def _check_override(override: str, kinds: dict[str, str]) -> None:
+    key, equals, _ = override.partition("=")
+    if not equals or override[0] in "+~":
+        raise UserError("a setting is given as key=value", override, f"{overrides.key_of(override)}=<value>")
     try:
-        override = OverridesParser.create().parse_override(word)
+        parsed = OverridesParser.create().parse_override(override)
     except HydraException as error:
-        raise UserError("this value cannot be read", word, f"put quotes around it, around each part of a list: '{name}=[\"what's, new\"]'") from error
-    if override.is_sweep_override():
-        raise UserError(
-            "several values where one is meant",
-            word,
-            f"call the command once for each{', or write a list: [a,b]' if value_kinds(schema)[name] == 'list' else ''}",
-        )
+        raise UserError("this value cannot be parsed", override, f"quote it, in a list each item: '{key}=[\"what's, new\"]'") from error
+    if parsed.is_sweep_override():
+        fix = f"call the command once for each{', or write a list: [a,b]' if kinds[key] == 'list' else ''}"
+        raise UserError(f"{key} takes one value", override, fix)
+
+
+def _train_settings() -> list[str]:
+    return [*config_schema(), *config_groups()]
+
+
+def _train_overrides(typed: list[str]) -> list[str]:
+    for override in typed:
+        if override.startswith("resume=") and override != "resume=null":
+            raise UserError("this command does not resume a run", override, "give the overrides of the run: its .hydra/overrides.yaml lists them")
+    return overrides.absolutize_paths(typed)
 
 
 def value_kinds(schema: type) -> dict[str, str]:
-    """Every dotted word that takes a value, and what kind of value."""
+    """Return the type of every setting by its dotted key: str, int, float, bool or list."""
     return dict(_iter_kinds(schema, ""))
 
 
 def _iter_kinds(section: type, prefix: str) -> Iterator[tuple[str, str]]:
     for name, kind in typing.get_type_hints(section).items():
-        if dataclasses.is_dataclass(kind):
-            yield from _iter_kinds(typing.cast(type, kind), f"{prefix}{name}.")
+        inner = next((part for part in typing.get_args(kind) if part is not type(None)), kind) if type(None) in typing.get_args(kind) else kind
+        if dataclasses.is_dataclass(inner):
+            yield from _iter_kinds(typing.cast(type, inner), f"{prefix}{name}.")
         else:
-            yield prefix + name, getattr(kind, "__name__", str(kind))
+            yield prefix + name, getattr(typing.get_origin(inner) or inner, "__name__", str(inner))

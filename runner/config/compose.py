@@ -70,6 +70,13 @@ def compose_tree(typed: list[str], conf: Path = CONF_DIR) -> DictConfig:
         return hydra_compose("config", overrides=typed, return_hydra_config=True)
 
 
+def compose_command(name: str, typed: list[str]) -> DictConfig:
+    """Return the settings of a command beside train.py: those of conf/<name>.yaml with the overrides `typed`."""
+    register_configs()
+    with composing_from(CONF_DIR):
+        return hydra_compose(name, overrides=typed)
+
+
 @contextmanager
 def composing_from(conf: Path) -> Iterator[None]:
     """Initialise Hydra with the config folder `conf`, also inside a run or sweep where it is initialised already."""

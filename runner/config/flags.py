@@ -27,6 +27,7 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
     args, unknown = parser.parse_known_intermixed_args(argv)
     for flag in unknown:
         name, _, value = flag.lstrip("-").partition("=")
+        value = value or next((arg for arg in argv[argv.index(flag) + 1 :][:1] if "=" not in arg and not arg.startswith("-")), "")  # --epochs 3
         key = next((key for key in settings if name.replace("-", "_") in (key, key.rsplit(".", 1)[-1])), None)
         if key and flag.startswith("--"):
             raise UserError(f"{flag} is not a flag; settings are given without dashes", flag, f"{key}={value or '<value>'}")

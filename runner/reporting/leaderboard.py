@@ -32,6 +32,13 @@ def update_report(folder: Path) -> None:
     write_atomic_file(folder / REPORT_FILE, sweep_page(sweep).encode("utf-8", "backslashreplace"))
 
 
+def print_report(cfg: ReportConfig) -> None:
+    """Update the report of a sweep and print its leaderboard."""
+    folder = resolve_sweep(cfg.sweep)
+    update_report(folder)
+    print(f"{leaderboard_text(folder)}\n\npage: {folder / REPORT_FILE}\ntable: {folder / LEADERBOARD_FILE}")
+
+
 def resolve_sweep(name: str) -> Path:
     """Return the sweep directory which is, or contains, the path `name`; the newest one for `last`."""
     if name == "last":

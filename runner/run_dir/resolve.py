@@ -37,6 +37,16 @@ def resolve_run(name: str) -> Path:
     return folder
 
 
+def resolve_model_run(name: str) -> Path:
+    """Return the directory of `run=name`; `last` is the run whose model was completed last."""
+    if name != "last":
+        return Path(name)
+    models = [folder / "model" for folder in find_runs(outputs_dir()) if (folder / "model").is_dir()]
+    if not models:
+        raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
+    return max(models, key=lambda model: model.stat().st_mtime).parent
+
+
 def enclosing_run(path: Path) -> Path | None:
     """Return the innermost run or sweep directory that is `path` or contains it."""
     return next((folder for folder in (path, *path.parents) if (folder / RUN_FILE).is_file() or is_sweep_dir(folder)), None)
