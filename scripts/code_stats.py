@@ -102,27 +102,27 @@ def parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), str(file))
 
 
-def imported_modules(root: Path, file: Path, modules: set[str]) -> Iterator[str]:
-    """Modules of `modules` that a file imports anywhere: at the top, in functions, under TYPE_CHECKING, or relative."""
+def imported_names(root: Path, file: Path) -> Iterator[str]:
+    """Dotted names that a file imports anywhere: at the top, in functions, under TYPE_CHECKING, or relative. `from a import b` gives `a.b`."""
     own = module_name(root, file)
     package = own if file.stem == "__init__" else own.rpartition(".")[0]
-    prefixes = ("", f"{package}.") if own.startswith(TOOLS) else ("",)  # a script imports its neighbours by bare name
     for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
-            names = [(alias.name, alias.name) for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
-            names = [(f"{base}.{alias.name}", base) for alias in node.names]
-        else:
-            continue
-        for candidates in names:
-            for prefix in prefixes:
-                if target := next((prefix + name for name in candidates if prefix + name in modules), None):
-                    yield target
-                    break
+            parents = package.split(".")
+            base = ".".join([*(parents[: len(parents) - node.level + 1] if node.level else []), *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def imported_modules(root: Path, file: Path, modules: set[str]) -> Iterator[str]:
+    """Modules of `modules` that a file imports anywhere."""
+    tool = module_name(root, file).partition(".")[0]
+    folders = ("", f"{tool}.") if tool in TOOLS else ("",)  # a script imports its neighbours by bare name
+    for name in imported_names(root, file):
+        candidates = (folder + part for folder in folders for part in (name, name.rpartition(".")[0]))
+        if module := next((candidate for candidate in candidates if candidate in modules), None):
+            yield module
 
 
 def import_graph(root: Path, packages: tuple[str, ...] = PRODUCT + TOOLS) -> dict[str, set[str]]:

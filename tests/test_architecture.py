@@ -1,147 +1,273 @@
-"""Which room may know what. The rules are read off the source, so that a line in the wrong room fails today and not in a year."""
+"""Architecture of the source: which folder may import which, what may be imported from outside, and that nothing that is read from a file is executed.
+
+`python tests/test_architecture.py` prints the violations of all rules.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(file for package in ("runner", "models", "data") for file in (ROOT / package).rglob("*.py"))
-COMMANDS = [file for file in FILES if file.parent == ROOT / "runner" and file.stem != "__init__"]
-ENGINE, LAUNCH, TRAINED = ([file for file in FILES if file.parent == ROOT / "runner" / room] for room in ("engine", "launch", "trained"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
-# What these two rooms may import beside Python's own modules and themselves.
-OUTSIDE = {"models": {"torch", "safetensors"}, "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets"}}
-# A file of the engine imports files of lower layers only. One that is not named here stands on the ground: it imports no other file of the engine.
-LAYERS = [
-    {"optim", "track", "durable"},
-    {"precision"},
-    {"objective"},
-    {"stage", "found"},
-    {"config"},
-    {"identity", "feed"},
-    {"run"},
-    {"build"},
-    {"checkpoint", "judging", "settle"},
-    {"export"},
-    {"loop"},
-    {"verify"},
-]
+import code_stats  # noqa: E402  (a script of this checkout)
+from code_stats import imported_names, module_name, parse  # noqa: E402
+
+# A folder imports folders of lower lines. In a line, `a | b` do not import each other, and `a > b`: only a imports b.
+# The modules of a folder without a line of their own belong to that folder.
+LAYERS = """
+runner
+runner.cli
+hydra_plugins.lm_runner
+runner.sweep > runner.sweep.backends
+runner.launch | runner.reporting
+runner.run_dir
+runner.config
+runner.inference
+runner.engine
+runner.engine.objectives | runner.engine.optim > runner.engine.device
+runner.checkpoint | runner.tracking.trackers > runner.tracking
+data.batching > data.store > data.tokenize > data.config > data.schemas > data.sources > data | models.formats > models > models.families > models.layers
+common
+"""
+# Packages besides the standard library that a folder and the folders below it may import.
+THIRD_PARTY = {
+    "runner": {"hydra", "omegaconf"},  # the commands
+    "runner.cli": {"hydra", "omegaconf"},
+    "hydra_plugins": {"hydra"},
+    "runner.sweep": {"hydra", "omegaconf", "yaml", "optuna"},
+    "runner.sweep.backends": {"submitit", "ray"},
+    "runner.launch": {"torch"},
+    "runner.reporting": {"jinja2", "markupsafe", "yaml"},
+    "runner.run_dir": {"yaml"},
+    "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
+    "runner.config": {"hydra", "omegaconf"},
+    "runner.inference": {"torch", "numpy", "rich", "yaml"},
+    "runner.engine": {"torch", "numpy"},
+    "runner.checkpoint": {"torch", "numpy", "safetensors"},
+    "runner.tracking": {"rich"},
+    "runner.tracking.trackers": {"swanlab"},
+    "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub"},
+    "models": {"torch", "safetensors", "transformers"},
+    "common": set(),
+}
+DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed
+NOT_SETTINGS = {"EncodingConfig"}  # not a section of the config
+HEAVY = {"torch", "transformers", "swanlab"}  # a command refuses settings before it imports these
+
 EXECUTES = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 UNPICKLES = {"dill", "cloudpickle", "joblib", "marshal", "shelve"}
+PIPE_PICKLES = {"data.store.workers"}  # exchanges pickles with its own child processes through pipes; none is read from a disk
+IMPORTS_BY_NAME = {  # modules that import a module whose name is not written there
+    "common.plugins",  # the value of plugins=, typed by the user
+    "common.registry",  # modules of a package of this checkout
+    "data.schemas",  # its own modules
+    "data.store.workers",  # the module of a schema, sent by the parent process
+    "lm_runner",  # the commands of this checkout
+}
+
+
+def source_files() -> list[Path]:
+    return code_stats.python_files(ROOT, (*code_stats.PRODUCT, "lm_runner"))
+
+
+def command_files() -> list[Path]:
+    return [file for file in source_files() if file.parent == ROOT / "runner" and file.stem != "__init__"]
+
+
+def is_inside(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def layers() -> dict[str, tuple[int, int, int]]:
+    """Folder -> (line, column between `|`, position between `>`)."""
+    table = {}
+    for number, line in enumerate(LAYERS.strip().splitlines()):
+        for column, chain in enumerate(line.split(" | ")):
+            table |= {name: (number, column, position) for position, name in enumerate(chain.split(" > "))}
+    return table
+
+
+def folder_of(module: str, table: dict) -> str | None:
+    """The longest entry of `table` that contains the module."""
+    return max((name for name in table if is_inside(module, name)), key=len, default=None)
 
 
 @cache
-def tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """(module:line, name of the function, call) of every call."""
+    return [
+        (f"{module_name(ROOT, file)}:{node.lineno}", ast.unparse(node.func), node)
+        for file in source_files()
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.Call)
+    ]
 
 
-def name_of(file: Path) -> str:
-    return ".".join(file.relative_to(ROOT).with_suffix("").parts)
+def keywords(call: ast.Call) -> dict[str, str]:
+    return {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
 
 
-def imports(file: Path) -> Iterator[str]:
-    """Every name a file imports, also inside functions and under TYPE_CHECKING: `from a import b` gives `a.b`."""
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name_of(file)}:{node.lineno} imports by dots; these tests read whole names"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+# --- layers -----------------------------------------------------------------------------------------------------------------------------------------
 
 
-def edges(files: list[Path]) -> Iterator[tuple[str, str]]:
-    return ((name_of(file), name) for file in files for name in imports(file))
+def forbidden_imports() -> list[str]:
+    table, found = layers(), []
+    for importer, targets in code_stats.import_graph(ROOT, code_stats.PRODUCT).items():
+        for target in sorted(targets):
+            above, below = folder_of(importer, table), folder_of(target, table)
+            if above is None or below is None:
+                found.append(f"{importer} or {target} is in no line of LAYERS")
+            elif above != below:
+                line, column, position = table[above]
+                other_line, other_column, other_position = table[below]
+                if other_line < line or (other_line == line and (other_column != column or other_position < position)):
+                    found.append(f"{importer} imports {target}: {above} must not import {below}")
+    return found
 
 
-def calls() -> Iterator[tuple[str, str, dict[str, str]]]:
-    """(where, what is called, its keywords) of every call."""
-    for file in FILES:
-        for node in ast.walk(tree(file)):
-            if isinstance(node, ast.Call):
-                yield f"{name_of(file)}:{node.lineno}", ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords if word.arg}
+def forbidden_packages() -> list[str]:
+    internal = {*code_stats.PRODUCT, "lm_runner", *sys.stdlib_module_names}
+    found = []
+    for file in source_files():
+        module = module_name(ROOT, file)
+        allowed = THIRD_PARTY.get(folder_of(module, THIRD_PARTY) or "", set())
+        found += [f"{module} imports {name}" for name in imported_names(ROOT, file) if name.partition(".")[0] not in allowed | internal]
+        if not is_inside(module, DISTRIBUTED):
+            attributes = [node for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute) and node.attr == "distributed"]
+            names = [*imported_names(ROOT, file), *map(ast.unparse, attributes)]
+            found += [f"{module} uses {name}: only {DISTRIBUTED} does" for name in names if is_inside(name, "torch.distributed")]
+    return sorted(set(found))
 
 
-def package(name: str) -> str:
-    return name.split(".")[0]
+def test_layers_import_lower_layers_only():
+    assert forbidden_imports() == []
 
 
-def layer(module: str) -> int:
-    return next((height for height, names in enumerate(LAYERS, start=1) if module in names), 0)
+def test_layers_name_every_folder_and_no_other():
+    folders = {module_name(ROOT, file / "__init__.py") for file in {file.parent for file in code_stats.python_files(ROOT)}}
+    assert folders == set(layers()) - {"data.config"}  # a module with a line of its own
 
 
-def test_models_and_data_know_neither_the_runner_nor_each_other():
-    for room, known in OUTSIDE.items():
-        files = [file for file in FILES if package(name_of(file)) == room]
-        assert [edge for edge in edges(files) if package(edge[1]) not in known | {room} | sys.stdlib_module_names] == []
+def test_third_party_packages_are_imported_only_where_allowed():
+    assert forbidden_packages() == []
 
 
-def test_the_engine_imports_downwards_only():
-    inner = [(file, name.split(".")[2]) for file, name in edges(ENGINE) if name.startswith("runner.engine.")]
-    assert [edge for edge in inner if layer(edge[1]) >= layer(edge[0].split(".")[2])] == []
+def test_modules_import_each_other_without_cycles():
+    assert code_stats.import_cycles(ROOT, code_stats.PRODUCT + code_stats.TOOLS) == []
 
 
-def test_the_engine_and_what_uses_a_trained_model_know_no_launch():
-    assert [edge for edge in edges(ENGINE) if package(edge[1]) == "runner" and not edge[1].startswith("runner.engine.")] == []
-    assert [edge for edge in edges(TRAINED) if package(edge[1]) == "runner" and not edge[1].startswith(("runner.engine.", "runner.trained."))] == []
+def test_lm_runner_package_imports_the_standard_library_only():
+    files = code_stats.python_files(ROOT, ("lm_runner",))
+    assert {name.partition(".")[0] for file in files for name in imported_names(ROOT, file)} <= {*sys.stdlib_module_names, "lm_runner"}
 
 
-def test_only_the_launch_and_the_commands_know_hydra():
-    assert [
-        edge for edge in edges(FILES) if package(edge[1]) in ("hydra", "omegaconf") and ROOT / (edge[0].replace(".", "/") + ".py") not in LAUNCH + COMMANDS
-    ] == []
+def test_folders_describe_themselves_and_have_at_most_ten_files():
+    packages = [file for file in code_stats.python_files(ROOT) if file.stem == "__init__"]
+    assert [module_name(ROOT, file) for file in packages if not ast.get_docstring(parse(file))] == []
+    assert [name for name, count in code_stats.files_per_folder(ROOT).items() if count > code_stats.MAX_FILES_PER_FOLDER] == []
+    without_init = {file.parent for file in code_stats.python_files(ROOT)} - {file.parent for file in packages}
+    assert without_init == set()
 
 
-def test_only_one_file_knows_torch_distributed():
-    here = "runner.engine.device.distributed"
-    assert [edge for edge in edges(FILES) if edge[1].startswith("torch.distributed") and edge[0] != here] == []
-    assert [where for where, function, _ in calls() if function.startswith("torch.distributed") and not where.startswith(here)] == []
+# --- commands ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_imports_a_command_and_a_command_defines_no_class():
-    """Run by its path a command is __main__; imported as well, what it defines would exist twice."""
-    commands = {name_of(command) for command in COMMANDS}
-    assert [edge for edge in edges(FILES) if commands & {edge[1], edge[1].rpartition(".")[0]}] == []
-    assert [name_of(command) for command in COMMANDS if any(isinstance(node, ast.ClassDef) for node in ast.walk(tree(command)))] == []
+def test_commands_are_not_imported_and_define_no_class():
+    """A command started by its path is the module __main__; imported as well, its classes would exist twice."""
+    commands = {module_name(ROOT, file) for file in command_files()}
+    graph = code_stats.import_graph(ROOT, code_stats.PRODUCT)
+    assert [(module, target) for module, targets in graph.items() for target in targets & commands] == []
+    assert [file.name for file in command_files() if any(isinstance(node, ast.ClassDef) for node in ast.walk(parse(file)))] == []
 
 
-def test_a_command_begins_with_a_line_that_runs():
-    assert [name_of(command) for command in COMMANDS if f"`python runner/{command.name}" not in (ast.get_docstring(tree(command)) or "")] == []
+def test_commands_begin_with_a_command_line_that_runs():
+    assert [file.name for file in command_files() if f"`python runner/{file.name}" not in (ast.get_docstring(parse(file)) or "")] == []
 
 
-def test_nothing_that_is_read_is_executed():
-    assert [
-        edge
-        for edge in edges(FILES)
-        if package(edge[1]) in UNPICKLES or edge[1] in ("torch.load", "yaml.load", "hydra.utils.instantiate") or edge[1].startswith("pickle.")
-    ] == []
-    # data/store/workers.py talks to its own children over pipes of its own; nothing on a disk is ever unpickled.
-    others = [file for file in FILES if name_of(file) != "data.pool"]
-    pickle = [ast.unparse(node) for file in others for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"]
-    assert set(pickle) <= {"pickle.UnpicklingError"}  # what torch.load(weights_only=True) raises may be caught
-    assert [(where, function) for where, function, _ in calls() if function in EXECUTES or function.endswith("instantiate")] == []
-    assert [where for where, function, words in calls() if function == "torch.load" and words.get("weights_only") != "True"] == []
-    assert [
-        where
-        for where, _, words in calls()
-        if words.get("shell", "False") != "False" or words.get("trust_remote_code", "False") != "False" or "allow_pickle" in words
-    ] == []
+def test_commands_refuse_settings_before_torch_is_imported():
+    folders = ("runner.cli", "runner.sweep", "runner.launch", "runner.reporting", "runner.run_dir", "runner.config", "hydra_plugins")
+    names = [module_name(ROOT, file) for file in [*source_files(), *command_files()]]
+    modules = {name for name in names if any(is_inside(name, folder) for folder in folders)} | {module_name(ROOT, file) for file in command_files()}
+    code = f"import sys, runner.engine.config, {', '.join(sorted(modules))}\nprint(sorted({HEAVY} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def settings_with_values() -> list[str]:
+    """Fields of config classes with a default. `setting(...)` without one only declares what a change means on resume."""
+    classes = [node for file in source_files() for node in ast.walk(parse(file)) if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
+    found = []
+    for node in classes:
+        for item in node.body:
+            value = item.value if isinstance(item, ast.AnnAssign) else None
+            is_rule = isinstance(value, ast.Call) and ast.unparse(value.func) == "setting" and not value.keywords
+            if value is not None and not is_rule and node.name not in NOT_SETTINGS:
+                found.append(f"{node.name}: {ast.unparse(item)}")
+    return found
+
+
+def test_config_classes_hold_no_values():
+    """The values are in conf/*.yaml only: in two places they would differ one day."""
+    assert settings_with_values() == []
+
+
+# --- nothing that is read is executed ---------------------------------------------------------------------------------------------------------------
+
+
+def test_code_imports_no_module_that_unpickles_or_executes():
+    names = [(module_name(ROOT, file), name) for file in source_files() for name in imported_names(ROOT, file)]
+    forbidden = {"torch.load", "yaml.load", "hydra.utils.instantiate"}
+    assert [edge for edge in names if edge[1].partition(".")[0] in UNPICKLES or edge[1] in forbidden or edge[1].startswith("pickle.")] == []
+
+
+def test_code_uses_pickle_only_between_processes_of_one_run():
+    files = [file for file in source_files() if module_name(ROOT, file) not in PIPE_PICKLES]
+    uses = {ast.unparse(node) for file in files for node in ast.walk(parse(file)) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle"}
+    assert uses <= {"pickle.UnpicklingError"}  # raised by torch.load(weights_only=True)
+
+
+def test_code_calls_nothing_that_executes_text_or_loads_code():
+    assert [(where, function) for where, function, _ in calls() if function in EXECUTES or function.endswith(".instantiate") or function == "instantiate"] == []
+    assert [where for where, function, call in calls() if function == "torch.load" and keywords(call).get("weights_only") != "True"] == []
+    switches = {"shell": "False", "trust_remote_code": "False"}
+    unsafe = [where for where, _, call in calls() for name, safe in switches.items() if keywords(call).get(name, safe) != safe]
+    assert unsafe + [where for where, _, call in calls() if "allow_pickle" in keywords(call)] == []
+
+
+def test_code_imports_by_name_only_in_the_listed_modules():
+    importers = ("import_module", "__import__", "exec_module", "run_path", "run_module", "get_class", "get_method", "get_object")
+    found = {
+        where.partition(":")[0]
+        for where, function, call in calls()
+        if function.rpartition(".")[2] in importers and not (call.args and isinstance(call.args[0], ast.Constant))
+    }
+    assert found == IMPORTS_BY_NAME
+
+
+def test_conf_names_no_class():
     assert [file.name for file in (ROOT / "conf").rglob("*.yaml") if "_target_" in file.read_text(encoding="utf-8")] == []
 
 
-def test_a_config_class_holds_names_and_types_and_no_values():
-    """Values stand in conf/*.yaml; in a second place they would one day differ."""
-    classes = [node for file in FILES for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) and node.name.endswith("Config")]
-    assert [node.name for node in classes if any(isinstance(item, ast.AnnAssign) and item.value for item in node.body)] == []
+def main() -> None:
+    cycles = [" <-> ".join(cycle) for cycle in code_stats.import_cycles(ROOT, code_stats.PRODUCT + code_stats.TOOLS)]
+    rules = {
+        "Import cycles": cycles,
+        "Layers": forbidden_imports(),
+        "Third-party packages": forbidden_packages(),
+        "Values in config classes": settings_with_values(),
+    }
+    rules["Folders without a docstring"] = [
+        module_name(ROOT, file) for file in code_stats.python_files(ROOT) if file.stem == "__init__" and not ast.get_docstring(parse(file))
+    ]
+    rules["Folders above the limit"] = [f"{name}: {n}" for name, n in code_stats.files_per_folder(ROOT).items() if n > code_stats.MAX_FILES_PER_FOLDER]
+    for rule, violations in rules.items():
+        print(f"{rule}: {len(violations)}", *violations, sep="\n  ")
 
 
-def test_a_command_can_refuse_before_torch_is_there():
-    modules = ["runner.engine.config", *(name_of(file) for file in LAUNCH + COMMANDS if file.stem != "__init__")]
-    heavy = {"torch", "transformers", "swanlab"}
-    code = f"import sys, {', '.join(modules)}\nprint(sorted({heavy} & sys.modules.keys()))"
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (told.stdout, told.stderr) == ("[]\n", "")
+if __name__ == "__main__":
+    main()
