@@ -3,78 +3,68 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from common.errors import UserError
 from data.sources.files import Source
 from data.tokenize.tokenizer import Tokenizer
-from data.tokenize.tokenizer_corpus import HOLDOUT_EVERY, CorpusStats, iter_corpus, measure_tokenizer
+from data.tokenize.tokenizer_corpus import HOLDOUT_EVERY, CorpusStats, TokenizerConfig, iter_corpus, measure_tokenizer
+from data.tokenize.train import train_tokenizer
 
 COMMAND = Path(__file__).parents[2] / "runner" / "tokenizer.py"
+CATS = [{"text": f"the cat and the dog {number}"} for number in range(50)]
 
 
-def run(*words, folder):
-    return subprocess.run([sys.executable, str(COMMAND), *words], cwd=folder, capture_output=True, text=True, timeout=60)
+def run_command(*overrides, folder):
+    return subprocess.run([sys.executable, str(COMMAND), *overrides], cwd=folder, capture_output=True, text=True, timeout=60)
 
 
-def test_every_string_of_any_shape_is_read_but_not_who_says_it(write):
+def config(**settings):
+    return TokenizerConfig(**{"path": ["rows.jsonl"], "to": None, "vocab_size": 280, "max_lines": 500, "tokenizer": None, "compare": None, **settings})
+
+
+@pytest.fixture
+def cats(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write(CATS)
+
+
+def test_corpus_has_the_strings_of_any_schema_without_roles(write):
     rows = [{"text": "held out"}, {"conversations": [{"role": "user", "content": "hi"}]}, {"instruction": "do", "input": "", "output": ["it"], "score": 5}]
-    survey = CorpusStats()
-    assert list(iter_corpus([Source.open(write(rows))], 100, survey)) == ["hi", "do", "it"]
-    assert [text for _, text in survey.held_out["rows.jsonl", "en"]] == ["held out"] and survey.rows == 2
+    stats = CorpusStats()
+    assert list(iter_corpus([Source.open(write(rows))], 100, stats)) == ["hi", "do", "it"]
+    assert [text for _, text in stats.held_out["rows.jsonl", "en"]] == ["held out"] and stats.rows == 2
 
 
-def test_what_stands_beside_the_words_is_not_read(write):
-    rows = [{"text": "first"}, {"text": "words", "url": "http://a.b/c", "timestamp": "2020"}, {"note": "of no known shape"}]
-    assert list(iter_corpus([Source.open(write(rows))], 100, CorpusStats())) == ["words", "of no known shape"]
+def test_corpus_skips_fields_that_are_not_text(write):
+    rows = [{"text": "first"}, {"text": "second", "url": "http://a.b/c", "timestamp": "2020"}, {"note": "of no known schema"}]
+    assert list(iter_corpus([Source.open(write(rows))], 100, CorpusStats())) == ["second", "of no known schema"]
 
 
-def test_bad_and_empty_rows_are_counted_and_the_first_is_named(write):
-    survey = CorpusStats()
+def test_corpus_counts_bad_and_empty_rows_and_names_the_first(write):
+    stats = CorpusStats()
     path = write(b'{"text": "a"}\n{\n{"text": " "}\n{\n{"text": "b"}\n')
-    assert list(iter_corpus([Source.open(path)], 100, survey)) == ["b"]
-    assert survey.bad == {"broken JSON": 2, "a row without text": 1}
-    assert survey.first["a row without text"] == f"{path}:3" and survey.first["broken JSON"].startswith(f"{path}:2")
+    assert list(iter_corpus([Source.open(path)], 100, stats)) == ["b"]
+    assert stats.bad == {"invalid JSON": 2, "a row without text": 1}
+    assert stats.first_seen["a row without text"] == f"{path}:3" and stats.first_seen["invalid JSON"].startswith(f"{path}:2")
 
 
-def test_the_cap_counts_rows_of_each_file_and_a_file_named_twice_counts_double(write):
+def test_corpus_limits_rows_per_file_and_reads_a_repeated_file_twice(write):
     path = write([{"text": str(number)} for number in range(100)])
-    survey = CorpusStats()
-    assert list(iter_corpus([Source.open(path)] * 2, 10, survey)) == [str(number) for number in range(1, 10)] * 2
-    assert survey.held_out == {("rows.jsonl", "en"): [(f"{path}:1", "0")]} and HOLDOUT_EVERY > 10
+    stats = CorpusStats()
+    assert list(iter_corpus([Source.open(path)] * 2, 10, stats)) == [str(number) for number in range(1, 10)] * 2
+    assert stats.held_out == {("rows.jsonl", "en"): [(f"{path}:1", "0")]} and HOLDOUT_EVERY > 10
 
 
-def test_the_languages_are_measured_apart(write):
-    survey = CorpusStats()
+def test_corpus_holds_out_languages_separately(write):
+    stats = CorpusStats()
     path = write([{"conversations": [{"content": "今天天气 good"}, {"content": "A cup of 茶 please"}]}])
-    list(iter_corpus([Source.open(path)], 10, survey))
-    assert set(survey.held_out) == {("rows.jsonl", "zh"), ("rows.jsonl", "en")}
+    list(iter_corpus([Source.open(path)], 10, stats))
+    assert set(stats.held_out) == {("rows.jsonl", "zh"), ("rows.jsonl", "en")}
 
 
-def test_the_command_trains_a_tokenizer_and_leaves_nothing_else(write, tmp_path):
-    write(b"\n".join(json.dumps({"text": f"the cat and the dog {number}"}).encode() for number in range(50)) + b"\n{")
-    done = run("path=rows.jsonl", "to=new", "vocab_size=280", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "words from 47 rows" in done.stdout and "characters a token" in done.stdout and "left out 1: file cut off" in done.stdout
-    assert Tokenizer.load(tmp_path / "new").vocab_size <= 280
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "rows.jsonl"]
-
-
-def test_the_command_refuses_without_a_traceback(tmp_path):
-    for words in (["path=none.jsonl", "to=new"], ["to=new"], ["path=none.jsonl", "to=new", "vocab_size=12"]):
-        done = run(*words, folder=tmp_path)
-        assert done.returncode == 2 and [line.split(":")[0].strip() for line in done.stderr.splitlines()] == ["error", "where", "fix"]
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_alone_may_have_any_name_and_the_last_of_several_is_looked_for_first(write, tmp_path):
-    write([{"text": f"the cat and the dog {number}"} for number in range(50)]).rename(tmp_path / "it's a, b.jsonl")
-    assert "words from 47 rows" in run("path=it's a, b.jsonl", "to=new", "vocab_size=280", folder=tmp_path).stdout
-    both = 'path=["it\'s a, b.jsonl","it\'s a, b.jsonl"]'
-    assert "words from 94 rows" in run(both, "to=newer", "vocab_size=280", folder=tmp_path).stdout
-    done = run('path=["it\'s a, b.jsonl",none.jsonl]', "to=never", "vocab_size=12", folder=tmp_path)
-    assert done.returncode == 2 and "none.jsonl" in done.stderr and not (tmp_path / "never").exists()
-
-
-def test_a_byte_without_a_token_is_counted_and_the_text_named(tokenizer):
-    class Deaf:  # to one letter
+def test_tokenizer_report_counts_unknown_bytes_and_names_changed_texts(tokenizer):
+    class WithoutAccents:
         vocab_size = 1
 
         def encode_batch(self, texts):
@@ -84,25 +74,50 @@ def test_a_byte_without_a_token_is_counted_and_the_text_named(tokenizer):
             return tokenizer.decode(ids, skip_special)
 
     held_out = {("a", "en"): [("a:1", "plain"), ("a:2", "café, fiancé")]}
-    deaf, shipped = measure_tokenizer(Deaf(), held_out), measure_tokenizer(tokenizer, held_out)
-    assert deaf.unknown == 4 and deaf.changed == ["a:2"]
-    assert shipped.unknown == 0 and shipped.changed == []
+    lossy, shipped = measure_tokenizer(WithoutAccents(), held_out), measure_tokenizer(tokenizer, held_out)
+    assert lossy.unknown_bytes == 4 and lossy.not_restored == ["a:2"]
+    assert shipped.unknown_bytes == 0 and shipped.not_restored == []
 
 
-def test_two_tokenizers_stand_side_by_side(write, tmp_path):
-    write([{"text": f"the cat and the dog {number}"} for number in range(50)])
-    run("path=rows.jsonl", "to=small", "vocab_size=270", folder=tmp_path)
-    trained = run("path=rows.jsonl", "to=new", "vocab_size=280", "compare=small", folder=tmp_path)
-    measured = run("path=rows.jsonl", "tokenizer=new", "compare=small", folder=tmp_path)
-    assert trained.returncode == measured.returncode == 0, trained.stderr + measured.stderr
-    assert trained.stdout.splitlines()[1:] == measured.stdout.splitlines()[1:]
-    head, vocabulary, rate, unknown, changed = (line.split()[-2:] for line in measured.stdout.splitlines()[1:])
+def test_tokenizer_command_trains_on_a_file_with_any_name(tmp_path):
+    (tmp_path / "it's a, b.jsonl").write_bytes(b"\n".join(json.dumps(row).encode() for row in CATS) + b"\n{")
+    result = run_command("path=it's a, b.jsonl", "to=new", "vocab_size=280", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "tokens from 47 rows" in result.stdout and "characters per token" in result.stdout and "left out 1: truncated file" in result.stdout
+    assert Tokenizer.load(tmp_path / "new").vocab_size <= 280
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["it's a, b.jsonl", "new"]
+
+
+def test_tokenizer_command_checks_all_files_before_it_trains(tmp_path):
+    (tmp_path / "it's a, b.jsonl").write_text('{"text": "a"}\n')
+    result = run_command('path=["it\'s a, b.jsonl",none.jsonl]', "to=new", "vocab_size=12", folder=tmp_path)
+    assert result.returncode == 2 and "none.jsonl" in result.stderr and not (tmp_path / "new").exists()
+    assert [line.split(":")[0].strip() for line in result.stderr.splitlines()] == ["error", "where", "fix"]
+
+
+def test_tokenizer_training_reads_a_repeated_file_twice(cats, capsys):
+    train_tokenizer(config(path=["rows.jsonl", "rows.jsonl"], to="new"))
+    assert "tokens from 94 rows" in capsys.readouterr().out
+
+
+def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
+    train_tokenizer(config(to="small", vocab_size=270))
+    tables = []
+    for settings in ({"to": "new"}, {"tokenizer": "new"}):
+        capsys.readouterr()
+        train_tokenizer(config(**settings, compare="small"))
+        tables.append(capsys.readouterr().out.splitlines()[1:])
+    assert tables[0] == tables[1]
+    head, vocabulary, rate, unknown, changed = (line.split()[-2:] for line in tables[0])
     assert head == ["new", "small"] and vocabulary == ["277", "270"] and float(rate[0]) > float(rate[1]) and unknown == changed == ["0", "0"]
 
 
-def test_a_tokenizer_to_compare_with_is_looked_for_before_training(write, tmp_path):
-    write([{"text": "a"}])
-    done = run("path=rows.jsonl", "to=new", "compare=none", folder=tmp_path)
-    assert done.returncode == 2 and "none" in done.stderr and not (tmp_path / "new").exists()
-    done = run("path=rows.jsonl", "to=new", "tokenizer=none", folder=tmp_path)
-    assert done.returncode == 2 and "leave one of them out" in done.stderr
+def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):
+    with pytest.raises(UserError, match="a file of the tokenizer is missing"):
+        train_tokenizer(config(to="new", compare="none"))
+    assert not (tmp_path / "new").exists()
+
+
+def test_tokenizer_settings_to_and_tokenizer_exclude_each_other():
+    with pytest.raises(UserError, match="exclude each other"):
+        config(to="new", tokenizer="none")
