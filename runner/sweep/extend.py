@@ -1,88 +1,156 @@
-"""Words behind resume= of a sweep, and its jobs that have begun: which of them take a word, which are left as they are, what is refused."""
+"""`resume=SWEEP key=value ...`: new points of the sweep, and new overrides for jobs that have begun."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from common.errors import UserError
 from common.filesystem import read_bounded
-from runner.config import schema
+from common.settings import iter_settings
+from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
+from runner.config import overrides as overrides_module
 from runner.engine.config import Config, TrainConfig
 from runner.run_dir import resume
 from runner.run_dir.lock import MAX_JSON_BYTES
-from runner.run_dir.metadata import read_run_metadata
-from runner.sweep import budget
-from runner.sweep.state import SweepJob
+from runner.run_dir.metadata import RunMetadata, has_started
+from runner.sweep import budget, grid, validation
+from runner.sweep.grid import PointComposer
+from runner.sweep.session import SweepSession
+from runner.sweep.state import SweepJob, SweepState
 
 STEPS_KEY = "train.max_steps"
-LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")  # where it moves a job no further the job lacks nothing
+LENGTH_KEYS = (f"{STEPS_KEY}:", "train.epochs:")  # a change of these alone is no difference between jobs that train no further
 
 
-def overrides_for_job(run: Path, job: SweepJob, words: list[str], given: int) -> list[str]:
-    """Those of `words` that a job which has begun is continued with; none for a completed one that they would train no step further.
+@dataclass
+class Additions:
+    """What is typed with `resume=SWEEP`."""
 
-    `given`: its train.max_steps as the sweep has had it so far. Raises ValueError(what, where, fix) for what it could not take, or,
-    completed and trained no further, would lack beside the jobs that get it.
+    shared: list[str] = field(default_factory=list)  # overrides of all jobs
+    swept: dict[str, list[str]] = field(default_factory=dict)  # new values of swept keys
+
+    def __bool__(self) -> bool:
+        return bool(self.shared or self.swept)
+
+    @property
+    def training(self) -> list[str]:
+        """The overrides of all jobs without those of Hydra."""
+        return [override for override in self.shared if not override.lstrip("+~").startswith(validation.HYDRA_PREFIXES)]
+
+
+def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
+    """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
+    validation.check_stored_overrides(state)
+    validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
+    shared, swept, _ = grid.split_swept(typed, conf)
+    swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
+    swept = {key: grid.canonicalize(key, values, known=state.swept.get(key, ())) for key, values in swept.items()}
+    shared = [override for override in shared if override.partition("=")[0] not in state.swept]
+    overrides_module.check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
+    if unknown := next((key for key in swept if key not in state.swept), None):
+        fix = f"give {unknown} one value, or start a sweep over it"
+        raise UserError(f"{unknown} is not swept here: the jobs that exist have no value of it", unknown, fix)
+    if swept and state.sweeper == "optuna":
+        raise UserError("the search space of a study cannot change", next(iter(swept)), "leave it out, or start another sweep")
+    for override in shared:
+        key = override.partition("=")[0]
+        if key in resume.FIXED_KEYS and any(RunMetadata.read(state.folder / job.name).get("attempt") for job in state.jobs):
+            raise UserError(f"{key} of a sweep that has begun cannot change", override, f"start another sweep with init_from={state.folder}/<job>")
+        if override.startswith(("sweep.", validation.SWEEP_DIR_KEY)):
+            raise UserError("the directory and the rules of a sweep cannot change", override, "leave it out, or start another sweep")
+    return Additions(shared, swept)
+
+
+def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
+    """Add points and overrides to sweep.json. Everything is checked before it is written."""
+    shared = grid.merge_overrides(state.overrides, additions.shared)
+    swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
+    composer = PointComposer(shared, conf)
+    tree = composer.tree(state.jobs[0].overrides if state.jobs else {})
+    validation.hydra_options(tree)
+    if not additions:
+        return
+    new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
+    points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
+    open_jobs = [job for job in state.jobs if not job.is_diverged]
+    configs = validation.checked_configs(composer, points)
+    budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_rows, swept)
+    begun = [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))] if additions.training else []
+    validation.checked_configs(composer, [job.overrides for job in begun])
+    before = SweepSession(state, conf)
+    lengths = {job.name: int(before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)) for job in begun}
+    state.overrides, state.swept = validation.storable_overrides(shared), swept
+    session = SweepSession(state, conf)
+    for point in points:
+        session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match
+    for job in begun:
+        job.pending_overrides = overrides_for_job(session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name])
+        job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
+    state.write()
+
+
+def pending_overrides(session: SweepSession, job: SweepJob, training: list[str]) -> list[str]:
+    """Return the overrides that a job which has begun is continued with: those that wait already, and `training`, scaled to the job's step."""
+    keys = {override.partition("=")[0] for override in training}
+    derived = [f"{key}={value}" for key, value in session.derived_overrides(job).items() if key in keys]
+    return grid.merge_overrides(job.pending_overrides, grid.merge_overrides(training, derived))
+
+
+def overrides_for_job(run_dir: Path, job: SweepJob, overrides: list[str], length: int) -> list[str]:
+    """Return those of `overrides` that a job which has begun is continued with; none for a completed one that would take no further step.
+
+    `length` is the train.max_steps that the sweep has given the job so far. Raises UserError for an override that the job cannot take,
+    or that a completed job would lack beside the jobs that get it.
     """
-    from runner.checkpoint.compatibility import diff_facts
-
-    before, progress = resume.plan_resume(run, []).config, _saved_progress(run)
-    after, step = resume.plan_resume(run, words).config, progress["step"]
+    before, progress = resume.plan_resume(run_dir, []).config, _saved_progress(run_dir)
+    after, step = resume.plan_resume(run_dir, overrides).config, progress["step"]
     if step > (after.train.max_steps or step):
-        if before.train.max_steps <= given:
-            raise UserError(
-                f"jobs of this sweep stand at step {step} already",
-                f"{run.name}: {STEPS_KEY}={after.train.max_steps}",
-                "give a larger number; a run does not go back",
-            )
-        print(f"resume: {run.name} was continued by hand to step {step}: {STEPS_KEY} stays as it is there", file=sys.stderr)
-        words = [word for word in words if not word.startswith(f"{STEPS_KEY}=")]
-        after = resume.plan_resume(run, words).config
-    found = diff_facts(_saved_compatibility(before), _saved_compatibility(after))
-    if found["refused"]:
-        raise UserError("jobs of this sweep have begun without it", f"{run.name}: {found['refused'][0]}", "leave the word out, or start another sweep with it")
-    if job["status"] != "completed" or _would_train_further(run, before.train, after.train, progress):
-        return words
-    if lacking := [change for change in found["course"] if not change.startswith(LENGTH_KEYS)]:
-        fix = f"start another sweep with it, or add {STEPS_KEY}=N with more than {step} to go on"
-        raise UserError("jobs of this sweep are completed without it", f"{run.name}: {lacking[0]}", fix)
+        if before.train.max_steps <= length:
+            setting = f"{run_dir.name}: {STEPS_KEY}={after.train.max_steps}"
+            raise UserError(f"a job of this sweep has already taken {step} steps", setting, f"give {STEPS_KEY} a larger number")
+        print(f"resume: {run_dir.name} was resumed by itself up to step {step}: {STEPS_KEY} is left as it is there", file=sys.stderr)
+        overrides = [override for override in overrides if not override.startswith(f"{STEPS_KEY}=")]
+        after = resume.plan_resume(run_dir, overrides).config
+    changes = diff_facts(_compatibility_facts(before), _compatibility_facts(after), run_rules(after))
+    if incompatible := changes["incompatible"]:
+        raise UserError("a job that has begun cannot take this setting", f"{run_dir.name}: {incompatible[0]}", "leave it out, or start another sweep with it")
+    if job.status != "completed" or _would_train_further(run_dir, before.train, after.train, progress):
+        return overrides
+    if missing := [change for change in changes["changes_training"] if not change.startswith(LENGTH_KEYS)]:
+        fix = f"start another sweep with it, or add {STEPS_KEY}=N with N > {step} to train further"
+        raise UserError("jobs of this sweep are completed without this setting", f"{run_dir.name}: {missing[0]}", fix)
     return []
 
 
-def _would_train_further(run: Path, before: TrainConfig, after: TrainConfig, progress: dict[str, int]) -> bool:
-    """Whether a completed run would take another step: what the words name says nothing, what they come to does."""
+def _would_train_further(run_dir: Path, before: TrainConfig, after: TrainConfig, progress: dict[str, int]) -> bool:
+    """Whether a completed run would take another step."""
     if 0 < after.patience <= progress["evals_since_best"]:
         if (before.max_steps, before.epochs) != (after.max_steps, after.epochs):
-            print(f"resume: {run.name} was stopped by train.patience at step {progress['step']}: it is left as it is", file=sys.stderr)
+            print(f"resume: {run_dir.name} was stopped by train.patience at step {progress['step']}: it is left as it is", file=sys.stderr)
         return False
     if after.max_steps:
         return progress["step"] < after.max_steps
     if before.max_steps or after.epochs < before.epochs:
-        raise UserError(
-            "whether this goes further than completed jobs cannot be told", f"{run.name}: train.epochs={after.epochs}", f"give {STEPS_KEY}=N instead"
-        )
+        setting = f"{run_dir.name}: train.epochs={after.epochs}"
+        raise UserError("it is not known whether this trains completed jobs further", setting, f"give {STEPS_KEY}=N instead")
     return after.epochs > before.epochs or 0 < before.patience <= progress["evals_since_best"]
 
 
-def _saved_progress(run: Path) -> dict[str, int]:
-    """The step the run has come to, and its evaluations without a better loss."""
-    found = {"step": int(read_run_metadata(run).get("step") or 0), "evals_since_best": 0}
-    for path in sorted(run.glob("checkpoints/step-*/state.json"), reverse=True):
+def _saved_progress(run_dir: Path) -> dict[str, int]:
+    """Return the step that a run has reached, and its evaluations since the best one."""
+    recorded = int(RunMetadata.read(run_dir).get("step") or 0)
+    for path in sorted(run_dir.glob("checkpoints/step-*/state.json"), reverse=True):
         try:
-            told = json.loads(read_bounded(path, MAX_JSON_BYTES))["progress"]
-            return {"step": max(found["step"], int(told["step"])), "evals_since_best": int(told["evals_since_best"])}
-        except (OSError, ValueError, KeyError, TypeError):  # torn; the one before it will be taken up
+            progress = json.loads(read_bounded(path, MAX_JSON_BYTES))["progress"]
+            return {"step": max(recorded, int(progress["step"])), "evals_since_best": int(progress["evals_since_best"])}
+        except (OSError, ValueError, KeyError, TypeError):  # incomplete: the run continues from the checkpoint before it
             continue
-    return found
+    return {"step": recorded, "evals_since_best": 0}
 
 
-def _saved_compatibility(config: Config) -> dict[str, Any]:
-    tree = OmegaConf.structured(config)
-    values = {word: OmegaConf.select(tree, word) for word, kind in schema.config_schema().items() if not is_dataclass(kind)}
-    return values | {"rows of a step": budget.rows_per_step(config)}
+def _compatibility_facts(config: Config) -> dict[str, Any]:
+    return dict(iter_settings(config)) | {ROWS_PER_STEP: budget.rows_per_step(config)}

@@ -1,11 +1,13 @@
-"""From the words of a sweep to its points, and to the config of each without composing each."""
+"""From the overrides of a sweep to its points, and to the config of each point without a composition for each."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob
@@ -13,102 +15,120 @@ from omegaconf import DictConfig, OmegaConf
 
 from common import paths
 from common.errors import UserError
-from runner.config import overrides, schema
-from runner.config.compose import compose_tree, to_config
+from runner.config import overrides as overrides_module
+from runner.config import schema
+from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
 
-GridPoint = dict[str, str]  # swept word -> value, as Hydra writes it: 1e-4 and 0.0001 are one point
+GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
 
 
-def split_swept(typed: list[str], conf: Path = paths.CONF_DIR) -> tuple[list[str], dict[str, list[str]], bool]:
-    """(words all jobs share, {swept word: values}, whether the values can be counted: an interval is a sampler's business)."""
-    with translating_hydra_errors(typed):
-        parsed = OverridesParser.create().parse_overrides(typed)
-    shared, swept, counted = [], {}, True
-    for word, override in zip(typed, parsed, strict=True):
+@dataclass
+class SweeperOptions:
+    """`hydra/sweeper=grid`: every combination of the swept values."""
+
+    _target_: str = "hydra_plugins.lm_runner.GridSweeper"
+    params: dict[str, Any] = field(default_factory=dict)  # swept keys and values, for a YAML file; same as overrides typed with --multirun
+    resume: bool = False  # whether hydra.sweep.dir holds a sweep to continue; `resume=SWEEP` sets it
+    is_grid = True
+
+    def check_available(self) -> None:
+        """Raise UserError if a package is missing."""
+
+    def points(self, swept: Mapping[str, list[str]], zipped: Iterable[str]) -> list[GridPoint]:
+        """Return the points known before the first job."""
+        return cartesian_points(swept, zipped)
+
+
+def split_swept(overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges: bool = True) -> tuple[list[str], dict[str, list[str]], bool]:
+    """Return (overrides of all jobs, {swept key: values}, whether all values can be listed).
+
+    What cannot be listed, an interval for example, keeps its text as the only value; so do ranges unless `expand_ranges`.
+    """
+    with translating_hydra_errors(overrides):
+        parsed = OverridesParser.create().parse_overrides(overrides)
+    shared, swept, is_finite = [], {}, True
+    for text, override in zip(overrides, parsed, strict=True):
         if not override.is_sweep_override():
-            shared.append(word)
-        elif isinstance(chosen := override.value(), Glob):
-            swept[override.key_or_group] = chosen.filter(schema.config_groups(conf).get(override.key_or_group, []))
-            if not swept[override.key_or_group]:
-                raise UserError("no option of a group has such a name", word, f"write out the values: {override.key_or_group}=<value>,<value>")
-        elif override.is_discrete_sweep():
-            key = override.get_key_element()
+            shared.append(text)
+            continue
+        key = override.get_key_element()
+        if isinstance(pattern := override.value(), Glob):
+            swept[key] = pattern.filter(schema.config_groups(conf).get(key, []))
+            if not swept[key]:
+                raise UserError(f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>")
+        elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
             swept[key] = canonicalize(key, [str(value) for value in override.sweep_string_iterator()])
         else:
-            swept[override.get_key_element()], counted = [override.get_value_string()], False
-    return shared, swept, counted
+            swept[key], is_finite = [override.get_value_string()], False
+    return shared, swept, is_finite
 
 
-def split_override(word: str) -> tuple[str, str]:
-    """One value as `split` gives several."""
-    key, equals, _ = word.partition("=")
-    with translating_hydra_errors([word]):
-        override = OverridesParser.create().parse_override(word)
-    return key, override.get_value_element_as_str() if equals else ""
+def split_override(override: str) -> tuple[str, str]:
+    """Return key and value of one override, the value written as in the result of `split_swept`."""
+    key, equals, _ = override.partition("=")
+    with translating_hydra_errors([override]):
+        parsed = OverridesParser.create().parse_override(override)
+    return key, parsed.get_value_element_as_str() if equals else ""
 
 
-def canonicalize(word: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
-    """The values, each in the way of writing it that is `known` or came first; one may stand there twice, in pairs with two others."""
-    written: dict[object, str] = {}
+def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> list[str]:
+    """Return `values`, each in the spelling that is `known` or came first. Duplicates stay: sweep.zip pairs them with different values."""
+    spelling: dict[object, str] = {}
     for value in known:
-        written.setdefault(overrides.canonical_value(word, value), value)
-    return [written.setdefault(overrides.canonical_value(word, value), value) for value in values]
+        spelling.setdefault(overrides_module.canonical_value(key, value), value)
+    return [spelling.setdefault(overrides_module.canonical_value(key, value), value) for value in values]
 
 
 def cartesian_points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[GridPoint]:
-    """Every combination; the words of `zipped` go together, first with first, second with second."""
-    together = list(zipped)
-    if strange := next((word for word in together if word not in swept), None):
-        raise UserError("a word that goes in pairs has several values", f"sweep.zip: {strange}", f"give them: {strange}=<value>,<value>")
-    if len({len(swept[word]) for word in together}) > 1:
-        counts = " ".join(f"{word}={','.join(swept[word])}" for word in together)
-        raise UserError("words that go in pairs have the same number of values", counts, "give each the same number, or leave out sweep.zip")
-    sets = [[{word: value} for value in values] for word, values in swept.items() if word not in together]
-    if together:
-        sets.append([dict(zip(together, values, strict=True)) for values in zip(*(swept[word] for word in together), strict=True)])
-    found = [{word: value for part in parts for word, value in part.items()} for parts in itertools.product(*sets)]
-    return [point for place, point in enumerate(found) if point not in found[:place]]
+    """Return every combination of the swept values; the values of the `zipped` keys are paired: first with first, second with second."""
+    pairs = list(zipped)
+    if unknown := next((key for key in pairs if key not in swept), None):
+        raise UserError(f"sweep.zip names {unknown}, which has one value", f"sweep.zip: {unknown}", f"give it several: {unknown}=<value>,<value>")
+    if len({len(swept[key]) for key in pairs}) > 1:
+        values = " ".join(f"{key}={','.join(swept[key])}" for key in pairs)
+        raise UserError("the keys of sweep.zip must have equally many values", values, "give each the same number of values, or leave out sweep.zip")
+    axes = [[{key: value} for value in values] for key, values in swept.items() if key not in pairs]
+    if pairs:
+        axes.append([dict(zip(pairs, values, strict=True)) for values in zip(*(swept[key] for key in pairs), strict=True)])
+    points = [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*axes)]
+    return [point for index, point in enumerate(points) if point not in points[:index]]
+
+
+def merge_overrides(overrides: list[str], more: Iterable[str]) -> list[str]:
+    """Return `overrides` followed by `more`, without those whose key `more` sets again."""
+    more = list(more)
+    keys = {override.partition("=")[0] for override in more}
+    return [*(override for override in overrides if override.partition("=")[0] not in keys), *more]
 
 
 class PointComposer:
-    """Configs of the points of one sweep. Hydra composes once for each choice of groups; plain values are put on top."""
+    """Composes the configs of the points of one sweep: Hydra runs once per combination of group options, plain values are set on its result."""
 
     def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR) -> None:
         self.shared, self.conf = shared, conf
         self._trees: dict[tuple[str, ...], DictConfig] = {}
 
     @property
-    def choices(self) -> list[tuple[str, ...]]:
-        """The choices of groups met so far."""
+    def group_choices(self) -> list[tuple[str, ...]]:
+        """The combinations of group overrides composed so far."""
         return list(self._trees)
 
     def config(self, point: Mapping[str, str]) -> Config:
-        """What the job of `point` would train. Raises ValueError(what, where, fix)."""
-        return to_config(self.of_the_job(point))
-
-    def of_the_job(self, point: Mapping[str, str]) -> DictConfig:
-        """The tree without what is Hydra's."""
-        tree = self.tree(point)
-        return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+        """Return the config of the job of `point`. Raises UserError."""
+        return to_config(without_hydra(self.tree(point)))
 
     def tree(self, point: Mapping[str, str]) -> DictConfig:
-        words = [f"{key}={value}" for key, value in point.items()]
-        groups = tuple(word for word in words if word.partition("=")[0] in schema.config_groups(self.conf))
-        values = [overrides.normalize_int(word) for word in words if word not in groups]
-        overrides.check_overrides(values, self.conf)
+        """Return Hydra's config of the job of `point`, with the section `hydra`."""
+        overrides = [f"{key}={value}" for key, value in point.items()]
+        groups = tuple(override for override in overrides if override.partition("=")[0] in schema.config_groups(self.conf))
+        values = [overrides_module.normalize_int(override) for override in overrides if override not in groups]
+        overrides_module.check_overrides(values, self.conf)
         if groups not in self._trees:
             self._trees[groups] = compose_tree([*self.shared, *groups], self.conf)
         tree = copy.deepcopy(self._trees[groups])
-        with translating_hydra_errors([*self.shared, *words]):
+        with translating_hydra_errors([*self.shared, *overrides]):
             for override in OverridesParser.create().parse_overrides(values):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         return tree
-
-
-def merge_overrides(words: list[str], more: Iterable[str]) -> list[str]:
-    """`words` with those of `more` in place of what they say of the same keys."""
-    more = list(more)
-    keys = {word.partition("=")[0] for word in more}
-    return [*(word for word in words if word.partition("=")[0] not in keys), *more]

@@ -1,46 +1,53 @@
-"""The processes of a sweep: each job is one, several run side by side, and none outlives us without saving."""
+"""Runs the jobs of a sweep on a backend: starts one when a worker is free, records how it ended, retries, stops all when asked."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from common.errors import UserError
+from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
-from common.filesystem import make_dirs
 from common.paths import REPO_ROOT
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
-from runner.launch.subprocesses import POLL_SECONDS, THREADS_ENV, child_env, failure_reason, last_lines, spawn
-from runner.run_dir import lock, metadata
-from runner.sweep.state import SweepJob, SweepState
+from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
+from runner.run_dir.lock import is_locked
+from runner.run_dir.metadata import RunMetadata, has_diverged, timestamp
+from runner.sweep.backends.base import Backend, JobExit, LauncherOptions
+from runner.sweep.session import SweepSession, SweepStopped
+from runner.sweep.state import INFINITE, SweepJob
 
-CONSOLE_LOG = "console.log"  # what a job says, all its attempts
+NextJob = Callable[[], SweepJob | None]
+OnEnd = Callable[[SweepJob], None]
+TRAIN_SCRIPT = str(REPO_ROOT / "runner" / "train.py")
 
 
-@dataclass
-class Slot:
-    threads: int | None  # None: as torch chooses
-    devices: list[str] | None
+def run_jobs(session: SweepSession, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
+    """Run jobs on the backend of `options` as `next_job` returns them, until it returns None. Raises SweepStopped."""
+    backend = options.make_backend(session.state.folder)
+    try:
+        if SweepScheduler(session, backend, options, next_job, on_end).run():
+            raise SweepStopped
+    finally:
+        backend.close()
 
 
 @dataclass
 class RunningJob:
     job: SweepJob
-    slot: Slot
-    process: subprocess.Popen
+    handle: Any
     log: Path
-    read: int  # bytes of the log that are told or not ours
+    read: int  # bytes of the log that are printed already, or of an earlier attempt
 
-    def tell(self, prefix: str) -> None:
-        """Pass on what the job has said since, whole lines only."""
+    def forward_output(self, prefix: str) -> None:
+        """Print what the job has written since the last call, complete lines only."""
+        if not self.log.exists():  # on another machine nothing may have been written yet
+            return
         with open(self.log, "rb") as log:
             log.seek(self.read)
             lines, newline, _ = log.read().rpartition(b"\n")
@@ -50,106 +57,108 @@ class RunningJob:
                 print(f"{prefix}{line}", flush=True)
 
 
-class LocalScheduler:
-    """Runs the jobs of a sweep. `words_of(job)` is the command line of a job, `report` is called when one has ended."""
+class SweepScheduler:
+    """Runs jobs until `next_job` returns None and all have ended. `on_end` is called with each job that is not tried again."""
 
-    def __init__(self, state: SweepState, words_of: Callable[[SweepJob], list[str]], report: Callable[[], None]) -> None:
-        self.state, self.words_of, self.report = state, words_of, report
+    def __init__(self, session: SweepSession, backend: Backend, options: LauncherOptions, next_job: NextJob, on_end: OnEnd) -> None:
+        self.session, self.state, self.backend, self.options = session, session.state, backend, options
+        self.next_job, self.on_end = next_job, on_end
         self.running: list[RunningJob] = []
+        self.waiting: list[SweepJob] = []  # taken from next_job, but locked by another process, or to be tried again
         self.tries: Counter[str] = Counter()
+        self.is_stopping = False
 
-    def run(self, jobs: list[SweepJob], slots: list[Slot], fail_fast: bool, retries: int) -> bool:
-        """Every job until it ends; returns whether we were asked to stop, and then each running one has saved."""
-        waiting, free, told, lost = deque(jobs), list(slots), False, False
+    def run(self) -> bool:
+        """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
         with StopFlag() as stop:
-            while waiting or self.running:
-                if not told and (stop() or (fail_fast and lost)):
-                    told = True
-                    waiting.clear()
-                    for child in self.running:
-                        child.process.send_signal(signal.SIGTERM)
-                while free and (job := self._next(waiting)):
-                    self.running.append(self._start(job, free.pop(0)))
-                for child in list(self.running):
-                    child.tell(f"[{self._number(child.job)}] " if len(slots) > 1 else "")
-                    if (code := child.process.poll()) is not None:
-                        self.running.remove(child)
-                        free.append(child.slot)
-                        if self._ended(child, code, told) and self.tries[child.job["name"]] <= retries and not told:
-                            waiting.appendleft(child.job)
-                        elif child.job["status"] == "failed":
-                            lost = True
+            while True:
+                if stop():
+                    self._stop_all()
+                is_exhausted = self.is_stopping
+                while not is_exhausted and self._has_free_worker():
+                    if job := self._take_job():
+                        self._start(job)
+                    is_exhausted = self.is_stopping or job is None
+                for running in list(self.running):
+                    running.forward_output(self._prefix(running.job))
+                    if exit := self.backend.poll(running.handle):
+                        self.running.remove(running)
+                        self._record_end(running, exit)
+                if is_exhausted and not self.running and (self.is_stopping or not self.waiting):
+                    return stop()
                 time.sleep(POLL_SECONDS)
-            return stop()
 
-    def _next(self, waiting: deque[SweepJob]) -> SweepJob | None:
-        """The next job to start. One that an earlier, killed driver has left behind is still saving: the others go first."""
-        for job in list(waiting):
-            if not lock.is_locked(self.state.folder / job["name"]):
-                waiting.remove(job)
+    def _stop_all(self) -> None:
+        """Ask every running job to save and start no other, once."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            for running in self.running:
+                self.backend.cancel(running.handle)
+
+    def _has_free_worker(self) -> bool:
+        return self.backend.capacity is None or len(self.running) < self.backend.capacity
+
+    def _take_job(self) -> SweepJob | None:
+        """Return a job that no other process trains. One that a killed sweep has left behind still saves; the others go first."""
+        for job in self.waiting:
+            if not is_locked(self.session.run_dir(job)):
+                self.waiting.remove(job)
                 return job
-        return None
+        while (job := self.next_job()) and is_locked(self.session.run_dir(job)):
+            self.waiting.append(job)
+        return job
 
-    def _start(self, job: SweepJob, slot: Slot) -> RunningJob:
-        folder = self.state.folder / job["name"]
-        begun = metadata.has_started(metadata.read_run_metadata(folder))
-        words = self.words_of(job)
-        make_dirs(folder)
-        self.tries[job["name"]] += 1
-        job.pop("last_lines", None)
-        self.state.update_job(job, status="running", attempt=job["attempt"] + 1, error=None, started=metadata.timestamp(), ended=None, loss=None)
-        log = folder / CONSOLE_LOG
-        with open(log, "ab") as out:
-            child = RunningJob(job, slot, spawn_job(words, slot, out.fileno()), log, out.tell())
-        print(f"[{self._number(job)}] {job['name']} {'continues' if begun else 'starts'}", flush=True)
-        return child
+    def _start(self, job: SweepJob) -> None:
+        self.tries[job.name] += 1
+        fields = {"status": "running", "outcome": None, "error": None, "loss": None, "started": timestamp(), "ended": None, "last_lines": []}
+        self.state.update_job(job, attempt=job.attempt + 1, **fields)
+        try:
+            arguments = self.session.prepare(job)
+            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], torchrun.begin_job())
+        except (UserError, OSError) as error:
+            return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
+        log = self.backend.logs(handle)
+        self.running.append(RunningJob(job, handle, log, log.stat().st_size if log.exists() else 0))
+        print(f"[{self._number(job)}] {job.name} {'continues' if job.attempt > 1 else 'starts'}", flush=True)
 
-    def _ended(self, child: RunningJob, code: int, told: bool) -> bool:
-        """Write down how a job ended; returns whether trying again could help."""
-        job, run = child.job, metadata.read_run_metadata(self.state.folder / child.job["name"])
-        child.tell(f"[{self._number(job)}] ")
+    def _record_end(self, running: RunningJob, exit: JobExit) -> None:
+        job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
+        running.forward_output(self._prefix(job))
         torchrun.end_job()
-        ended = {"ended": metadata.timestamp()}
-        if code == OK:
-            job.pop("pending_overrides", None)
-            self.state.update_job(job, status="completed", loss=metadata.final_loss(run), **ended)
-        elif code == INTERRUPTED or (told and code in (-signal.SIGTERM, -signal.SIGKILL)):
-            self.state.update_job(job, status="interrupted" if metadata.has_started(run) else "new", **ended)
+        if exit.code == OK:
+            job.pending_overrides, job.status = [], "running"
+            self.state.refresh_job(job)
+            self._finish(job)
+        elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
+            job.status = "running"
+            self.state.refresh_job(job)
+            self.state.update_job(job, outcome=Outcome.INTERRUPTED if job.status == "interrupted" else None, ended=timestamp())
+            self._finish(job)
         else:
-            lines = last_lines(child.log)
-            diverged = metadata.has_diverged(run)
-            self.state.update_job(job, status="failed", error=failure_reason(code, run, lines), last_lines=lines, loss="inf" if diverged else None, **ended)
-            print(f"[{self._number(job)}] {job['name']} failed: {job['error']}", file=sys.stderr, flush=True)
-            self.report()
-            return code != USER_ERROR and not diverged
-        self.report()
-        return False
+            lines = last_lines(running.log) if running.log.exists() else []
+            reason = exit.reason or failure_reason(exit.code, run, lines)
+            self._fail(job, reason, lines, is_final=exit.code == USER_ERROR, diverged=has_diverged(run))
+
+    def _fail(self, job: SweepJob, reason: str, lines: list[str], is_final: bool, diverged: bool = False) -> None:
+        """Record a failure. A diverged job would diverge again, and a wrong setting (`is_final`) stays wrong: neither is tried again."""
+        outcome = Outcome.DIVERGED if diverged else Outcome.FAILED
+        loss = INFINITE if diverged else None
+        self.state.update_job(job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp())
+        print(f"[{self._number(job)}] {job.name} failed: {reason}", file=sys.stderr, flush=True)
+        if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
+            self.waiting.insert(0, job)
+            return self.session.report()
+        self._finish(job)
+        if self.options.fail_fast:
+            self._stop_all()
+
+    def _finish(self, job: SweepJob) -> None:
+        self.state.write()
+        self.on_end(job)
+        self.session.report()
+
+    def _prefix(self, job: SweepJob) -> str:
+        return "" if self.backend.capacity == 1 else f"[{self._number(job)}] "
 
     def _number(self, job: SweepJob) -> str:
         return f"{self.state.jobs.index(job) + 1}/{len(self.state.jobs)}"
-
-
-def make_slots(workers: int | None, devices: list[str] | None) -> list[Slot]:
-    """A place for each job that runs at the same time, and what of the machine it gets. Raises ValueError(what, where, fix)."""
-    count = workers or len(devices or "1")
-    if devices and len(devices) > count and len(devices) % count:  # one worker with more GPUs would train unlike the others
-        raise UserError(
-            f"{len(devices)} devices cannot be dealt out evenly among {count} workers",
-            f"hydra.launcher.devices=[{','.join(devices)}] hydra.launcher.workers={count}",
-            f"hydra.launcher.workers={len(devices)}, or give {len(devices) // count * count} devices",
-        )
-    each = max(1, len(devices or []) // count)
-    dealt = [[devices[(place * each + i) % len(devices)] for i in range(each)] for place in range(count)] if devices else [None] * count
-    # torch takes every core for itself: two jobs that do so wait for each other
-    threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // count)
-    return [Slot(threads, given) for given in dealt]
-
-
-def spawn_job(words: list[str], slot: Slot, out: int) -> subprocess.Popen:
-    """train.py with these words as a process; what it says goes to the descriptor `out`."""
-    environment = child_env() | {"PYTHONUNBUFFERED": "1"} | torchrun.begin_job()
-    if slot.threads:
-        environment |= {"OMP_NUM_THREADS": str(slot.threads), THREADS_ENV: str(slot.threads)}
-    if slot.devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-    return spawn([str(REPO_ROOT / "runner" / "train.py"), *words], environment, out)

@@ -1,110 +1,174 @@
-"""A sweep under way: what Hydra's sweepers and launchers ask of it, whichever they are."""
+"""A sweep while this process drives it: the overrides of each job, its run directory, the report, the end. Launcher and sweepers use it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from common import errors, paths
+from common import paths
+from common.exit_codes import FAILED, INTERRUPTED
+from common.errors import resume_command
 from common.filesystem import make_dirs, write_atomic_file
+from runner.config.compose import without_hydra
 from runner.config.overrides import hydra_quote
 from runner.engine.config import Config
+from runner.launch import torchrun
 from runner.reporting import leaderboard
-from runner.run_dir import config_snapshot, initial_weights, saved_config
-from runner.run_dir.metadata import RunMetadata, has_started, read_run_metadata
-from runner.sweep import budget, grid
-from runner.sweep.grid import PointComposer
-from runner.sweep.scheduler import LocalScheduler
+from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
+from runner.run_dir.metadata import RunMetadata, has_started
+from runner.sweep import budget, validation
+from runner.sweep.backends.base import LauncherOptions
+from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.state import SweepJob, SweepState
 
-current_sessions: list[SweepSession] = []  # the sweep of this process, for Hydra's plugins
+STATUSES = ("new", "interrupted", "failed", "completed")
 
 
 class SweepSession:
-    """A sweep that is being run: what stands in its state, and the words of its jobs."""
+    """A sweep with its lock held. `conf` is the directory that job configs are composed from: the sweep's own copy of conf/."""
 
     def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR) -> None:
-        self.state, self.conf = state, conf  # conf: the sweep's own copy, laid out; today's may be another before the next job begins
-        self.shared: list[str] = state.fields["overrides"]
-        self.composer = PointComposer(self.shared, conf)
-        self._changed: dict[str, dict[str, str]] = {}  # by job, what fairness changes; composed once
-        self._complained = False
+        self.state, self.conf = state, conf
+        self.composer = PointComposer(state.overrides, conf)
+        self._derived: dict[str, dict[str, str]] = {}  # by job name
+        self._report_failed = False
 
-    def config(self, job: SweepJob) -> Config:
-        return self.composer.config(job["overrides"])
+    def run_dir(self, job: SweepJob) -> Path:
+        return self.state.folder / job.name
+
+    def job_of(self, overrides: Sequence[str]) -> SweepJob:
+        """Return the job of these overrides, a new one if the sampler has drawn a new point."""
+        values = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+        return self.state.add_job({key: values[key] for key in self.state.swept if key in values})
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
-        """What `sweep.match_budget` and `sweep.lr_scale` make different in this job, and what init_from=auto has come to."""
-        if job["name"] not in self._changed:
-            config = self.config(job)
-            fix = budget.resolve_budget_rule(config.sweep.match_budget, self.state.fields["swept"])
-            self._changed[job["name"]] = budget.matching_overrides(config, self.state.fields["base_rows"], fix) | self._weights(config)
-        return self._changed[job["name"]]
+        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job."""
+        if job.name not in self._derived:
+            config = self.composer.config(job.overrides)
+            rule = budget.resolve_budget_rule(config.sweep.match_budget, self.state.swept)
+            self._derived[job.name] = budget.matching_overrides(config, self.state.base_rows, rule) | self._initial_weights(config)
+        return self._derived[job.name]
 
-    def _weights(self, config: Config) -> dict[str, str]:
-        """init_from=auto is asked once for all jobs that ask the same: a run that ends meanwhile would part the later ones from the earlier."""
-        if config.init_from != "auto" or config.stage.after is None:
+    def _initial_weights(self, config: Config) -> dict[str, str]:
+        """Resolve init_from=auto once for all jobs that ask the same: a run that completes meanwhile must not change the later jobs."""
+        if config.init_from != "auto" or config.stage.init_from_stage is None:
             return {}
-        shared = initial_weights.compatibility_fingerprints(config)
-        asked = " ".join([config.stage.after, *shared.values()])
-        found = self.state.fields.setdefault("init_from", {})
-        if asked not in found:
-            found[asked] = initial_weights.resolve_init_from(config, self.state.folder, shared)
-        return {"init_from": hydra_quote(found[asked])}
-
-    def job_of(self, words: Sequence[str]) -> SweepJob:
-        """The job that a sweeper means; one that it has only now thought of is new."""
-        pairs = {key: value for key, _, value in (word.partition("=") for word in words)}
-        return self.state.add({key: pairs[key] for key in self.state.fields["swept"] if key in pairs})
+        fingerprints = initial_weights.compatibility_fingerprints(config)
+        request = " ".join([config.stage.init_from_stage, *fingerprints.values()])
+        if request not in self.state.init_from:
+            self.state.init_from[request] = initial_weights.resolve_init_from(config, self.state.folder, fingerprints)
+        return {"init_from": hydra_quote(self.state.init_from[request])}
 
     def job_overrides(self, job: SweepJob) -> list[str]:
-        """What one would type for this job alone."""
-        mine = [word for word in self.shared if not word.startswith(("hydra.", "hydra/"))]
-        return grid.merge_overrides(mine, [f"{key}={value}" for key, value in (job["overrides"] | self.derived_overrides(job)).items()])
+        """Return the overrides that start this job as a run by itself."""
+        shared = [override for override in self.state.overrides if not override.startswith(validation.HYDRA_PREFIXES)]
+        return merge_overrides(shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()])
 
-    def child_words(self, job: SweepJob) -> list[str]:
-        """What the job's own process is given: a run that has begun is continued from what it wrote down itself."""
-        folder = self.state.folder / job["name"]
-        if has_started(read_run_metadata(folder)):
-            return [f"resume={folder}", *job.get("pending_overrides", [])]
-        try:
-            self._lay(job, folder)
-        except (ValueError, OSError) as error:  # another trains there, or the disk is full: the job will say so itself, and its sweep goes on
-            print(f"warning: {job['name']} cannot be prepared: {error.args[0] if errors.is_user_error(error) else error}", file=sys.stderr)
-        return [f"resume={folder}"]
+    def prepare(self, job: SweepJob) -> list[str]:
+        """Write the run directory of a job that has not begun; return the arguments of train.py that start or continue the job.
 
-    def _lay(self, job: SweepJob, folder: Path) -> None:
-        """A run that has not begun, composed from the files and words of the sweep, whatever conf/ says by now."""
-        words, tree = self.job_overrides(job), self.composer.of_the_job(job["overrides"] | self.derived_overrides(job))
+        Raises UserError if another process trains there, OSError if the disk refuses.
+        """
+        run_dir = self.run_dir(job)
+        if has_started(RunMetadata.read(run_dir)):
+            return [f"resume={run_dir}", *job.pending_overrides]
+        overrides, tree = self.job_overrides(job), without_hydra(self.composer.tree(job.overrides | self.derived_overrides(job)))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
-        with RunMetadata.open(folder):
-            make_dirs(folder / ".hydra")
-            write_atomic_file(folder / saved_config.OVERRIDES_FILE, yaml.safe_dump(words).encode())
-            config_snapshot.save_snapshot(folder, words, self.conf)
-            write_atomic_file(folder / saved_config.CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
-
-    def children(self) -> LocalScheduler:
-        return LocalScheduler(self.state, self.child_words, self.report)
+        with RunMetadata.open(run_dir):
+            make_dirs(run_dir / ".hydra")
+            write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
+            config_snapshot.save_snapshot(run_dir, overrides, self.conf)
+            write_atomic_file(run_dir / saved_config.CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
+        return [f"resume={run_dir}"]
 
     def report(self) -> None:
-        """Leaderboard and page as of now. No disk trouble there ends a sweep."""
+        """Update the leaderboard and the page. A full disk does not end the sweep."""
         try:
             leaderboard.update_report(self.state.folder)
         except OSError as error:
-            if not self._complained:
-                self._complained = True
+            if not self._report_failed:
+                self._report_failed = True
                 print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
 
+    def finish(self, stopped: bool) -> None:
+        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed."""
+        state = self.state
+        state.refresh_from_runs()
+        counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
+        if stopped:
+            status = "interrupted"
+        elif counts["failed"]:
+            status = "failed"
+        else:
+            status = "interrupted" if counts["new"] + counts["interrupted"] else "completed"
+        if status != state.status or state.is_stale:
+            state.set_status(status)
+            self.report()
+            if sys.stdout.isatty():
+                print(leaderboard.leaderboard_text(state.folder))
+        print(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
+        if status == "completed":
+            return
+        if any(job.needs_run for job in state.jobs):
+            print(f"continue with: {resume_command(state.folder)}", file=sys.stderr)
+        sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
-def needs_run(job: SweepJob) -> bool:
-    """Not completed, or to be continued with more words."""
-    return not has_failed(job) and (bool(job.get("pending_overrides")) or job["status"] != "completed")
+
+class SweepStopped(Exception):
+    """A signal stopped the sweep; its running jobs have saved."""
 
 
-def has_failed(job: SweepJob) -> bool:
-    """It diverged, and would again, whatever words it still waits for."""
-    return job["status"] == "failed" and job["loss"] == "inf"
+@contextmanager
+def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSession]:
+    """Create the sweep that Hydra has composed (`config`, with the typed `overrides`), or open the one to resume; finish it at the end.
+
+    Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of them starts.
+    """
+    sweeper, launcher = validation.hydra_options(config)
+    state = SweepState.open(Path(config.hydra.sweep.dir).absolute()) if sweeper.resume else _create_state(config, overrides, sweeper, launcher)
+    with state, config_snapshot.as_config_dir(state.folder) as conf:
+        session = SweepSession(state, conf)
+        for job in state.jobs if not sweeper.resume else ():
+            session.derived_overrides(job)  # init_from=auto is resolved before the first job
+        torchrun.set_restart_dir(state.folder)
+        state.set_status("running")
+        print(f"{len(state.jobs) or 'the sampler draws the'} jobs -> {state.folder}", flush=True)
+        try:
+            yield session
+        except (SweepStopped, KeyboardInterrupt):
+            session.finish(stopped=True)
+        else:
+            session.finish(stopped=False)
+
+
+def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions) -> SweepState:
+    params = [f"{key}={value}" for key, value in sweeper.params.items()]
+    shared, swept, is_finite = split_swept(merge_overrides(params, overrides), expand_ranges=sweeper.is_grid)
+    validation.check_sweep(config, sweeper, is_finite)
+    hydra_overrides = [override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)]
+    shared = [*hydra_overrides, *shared]
+    composer = PointComposer(shared)
+    points = sweeper.points(swept, config.sweep.zip)
+    configs = validation.checked_configs(composer, points)
+    base_rows = min(map(budget.rows_per_step, configs if sweeper.is_grid else [composer.config({})]))
+    for job_config in configs:
+        budget.matching_overrides(job_config, base_rows, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
+    if sweeper.is_grid:
+        budget.warn_if_unequal(configs, base_rows, swept)
+    stored = validation.storable_overrides(shared)
+    if "${run_id:}" in str(config.hydra.sweep._get_node("dir")._value()):
+        naming.create_unique(sweep=True)
+    names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
+    state = SweepState.create(Path(config.hydra.sweep.dir).absolute(), overrides=stored, swept=swept, base_rows=base_rows, **names)
+    for point in points if sweeper.is_grid else ():
+        state.add_job(point)
+    config_snapshot.save_snapshot(state.folder, shared)
+    for groups in composer.group_choices:
+        config_snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
+    state.write()
+    return state

@@ -1,179 +1,219 @@
-"""sweep.json: what a sweep says of itself and of its jobs; and the lock that lets one process at a time drive it.
+"""`sweep.json`: the settings of a sweep and the status of its jobs. Only the process that holds the lock of the sweep directory writes it.
 
-A job's own run.json is nearer to the truth: whatever driver was killed before it could write something down, `open` catches up.
+run.json of a job is closer to the truth than sweep.json, which a killed process could not update: `SweepState.open` reads both.
 """
 
 from __future__ import annotations
 
-import fcntl
+import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from common.errors import UserError
+from common.errors import Outcome, UserError
+from common.file_lock import FileLock
 from common.filesystem import make_dirs, read_bounded, write_json
 from runner.config.overrides import canonical_value
 from runner.run_dir import provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
-from runner.run_dir.metadata import RUN_FILE, RUN_STATUSES, final_loss, has_diverged, has_started, read_run_metadata, timestamp
+from runner.run_dir.metadata import RUN_FILE, RUN_STATUSES, RunMetadata, final_loss, has_diverged, has_started, timestamp
 from runner.run_dir.naming import job_dirname_of
 
 SWEEP_STATE_FILE = "sweep.json"
-ENDED_STATUSES = ("interrupted", "failed", "completed")
-SweepJob = dict[str, Any]
+INFINITE = "inf"  # JSON has no infinity
 
 
+@dataclass
+class SweepJob:
+    """A job of a sweep: the run in the directory `name`, identified by the values of the swept keys."""
+
+    name: str
+    overrides: dict[str, str]  # swept key -> value, as Hydra writes it
+    status: str = "new"  # new, running, interrupted, failed, completed
+    outcome: str | None = None  # of the last attempt: completed, interrupted, diverged, failed
+    attempt: int = 0  # processes started for the job
+    error: str | None = None
+    started: str | None = None
+    ended: str | None = None
+    loss: float | str | None = None  # validation loss, else training loss; "inf": diverged, or never finite
+    last_lines: list[str] = field(default_factory=list)  # end of the console.log of a failed job
+    pending_overrides: list[str] = field(default_factory=list)  # typed after the job began, not trained with yet
+    applied_overrides: list[str] = field(default_factory=list)  # all that `resume=SWEEP` has given to the job
+
+    @property
+    def is_diverged(self) -> bool:
+        return self.status == "failed" and self.outcome == Outcome.DIVERGED
+
+    @property
+    def needs_run(self) -> bool:
+        """Whether `resume=SWEEP` runs the job. One that diverged would diverge again."""
+        return not self.is_diverged and (self.status != "completed" or bool(self.pending_overrides))
+
+
+@dataclass
 class SweepState:
-    """A sweep's folder that is ours. `fields` is what sweep.json says; change it by `add`, `mark` and `finish` only."""
+    """The content of sweep.json. `create` and `open` hold the lock of the sweep directory until `close`."""
 
-    def __init__(self, folder: Path, lock: int, fields: dict[str, Any]):
-        self.folder, self.fields, self._lock = folder, fields, lock
-        self.stale = False  # whether a job has got on without this sweep
+    folder: Path
+    overrides: list[str] = field(default_factory=list)  # of all jobs
+    swept: dict[str, list[str]] = field(default_factory=dict)  # key -> values
+    sweeper: str = "grid"
+    launcher: str = "local"
+    base_rows: int = 1  # rows of an optimizer step of the smallest job
+    init_from: dict[str, str] = field(default_factory=dict)  # what init_from=auto was resolved to, by stage and fingerprints
+    status: str = "running"
+    created: str = field(default_factory=timestamp)
+    jobs: list[SweepJob] = field(default_factory=list)
+    lock: FileLock | None = None  # None: read only
+    is_stale: bool = False  # whether sweep.json was behind the run.json of a job
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
-        """A new sweep; nothing is written yet. Raises ValueError(what, where, fix) if there is one, or a run."""
-        if found := next((name for name in (SWEEP_STATE_FILE, RUN_FILE) if (folder / name).exists()), None):
-            what = "a sweep" if found == SWEEP_STATE_FILE else "a run"
-            raise UserError(f"this folder already holds {what}", str(folder), f"continue it with resume={folder}, or choose another hydra.sweep.dir")
-        if run := next((place for place in folder.parents if (place / RUN_FILE).is_file()), None):
-            raise UserError("this folder lies inside a run", str(folder), f"continue that with resume={run}, or choose another hydra.sweep.dir")
-        if other := next((place for place in folder.parents if (place / SWEEP_STATE_FILE).is_file()), None):
-            raise UserError("this folder lies inside a sweep", str(folder), f"continue that with resume={other}, or choose another hydra.sweep.dir")
-        return cls(folder, _acquire_sweep_lock(folder), {**fields, "status": "running", "created": timestamp(), "jobs": []})
+        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or lies in, a sweep or run."""
+        for parent in (folder, *folder.parents):
+            for name, kind in ((SWEEP_STATE_FILE, "sweep"), (RUN_FILE, "run")):
+                if (parent / name).is_file():
+                    relation = "already holds" if parent == folder else "lies inside"
+                    fix = f"resume={parent} continues it; hydra.sweep.dir=DIR places the new sweep elsewhere"
+                    raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
+        return cls(folder, lock=_acquire_lock(folder), **fields)
 
     @classmethod
     def open(cls, folder: Path) -> SweepState:
-        """The sweep of `folder`, each job as it stands by now."""
-        lock = _acquire_sweep_lock(folder)
+        """Lock the directory of a sweep and read the current status of its jobs."""
+        lock = _acquire_lock(folder)
         try:
-            state = cls(folder, lock, _read_state(folder / SWEEP_STATE_FILE))
-            state.refresh_from_runs()
+            state = cls.open_readonly(folder)
         except BaseException:
-            _release_sweep_lock(folder, lock)
+            _release_lock(folder, lock)
             raise
+        state.lock = lock
         return state
 
     @classmethod
     def open_readonly(cls, folder: Path) -> SweepState:
-        """The same to look at: no lock is taken, so it is not to be written."""
-        state = cls(folder, -1, _read_state(folder / SWEEP_STATE_FILE))
+        """Read the current status of all jobs without taking the lock."""
+        state = _read_state(folder)
         state.refresh_from_runs()
         return state
 
-    @property
-    def jobs(self) -> list[SweepJob]:
-        return self.fields["jobs"]
+    def find_job(self, overrides: Mapping[str, str]) -> SweepJob | None:
+        """Return the job with these values of the swept keys; 5 and 5.0 are one value where the setting is a number."""
+        wanted = _canonical(overrides)
+        return next((job for job in self.jobs if _canonical(job.overrides) == wanted), None)
 
-    def find(self, words: Mapping[str, str]) -> SweepJob | None:
-        """The job of these swept words, in whatever order, however a number in them is written."""
-        asked = _canonical_overrides(words)
-        return next((job for job in self.jobs if _canonical_overrides(job["overrides"]) == asked), None)
-
-    def add(self, words: Mapping[str, str]) -> SweepJob:
-        """The job of these swept words; a new one where there is none. Nothing is written yet."""
-        if known := self.find(words):
-            return known
-        job: SweepJob = {
-            "name": job_dirname_of(words),
-            "overrides": dict(words),
-            "status": "new",
-            "attempt": 0,
-            "error": None,
-            "started": None,
-            "ended": None,
-            "loss": None,
-        }
-        self.jobs.append(job)
+    def add_job(self, overrides: Mapping[str, str]) -> SweepJob:
+        """Return the job with these values, a new one if there is none. Nothing is written."""
+        job = self.find_job(overrides)
+        if job is None:
+            job = SweepJob(job_dirname_of(overrides), dict(overrides))
+            self.jobs.append(job)
         return job
 
     def update_job(self, job: SweepJob, **fields: Any) -> None:
-        job.update(fields)
+        """Set fields of a job and write sweep.json."""
+        _set_fields(job, fields)
         self.write()
+
+    def refresh_job(self, job: SweepJob) -> None:
+        """Take the status of a job from its run.json."""
+        current = status_from_run(job, RunMetadata.read(self.folder / job.name))
+        self.is_stale |= any(current.get(name, getattr(job, name)) != getattr(job, name) for name in ("status", "loss"))
+        _set_fields(job, current)
 
     def refresh_from_runs(self) -> None:
         for job in self.jobs:
-            now_is = job_status(job, read_run_metadata(self.folder / job["name"]))
-            self.stale |= any(now_is.get(word, job[word]) != job[word] for word in ("status", "loss"))
-            job.update(now_is)
+            self.refresh_job(job)
 
     def set_status(self, status: str) -> None:
-        self.fields["status"] = status
+        self.status = status
         self.write()
 
     def write(self) -> None:
-        write_json(self.folder / SWEEP_STATE_FILE, self.fields)
+        fields = {name: getattr(self, name) for name in STORED_FIELDS}
+        write_json(self.folder / SWEEP_STATE_FILE, {**fields, "jobs": [dataclasses.asdict(job) for job in self.jobs]})
+
+    def close(self) -> None:
+        if self.lock is not None:
+            _release_lock(self.folder, self.lock)
+            self.lock = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        _release_sweep_lock(self.folder, self._lock)
+        self.close()
 
 
-def _canonical_overrides(words: Mapping[str, str]) -> dict[str, object]:
-    return {word: canonical_value(word, value) for word, value in words.items()}
+STORED_FIELDS = [spec.name for spec in dataclasses.fields(SweepState) if spec.name not in ("folder", "jobs", "lock", "is_stale")]
 
 
-def job_status(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
-    """What a job's run.json knows better than sweep.json."""
+def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `job` that its run.json (`run`) knows better than sweep.json."""
     status = run.get("status", "new")
-    refused = job["status"] == "failed" and bool(job.get("pending_overrides"))  # more words for a completed run: it says what it was before
-    if status == "completed" and not refused:
-        return {"status": status, "error": None, "loss": final_loss(run), "ended": run.get("ended")}
-    if job["status"] == "failed":  # a killed job still says running
+    rejected = job.status == "failed" and bool(job.pending_overrides)  # run.json still tells of the attempt before the rejected overrides
+    if status == "completed" and not rejected:
+        return {"status": status, "outcome": Outcome.COMPLETED, "error": None, "loss": final_loss(run), "ended": run.get("ended")}
+    if job.status == "failed":  # run.json of a killed process still says running
         return {}
     if status == "failed":
-        return {"status": status, "error": run.get("error"), "loss": "inf" if has_diverged(run) else None, "ended": run.get("ended")}
-    return {"status": "interrupted" if has_started(run) else "new", "loss": None, "ended": None}
+        loss = INFINITE if has_diverged(run) else None
+        return {"status": status, "outcome": run.get("outcome"), "error": run.get("error"), "loss": loss, "ended": run.get("ended")}
+    return {"status": "interrupted" if has_started(run) else "new", "outcome": None, "loss": None, "ended": None}
 
 
-def _acquire_sweep_lock(folder: Path) -> int:
+def _set_fields(job: SweepJob, fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        setattr(job, name, value)
+
+
+def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:
+    return {key: canonical_value(key, value) for key, value in overrides.items()}
+
+
+def _acquire_lock(folder: Path) -> FileLock:
     try:
         make_dirs(folder)
-        lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise UserError(f"a sweep cannot live here: {error.strerror or error}", str(folder), "place it elsewhere with hydra.sweep.dir=DIR") from error
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
+        lock = FileLock.acquire(folder / LOCK_FILE)
+    except BlockingIOError as error:
         raise UserError(f"this sweep is being run by {describe_holder(folder)}", str(folder), "wait for it to end, or stop it") from error
-    with suppress(OSError):  # a courtesy to whoever comes next
+    except OSError as error:
+        raise UserError(f"the sweep directory cannot be used: {error.strerror or error}", str(folder), "choose another with hydra.sweep.dir=DIR") from error
+    with suppress(OSError):  # only the error message of another process loses a detail
         write_json(folder / OWNER_FILE, {**provenance.process_id(), "since": timestamp()})
     return lock
 
 
-def _release_sweep_lock(folder: Path, lock: int) -> None:
+def _release_lock(folder: Path, lock: FileLock) -> None:
     with suppress(OSError):
         (folder / OWNER_FILE).unlink(missing_ok=True)
-    os.close(lock)
+    lock.release()
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> SweepState:
+    path = folder / SWEEP_STATE_FILE
     try:
         fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        words, swept = fields["overrides"], fields["swept"]
-        if not (
-            _are_overrides(words)
-            and _are_overrides([*fields.get("init_from", {}).values()])
-            and all(isinstance(key, str) and _are_overrides(values) for key, values in swept.items())
-        ):
-            raise ValueError("its words are no words")
-        for job in fields["jobs"]:
-            if job["status"] not in RUN_STATUSES or not _are_overrides([*job["overrides"].values()]):
-                raise ValueError(f"no such job: {job}")
-            if job["name"] != job_dirname_of(job["overrides"]):  # it is a path we shall write to
-                raise ValueError(f"a job has a name that is not its own: {job['name']}")
-        return fields
+        if "overrides" not in fields:
+            raise ValueError("no field `overrides`, it was written by an older version of this program")
+        state = SweepState(folder, **{name: fields[name] for name in STORED_FIELDS}, jobs=[SweepJob(**job) for job in fields["jobs"]])
+        for strings in (state.overrides, [*state.init_from.values()], *([key, *values] for key, values in state.swept.items())):
+            _check_strings(strings)
+        for job in state.jobs:
+            _check_strings([*job.overrides.values(), *job.pending_overrides, *job.applied_overrides])
+            if job.status not in RUN_STATUSES:
+                raise ValueError(f"unknown status of a job: {job.status}")
+            if job.name != job_dirname_of(job.overrides):  # the directory that is written to
+                raise ValueError(f"the name of a job does not belong to its overrides: {job.name}")
+        return state
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"this is no sweep.json of ours: {error}", str(path), "bring back the file, or continue its jobs one by one: resume=<a folder in it>"
-        ) from error
+        fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
+        raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
 
 
-def _are_overrides(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(word, str) for word in found)
+def _check_strings(values: Any) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"not a list of strings: {values}")

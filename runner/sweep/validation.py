@@ -1,78 +1,132 @@
-"""What a sweep takes in: words to Hydra, words that are written down, words behind resume=."""
+"""Checks of a sweep before anything is written: options of Hydra's plugins, what sweep.json may store, the config of every job."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError
-from runner.config import overrides
-from runner.launch import torchrun
-from runner.run_dir import resume
-from runner.run_dir.metadata import read_run_metadata
-from runner.sweep.plugins import external, optuna_sweeper
-from runner.sweep.plugins.local import LAUNCHER_OPTIONS, check_launcher_options
+from common.errors import UserError, did_you_mean
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.engine.config import Config
+from runner.launch import preflight, torchrun
+from runner.run_dir import initial_weights
+from runner.sweep.backends.base import LauncherOptions
+from runner.sweep.backends.local import LocalOptions
+from runner.sweep.backends.ray import RayOptions
+from runner.sweep.backends.submitit import SubmititOptions
+from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions
+from runner.sweep.optuna_search import OptunaOptions
 from runner.sweep.state import SweepState
 
-SWEEP_DIR_KEY = "hydra.sweep.dir="
+LAUNCHERS = {"local": LocalOptions, "submitit": SubmititOptions, "ray": RayOptions}
+SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}
 HYDRA_PREFIXES = ("hydra.", "hydra/")
-GRID_SWEEPER, FINITE_SWEEPERS = "grid", ("grid", "basic")  # the sweeper whose points we know beforehand
-STORED_HYDRA_KEYS = ("hydra/sweeper", "hydra/sweeper/sampler", "hydra/launcher", *(f"hydra.launcher.{word}" for word in LAUNCHER_OPTIONS))
+SWEEP_DIR_KEY = "hydra.sweep.dir="
+LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
+# Hydra settings that sweep.json may store: counts and choices. A stranger's sweep.json must not name code, a place, or a line of a batch script.
+STORED_HYDRA_KEYS = ("hydra/sweeper", "hydra/launcher") + tuple(
+    f"hydra.{key}"
+    for key in (
+        *(f"launcher.{name}" for name in ("workers", "devices", "fail_fast", "retries", "cluster", "timeout_min", "cpus_per_task", "gpus_per_node")),
+        *(f"launcher.{name}" for name in ("mem_gb", "num_cpus", "num_gpus")),
+        *(f"sweeper.{name}" for name in ("direction", "objectives", "n_trials", "sampler", "seed")),
+    )
+)
+STORED_HYDRA_PREFIX = "hydra.sweeper.params."
+PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
 
 
-def check_hydra_choices(tree: DictConfig, counted: bool, shared: list[str]) -> tuple[str, str]:
-    """(sweeper, launcher). Whatever they would stumble over is refused before there is a folder."""
-    sweeper, launcher = (tree.hydra.runtime.choices[f"hydra/{part}"] for part in ("sweeper", "launcher"))
-    external.check_plugins([f"hydra/sweeper={sweeper}", f"hydra/launcher={launcher}"])  # a file of conf/ may choose, too
-    torchrun.check_sweep_launcher(launcher, tree.hydra.launcher)
-    if sweeper in FINITE_SWEEPERS and not counted:
-        raise UserError(
-            "this sweeper goes through lists of values, it draws none", "hydra/sweeper=" + sweeper, "add hydra/sweeper=optuna, or give the values: a,b,c"
-        )
-    if sweeper != GRID_SWEEPER and tree.sweep.zip:
-        raise UserError("words go in pairs with our own sweeper only", f"sweep.zip hydra/sweeper={sweeper}", f"leave out hydra/sweeper={sweeper}")
-    if word := next((word for word in shared if word.startswith("hydra.sweep.subdir=")), None):
-        raise UserError("jobs are named by their swept words", word, "leave it out; hydra.sweep.dir=DIR places the sweep")
-    if launcher == "local":
-        check_launcher_options(tree.hydra.launcher)
-    if sweeper == "optuna":
-        optuna_sweeper.check_optuna_options(tree.hydra.sweeper)
+def check_hydra_overrides(overrides: Sequence[str]) -> None:
+    """Refuse plugins that are not of this program, unknown options of its launchers, and Hydra settings with several values."""
+    chosen = {"hydra/launcher": "local", "hydra/sweeper": "grid"}
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if key in chosen and value == "basic":
+            known = LAUNCHERS if key == "hydra/launcher" else SWEEPERS
+            raise UserError(f"{key} must be one of {', '.join(known)}, got basic", override, "leave the override out")
+        if key in chosen:
+            chosen[key] = value
+    options = LAUNCHERS.get(chosen["hydra/launcher"])
+    known_options = [f"hydra.launcher.{name}" for name in vars(options() if options else LauncherOptions()) if not name.startswith("_")]
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if not key.startswith(HYDRA_PREFIXES) or not equals:
+            continue
+        if key.startswith("hydra.launcher.") and options and key.split("[")[0] not in known_options and not key.startswith("hydra.launcher.parameters."):
+            hint = did_you_mean(key, known_options, f"its options are {', '.join(known_options)}")
+            raise UserError(f"hydra/launcher={chosen['hydra/launcher']} has no option {key.removeprefix('hydra.launcher.')}", override, hint)
+        with translating_hydra_errors([override]):
+            parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override() and not key.startswith(STORED_HYDRA_PREFIX):
+            fix = f"'{key}=[{value}]'" if key == "hydra.launcher.devices" else f"give {key} one value"
+            raise UserError(f"{key} takes one value: only training settings can be swept", override, fix)
+        if key == "hydra.sweep.subdir":
+            raise UserError("hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, "hydra.sweep.dir=DIR places the sweep")
+
+
+def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
+    """Return the options of the composed sweeper and launcher. Raises UserError for values that are not allowed and for packages that are missing."""
+    sweeper, launcher = OmegaConf.to_object(config.hydra.sweeper), OmegaConf.to_object(config.hydra.launcher)
+    for setting, options, known in (("hydra/sweeper", sweeper, SWEEPERS), ("hydra/launcher", launcher, LAUNCHERS)):
+        if type(options) not in known.values():
+            name = config.hydra.runtime.choices[setting]
+            raise UserError(f"{setting} must be one of {', '.join(known)}, got {name}", f"{setting}={name}", f"e.g. {setting}={next(iter(known))}")
+    assert isinstance(sweeper, SweeperOptions) and isinstance(launcher, LauncherOptions)
+    launcher.check_available()
+    sweeper.check_available()
+    torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
 
 
-def is_safe_override(word: str) -> bool:
-    """Whether it sets no more than what a job's words may set, or chooses among plugins and their options."""
-    key = word.partition("=")[0].lstrip("+~")
-    ours = not key.startswith(HYDRA_PREFIXES) or key in STORED_HYDRA_KEYS or key.startswith(external.STORED_PREFIXES)
-    return ours and "${" not in word and "_target_" not in word
+def plugin_name(options: SweeperOptions | LauncherOptions) -> str:
+    return next(name for name, kind in {**LAUNCHERS, **SWEEPERS}.items() if type(options) is kind)
 
 
-def storable_overrides(words: list[str]) -> list[str]:
-    """What is written down. A word to Hydra that could start or open anything is not."""
-    for word in words:
-        if not is_safe_override(word) and not word.lstrip("+~").startswith(HYDRA_PREFIXES):
-            raise UserError("the jobs of a sweep start at different times: nothing is looked up then", word, "write the value itself")
-        if not is_safe_override(word):
-            print(f"{word} is not kept with the sweep: type it again behind resume=", file=sys.stderr)
-    return [word for word in words if is_safe_override(word)]
+def check_sweep(config: DictConfig, sweeper: SweeperOptions, is_finite: bool) -> None:
+    name = plugin_name(sweeper)
+    if sweeper.is_grid and not is_finite:
+        fix = "add hydra/sweeper=optuna, or list the values: a,b,c"
+        raise UserError(f"hydra/sweeper={name} needs lists of values, it does not draw from an interval", f"hydra/sweeper={name}", fix)
+    if not sweeper.is_grid and config.sweep.zip:
+        raise UserError(f"sweep.zip needs hydra/sweeper=grid, got {name}", f"sweep.zip hydra/sweeper={name}", "leave out one of them")
+
+
+def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Config]:
+    """Return the config of every point; the inputs of each are checked too, so that no typo is found after the first job has trained."""
+    configs = []
+    for number, point in enumerate(points, start=1):
+        configs.append(composer.config(point))
+        preflight.check_inputs(configs[-1])
+        initial_weights.check_init_from(configs[-1])
+        if number % PROGRESS_EVERY == 0:
+            print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
+    return configs
+
+
+def is_safe_override(override: str) -> bool:
+    """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without interpolation."""
+    key = override.partition("=")[0].lstrip("+~")
+    is_allowed = not key.startswith(HYDRA_PREFIXES) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
+    return is_allowed and "${" not in override and "_target_" not in override
+
+
+def storable_overrides(overrides: list[str]) -> list[str]:
+    """Return what sweep.json stores. Hydra settings that are not stored are named: they must be typed again with resume=."""
+    for override in overrides:
+        if is_safe_override(override):
+            continue
+        if not override.lstrip("+~").startswith(HYDRA_PREFIXES):
+            raise UserError("a sweep takes no interpolation: it could change between two jobs", override, "write the value itself")
+        print(f"{override} is not stored in sweep.json: type it again with resume=", file=sys.stderr)
+    return [override for override in overrides if is_safe_override(override)]
 
 
 def check_stored_overrides(state: SweepState) -> None:
-    """sweep.json is data."""
-    for word in [*state.fields["overrides"], *(f"{key}={value}" for key, values in state.fields["swept"].items() for value in values)]:
-        if not is_safe_override(word):
-            raise UserError("a sweep's words reach outside", f"{state.folder / 'sweep.json'}: {word}", "take it out there, and type it again behind resume=")
-
-
-def check_additions(state: SweepState, more: list[str], added: dict[str, list[str]], conf: Path) -> None:
-    overrides.check_overrides([*more, *(f"{key}={value}" for key, values in added.items() for value in values)], conf)
-    if strange := next((key for key in added if key not in state.fields["swept"]), None):
-        raise UserError("the jobs of this sweep are not told apart by this word", strange, f"give one value, or start a sweep over {strange} as well")
-    begun = any(read_run_metadata(state.folder / job["name"]).get("attempt") for job in state.jobs)
-    if begun and (word := next((word for word in more if word.partition("=")[0] in resume.FIXED_KEYS), None)):
-        fix = f"start another sweep with init_from={state.folder}/<job>"
-        raise UserError(f"the jobs of a sweep keep their {word.partition('=')[0]}", word, fix)
-    if word := next((word for word in more if word.startswith(("sweep.", SWEEP_DIR_KEY))), None):
-        raise UserError("a sweep keeps its place and its rules", word, "leave it out, or start another sweep")
+    """Refuse a sweep.json that could run code or read outside its directory."""
+    for override in [*state.overrides, *(f"{key}={value}" for key, values in state.swept.items() for value in values)]:
+        if not is_safe_override(override):
+            fix = "remove the override from the file, and type it with resume= if you need it"
+            raise UserError("sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix)

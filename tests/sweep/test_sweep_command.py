@@ -139,7 +139,7 @@ def test_a_finished_sweep_is_not_touched(whole: Path, launch: Launch, tmp_path: 
 def test_a_job_continued_by_hand_is_marked_once_the_sweep_looks_again_and_the_sweep_s_own_words_are_not(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.reporting import leaderboard, results
+    from runner.reporting import leaderboard, read_results
     from runner.run_dir import resume
     from runner.sweep import command, session
 
@@ -157,7 +157,7 @@ def test_a_job_continued_by_hand_is_marked_once_the_sweep_looks_again_and_the_sw
     for job in sweep_of(folder)["jobs"]:
         with resume.persisting_overrides(resume.plan_resume(folder / job["name"], job["pending_overrides"])):
             pass
-    assert {job.name: job.by_hand for job in results.read_sweep_results(folder).jobs} == {name: ["train.max_steps=70"] * (name == first.name) for name in NAMES}
+    assert {job.name: job.manual_overrides for job in read_results.read_sweep_results(folder).jobs} == {name: ["train.max_steps=70"] * (name == first.name) for name in NAMES}
     assert "continued with train.max_steps=70" in leaderboard.leaderboard_text(folder)
 
 

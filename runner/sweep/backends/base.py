@@ -1,0 +1,103 @@
+"""Interface of a backend, the options that all launchers share, and how a job runs in a worker on another machine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, Optional, Protocol
+
+from common.checks import check_at_least
+from common.errors import UserError
+from common.exit_codes import INTERRUPTED
+from runner.launch import subprocesses
+
+CONSOLE_LOG = "console.log"  # output of a job, all its attempts; in its run directory
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass
+class JobExit:
+    """How a job ended. `reason` is set where the backend knows more than the exit code."""
+
+    code: int
+    reason: str | None = None
+
+
+class Backend(Protocol):
+    """Starts jobs. A job is the command line of a process in `run_dir`, which exists; its output goes to `run_dir/console.log`."""
+
+    capacity: int | None  # jobs at the same time; None: no limit
+
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
+        """Start `python *command` with `env` added to the environment and return a handle."""
+
+    def poll(self, handle: Any) -> JobExit | None:
+        """Return how the job ended, or None while it runs."""
+
+    def cancel(self, handle: Any) -> None:
+        """Ask the job to save and exit."""
+
+    def logs(self, handle: Any) -> Path:
+        """Return the file with the output of the job."""
+
+    def close(self) -> None:
+        """Release what the backend holds; all its jobs have ended."""
+
+
+@dataclass
+class LauncherOptions:
+    """Options of every `hydra/launcher`."""
+
+    _target_: str = "hydra_plugins.lm_runner.JobLauncher"
+    workers: Optional[int] = None  # jobs at the same time, 1 or more
+    fail_fast: bool = False  # stop the sweep at the first job that failed
+    retries: int = 0  # how often a failed job is tried again from its newest checkpoint; a diverged one is not
+
+    def __post_init__(self) -> None:
+        if self.workers is not None:
+            check_at_least("hydra.launcher.workers", self.workers, 1, example=2)
+        check_at_least("hydra.launcher.retries", self.retries, 0, example=1)
+
+    def check_available(self) -> None:
+        """Raise UserError if the package of the backend is missing."""
+
+    def make_backend(self, sweep_dir: Path) -> Backend:
+        raise NotImplementedError
+
+
+def check_installed(package: str, setting: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"{setting} needs the package {package}, which is not installed", setting, f"pip install 'lm-runner[{package}]'")
+
+
+def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, list[int]]:
+    """Run `python *command` until it ends, in a worker of a cluster; return its exit code and the signals that arrived meanwhile.
+
+    The first signal asks the job to save and exit. The job is a process of its own: one that runs out of memory does not kill the worker.
+    """
+    received: list[int] = []
+    process: subprocess.Popen | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if process is not None and not received:
+            process.terminate()
+        received.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # Python delivers signals to the main thread only
+    previous = {number: signal.signal(number, forward) for number in (FORWARDED_SIGNALS if is_main else ())}
+    try:
+        if received:
+            return INTERRUPTED, received
+        with open(log, "ab") as out:
+            process = subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
+        if received:  # arrived while the process was being started
+            process.terminate()
+        return process.wait(), received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -1,0 +1,68 @@
+"""`hydra/launcher=ray`: jobs as tasks of a Ray cluster, or of a Ray that is started on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from common.checks import check_at_least
+from common.exit_codes import FAILED, INTERRUPTED
+from common.paths import REPO_ROOT
+from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
+
+
+@dataclass
+class RayOptions(LauncherOptions):
+    """Options of `hydra/launcher=ray`. Without `workers` as many jobs run at the same time as the cluster has CPUs and GPUs for."""
+
+    address: Optional[str] = None  # null: start Ray on this machine; auto: the cluster of this machine; host:port
+    num_cpus: float = 1  # CPUs that one job takes
+    num_gpus: float = 0  # GPUs that one job takes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("hydra.launcher.num_cpus", self.num_cpus, 0, example=1)
+        check_at_least("hydra.launcher.num_gpus", self.num_gpus, 0, example=1)
+
+    def check_available(self) -> None:
+        check_installed("ray", "hydra/launcher=ray")
+
+    def make_backend(self, sweep_dir: Path) -> RayBackend:
+        return RayBackend(self)
+
+
+class RayBackend:
+    def __init__(self, options: RayOptions) -> None:
+        import ray
+
+        self._ray = ray
+        self.capacity: int | None = options.workers
+        runtime_env = {"env_vars": {"PYTHONPATH": str(REPO_ROOT)}}  # workers import this repository
+        ray.init(address=options.address, runtime_env=runtime_env, include_dashboard=False if options.address is None else None, logging_level="WARNING")
+        self._run = ray.remote(run_job).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
+
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> tuple[Any, Path]:
+        log = run_dir / CONSOLE_LOG
+        return self._run.remote(command, env, log), log
+
+    def poll(self, handle: tuple[Any, Path]) -> JobExit | None:
+        ready, _ = self._ray.wait([handle[0]], timeout=0)
+        if not ready:
+            return None
+        try:
+            return JobExit(self._ray.get(handle[0])[0])
+        except self._ray.exceptions.TaskCancelledError:
+            return JobExit(INTERRUPTED)
+        except self._ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines()
+            return JobExit(FAILED, f"ray: {lines[-1] if lines else type(error).__name__}")
+
+    def cancel(self, handle: tuple[Any, Path]) -> None:
+        self._ray.cancel(handle[0])  # SIGINT in the worker, which `run_job` forwards
+
+    def logs(self, handle: tuple[Any, Path]) -> Path:
+        return handle[1]
+
+    def close(self) -> None:
+        self._ray.shutdown()

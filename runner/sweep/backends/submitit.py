@@ -1,0 +1,132 @@
+"""`hydra/launcher=submitit`: jobs through submitit's executor, on Slurm or, to try it out, on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional
+
+from common.checks import check_choice
+from common.errors import UserError
+from common.exit_codes import FAILED, INTERRUPTED
+from common.paths import REPO_ROOT
+from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
+
+
+@dataclass
+class SubmititOptions(LauncherOptions):
+    """Options of `hydra/launcher=submitit`. `workers` jobs are in the queue or running at the same time."""
+
+    workers: Optional[int] = 8
+    cluster: str = "slurm"  # slurm; local: as Slurm would, on this machine; debug: in this process
+    timeout_min: int = 1440  # minutes; then the job saves and goes back into the queue
+    signal_delay_s: int = 120  # seconds before the timeout at which the job is asked to save (Slurm)
+    max_num_timeout: int = 1000  # how often a job goes back into the queue after a timeout
+    cpus_per_task: int = 4
+    gpus_per_node: int = 1
+    mem_gb: Optional[float] = None
+    partition: Optional[str] = None
+    account: Optional[str] = None
+    parameters: dict[str, Any] = field(default_factory=dict)  # more of submitit's parameters, e.g. {slurm_qos: high}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("hydra.launcher.cluster", self.cluster, ("slurm", "local", "debug"))
+
+    def check_available(self) -> None:
+        check_installed("submitit", "hydra/launcher=submitit")
+        if self.cluster == "slurm" and shutil.which("sbatch") is None:
+            fix = "run the command on a login node of the cluster; hydra.launcher.cluster=local runs the jobs here"
+            raise UserError("hydra.launcher.cluster=slurm needs the command sbatch, which is not on this machine", "hydra.launcher.cluster=slurm", fix)
+
+    def make_backend(self, sweep_dir: Path) -> SubmititBackend:
+        return SubmititBackend(self, sweep_dir)
+
+
+class JobCommand:
+    """What submitit pickles and calls in its worker. After a timeout or a preemption submitit puts it into the queue again."""
+
+    def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
+        self.command, self.env, self.log = command, env, log
+
+    def __call__(self) -> int:
+        code, signals = run_job(self.command, self.env, self.log)
+        if code == INTERRUPTED and signal.SIGUSR2 in signals:
+            signal.raise_signal(signal.SIGUSR2)  # the job has saved: let submitit's handler put it into the queue again
+        return code
+
+    def checkpoint(self) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+class SubmititBackend:
+    def __init__(self, options: SubmititOptions, sweep_dir: Path) -> None:
+        import submitit
+
+        self.capacity: int | None = options.workers
+        # submitit unpickles what lies in its folder: a new folder for each launch, so that no file of a stranger's sweep is read
+        folder = sweep_dir / ".submitit" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        folder.mkdir(parents=True)
+        limits = {f"{name}_max_num_timeout": options.max_num_timeout for name in ("slurm", "local")}
+        self._executor = submitit.AutoExecutor(folder, cluster=options.cluster, **limits)
+        self._is_local = options.cluster == "local"
+        self._executor.update_parameters(
+            timeout_min=options.timeout_min,
+            cpus_per_task=options.cpus_per_task,
+            gpus_per_node=options.gpus_per_node,
+            mem_gb=options.mem_gb,
+            slurm_partition=options.partition,
+            slurm_account=options.account,
+            slurm_signal_delay_s=options.signal_delay_s,
+            **options.parameters,
+        )
+
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> tuple[Any, Path]:
+        log = run_dir / CONSOLE_LOG
+        self._executor.update_parameters(name=run_dir.name[:64])
+        with _importable():
+            return self._executor.submit(JobCommand(command, env, log)), log
+
+    def poll(self, handle: tuple[Any, Path]) -> JobExit | None:
+        job = handle[0]
+        if not job.done():
+            return None
+        try:
+            return JobExit(int(job.result()))
+        except Exception as error:  # submitit raises what its worker raised, and several classes of its own
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return JobExit(FAILED, f"submitit job {job.job_id} ({job.state}): {lines[-1] if lines else type(error).__name__}")
+
+    def cancel(self, handle: tuple[Any, Path]) -> None:
+        job = handle[0]
+        if self._is_local:
+            os.kill(int(job.job_id), signal.SIGTERM)  # job.cancel() would leave the job one second to save
+        else:
+            job.cancel(check=False)  # scancel: SIGTERM, and SIGKILL after Slurm's KillWait
+
+    def logs(self, handle: tuple[Any, Path]) -> Path:
+        return handle[1]
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """Let the worker import this repository, also where it is not installed."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [before])])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before

@@ -1,0 +1,263 @@
+"""`hydra/sweeper=optuna`: Optuna draws the points. A point is drawn whenever a worker is free; the study lies in the sweep directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, RangeSweep
+
+from common.checks import check_at_least, check_choice
+from common.errors import UserError
+from common.filesystem import write_atomic_file
+from runner.config import schema
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.sweep.backends.base import check_installed
+from runner.sweep.grid import GridPoint, SweeperOptions
+from runner.sweep.state import SweepJob
+
+if TYPE_CHECKING:
+    from runner.sweep.session import SweepSession
+
+STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
+SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
+DIRECTIONS = ("minimize", "maximize")
+
+
+@dataclass
+class OptunaOptions(SweeperOptions):
+    """Options of `hydra/sweeper=optuna`. As many jobs run at the same time as the launcher has workers."""
+
+    _target_: str = "hydra_plugins.lm_runner.OptunaSweeper"
+    n_trials: int = 20  # points that get a loss, over all launches of the sweep
+    objectives: list[str] = field(default_factory=lambda: ["loss"])  # loss, or keys of the last train record of metrics.jsonl
+    direction: Any = "minimize"  # minimize or maximize; a list with one for each objective
+    sampler: str = "tpe"  # tpe, random, nsgaii, grid (lists and ranges only), qmc
+    seed: Optional[int] = None  # of the sampler; null: another one each time
+    is_grid = False
+
+    def __post_init__(self) -> None:
+        check_at_least("hydra.sweeper.n_trials", self.n_trials, 1, example=20)
+        check_choice("hydra.sweeper.sampler", self.sampler, SAMPLERS)
+        for direction in self.directions:
+            check_choice("hydra.sweeper.direction", direction, DIRECTIONS)
+        if len(self.directions) != len(self.objectives) or not self.objectives:
+            setting = f"hydra.sweeper.objectives=[{','.join(self.objectives)}] hydra.sweeper.direction=[{','.join(self.directions)}]"
+            example = "'hydra.sweeper.objectives=[loss,tokens_per_second]' 'hydra.sweeper.direction=[minimize,maximize]'"
+            raise UserError("hydra.sweeper.direction must have one entry for each objective", setting, f"e.g. {example}")
+
+    @property
+    def directions(self) -> list[str]:
+        return [self.direction] if isinstance(self.direction, str) else [str(direction) for direction in self.direction]
+
+    def check_available(self) -> None:
+        check_installed("optuna", "hydra/sweeper=optuna")
+        if self.sampler == "qmc":
+            check_installed("scipy", "hydra.sweeper.sampler=qmc")
+
+    def points(self, swept: Mapping[str, list[str]], zipped: Iterable[str]) -> list[GridPoint]:
+        """Return points with every choice and both ends of every interval: their configs are checked before the first job."""
+        axes = [parse_axis(key, values) for key, values in swept.items()]
+        if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
+            raise UserError("hydra.sweeper.sampler=grid needs lists or ranges of values", f"{axis.key}={','.join(swept[axis.key])}", "choose sampler=qmc or list values")
+        first = {axis.key: axis.ends()[0] for axis in axes}
+        return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
+
+
+@dataclass
+class Axis:
+    """The search space of one key: `choices`, or the numbers in [low, high]."""
+
+    key: str
+    choices: list[str] = field(default_factory=list)
+    low: float = 0
+    high: float = 0
+    step: float | None = None
+    log: bool = False
+    is_int: bool = False
+
+    def ends(self) -> list[str]:
+        return self.choices or [repr(self.low), repr(self.high)]
+
+    def values(self) -> list[Any]:
+        """Return all values; [] for an interval."""
+        if self.choices or self.step is None:
+            return list(self.choices)
+        count = round((self.high - self.low) / self.step) + 1
+        return [self.low + index * self.step for index in range(count)]
+
+    def distribution(self) -> Any:
+        from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+        if self.choices:
+            return CategoricalDistribution(self.choices)
+        if self.is_int:
+            return IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
+        return FloatDistribution(self.low, self.high, log=self.log, step=self.step)
+
+
+def parse_axis(key: str, values: Sequence[str]) -> Axis:
+    """Return the search space that an override describes: `a,b`, `range(1,9,2)`, `interval(0.0,0.2)`, `tag(log,interval(1e-5,1e-2))`."""
+    text = f"{key}={','.join(values)}"
+    with translating_hydra_errors([text]):
+        sweep = OverridesParser.create().parse_override(text).value()
+    is_int = schema.config_schema().get(key) is int
+    if isinstance(sweep, RangeSweep) and len(values) == 1:
+        numbers = list(sweep.range())
+        is_int = all(isinstance(number, int) for number in numbers)
+        return Axis(key, low=min(numbers), high=max(numbers), step=abs(sweep.step), is_int=is_int)
+    if not isinstance(sweep, IntervalSweep):
+        return Axis(key, choices=list(values))
+    low, high = sweep.start, sweep.end
+    assert low is not None and high is not None
+    log = "log" in sweep.tags
+    if low >= high or (log and low <= 0):
+        rule = "0 < start < end" if log else "start < end"
+        raise UserError(f"the interval of {key} must have {rule}", text, f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})")
+    is_int = is_int or (isinstance(low, int) and isinstance(high, int))
+    return Axis(key, low=int(low) if is_int else low, high=int(high) if is_int else high, log=log, is_int=is_int)
+
+
+class OptunaSearch:
+    """Draws the jobs of a sweep from a study and reports their results to it."""
+
+    def __init__(self, session: SweepSession, options: OptunaOptions) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.session, self.options = session, options
+        self.axes = [parse_axis(key, values) for key, values in session.state.swept.items()]
+        self.space = {axis.key: axis.distribution() for axis in self.axes}
+        self.study = self._open_study()
+        states = optuna.trial.TrialState
+        self.resumed = deque(self.study.get_trials(states=(states.RUNNING,)))  # of a launch that was stopped or killed
+        self.remaining = options.n_trials - len(self.study.get_trials(states=(states.COMPLETE,))) - len(self.resumed)
+        self.trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
+        self._enqueue_failed(states)
+
+    def _open_study(self) -> Any:
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+
+        class HeldLock(BaseJournalFileLock):
+            """The sweep directory is locked by this process; Optuna's own lock file would outlive a kill."""
+
+            def acquire(self) -> bool:
+                return True
+
+            def release(self) -> None: ...
+
+        path = self.session.state.folder / JOURNAL_FILE
+        _drop_partial_line(path)
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=HeldLock()))
+        study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=self.options.directions, load_if_exists=True)
+        if [direction.name.lower() for direction in study.directions] != self.options.directions:
+            raise UserError("the directions of a study cannot change", "hydra.sweeper.direction", "leave it out, or start another sweep")
+        study.sampler = self._make_sampler(len(study.trials))
+        if self.options.sampler == "grid" and not study.trials:
+            for values in itertools.product(*(axis.values() for axis in self.axes)):
+                study.enqueue_trial(dict(zip(self.space, values, strict=True)))
+        return study
+
+    def _make_sampler(self, drawn: int) -> Any:
+        from optuna import samplers
+
+        seed = self.options.seed
+        if self.options.sampler == "qmc":
+            return samplers.QMCSampler(seed=seed)
+        later_seed = None if seed is None else seed + drawn  # the same seed again would draw the same points again
+        return {"tpe": samplers.TPESampler, "nsgaii": samplers.NSGAIISampler}.get(self.options.sampler, samplers.RandomSampler)(seed=later_seed)
+
+    def _enqueue_failed(self, states: Any) -> None:
+        """Draw the points of failed jobs again: in their run directories they continue."""
+        others = [trial.params for trial in self.study.get_trials(states=(states.RUNNING, states.COMPLETE))]
+        others += [trial.system_attrs.get("fixed_params") for trial in self.study.get_trials(states=(states.WAITING,))]
+        for trial in self.study.get_trials(states=(states.FAIL,)):
+            job = self.session.state.find_job(_to_overrides(trial.params))
+            if job is not None and job.needs_run and trial.params not in others:
+                self.study.enqueue_trial(trial.params)
+                others.append(trial.params)
+
+    def next_job(self) -> SweepJob | None:
+        """Return the next job to run, None if there is no further one."""
+        while self.resumed or self.remaining > 0:
+            if self.resumed:
+                trial = self.resumed.popleft()
+            elif self.options.sampler == "grid" and not self._has_waiting_trials():
+                return None
+            else:
+                self.remaining -= 1
+                trial = self.study.ask(self.space)
+            job = self.session.state.add_job(_to_overrides(trial.params))
+            self.trials[job.name].append(trial.number)
+            is_running = len(self.trials[job.name]) > 1  # the same point was drawn again
+            if job.needs_run and not is_running:
+                return job
+            if not is_running:
+                self.job_ended(job)
+        return None
+
+    def _has_waiting_trials(self) -> bool:
+        from optuna.trial import TrialState
+
+        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
+    def job_ended(self, job: SweepJob) -> None:
+        """Report the result of a job. The trial of an interrupted job stays open: the next launch continues it."""
+        from optuna.trial import TrialState
+
+        if job.status in ("interrupted", "new"):
+            return
+        values = self._objective_values(job)
+        for number in self.trials.pop(job.name, []):
+            if None in values:
+                self.study.tell(number, state=TrialState.FAIL)
+            else:
+                self.study.tell(number, values)
+
+    def _objective_values(self, job: SweepJob) -> list[float | None]:
+        """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed job has none."""
+        if not (job.status == "completed" or job.is_diverged) or job.loss is None:
+            return [None]
+        record = {**_last_train_record(self.session.run_dir(job)), "loss": float(job.loss)}
+        return [float(record[name]) if isinstance(record.get(name), int | float) else None for name in self.options.objectives]
+
+    def write_results(self) -> None:
+        """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml."""
+        from optuna.trial import TrialState
+
+        if not self.study.get_trials(states=(TrialState.COMPLETE,)):
+            return
+        if len(self.options.objectives) == 1:
+            best = self.study.best_trial
+            results = {"name": "optuna", "best_evaluated_params": best.params, "best_evaluated_value": best.value}
+        else:
+            results = {"name": "optuna", "solutions": [{"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials]}
+        write_atomic_file(self.session.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())
+
+
+def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
+    return {key: str(value) for key, value in params.items()}
+
+
+def _last_train_record(run_dir: Path) -> dict[str, Any]:
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return next((record for record in map(json.loads, reversed(lines)) if record["kind"] == "train"), {})
+
+
+def _drop_partial_line(path: Path) -> None:
+    """Cut the journal back to its last complete line: a killed process may have written half of one."""
+    if path.is_symlink():
+        raise UserError("the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep")
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
