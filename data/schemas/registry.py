@@ -15,11 +15,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from data.errors import BadRowError
-from data.sources.files import Source
+
+if TYPE_CHECKING:
+    from data.sources.files import Source
 
 STAGE_OF_FORMAT = {"preference": "stage=dpo", "chat": "stage=sft", "text": "stage=pretrain"}  # most specific format first
 DETECTION_ROWS = 100  # rows of a file that are read to detect its schema
