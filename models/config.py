@@ -29,6 +29,8 @@ from common.registry import Registry
 from common.settings import setting
 
 if TYPE_CHECKING:
+    import torch
+
     from models.language_model import LanguageModel
 
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
@@ -59,8 +61,8 @@ class ModelConfig:
         """Whether shapes inside a layer depend on the data: train.compile=auto does not compile such a model."""
         return False
 
-    def check_device(self, device_type: str, precision: str) -> None:
-        """Raise UserError if the model cannot be computed on cpu or cuda in this precision."""
+    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise UserError if the model cannot be computed on this device in this dtype of autocast."""
 
     def build(self) -> LanguageModel:
         """Return a model with random weights from torch's global generator. Imports torch inside."""

@@ -13,6 +13,8 @@ from common.settings import setting
 from models.config import ModelConfig, check_required_values, register_model
 
 if TYPE_CHECKING:
+    import torch
+
     from models.language_model import LanguageModel
 
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
@@ -124,15 +126,13 @@ class DecoderConfig(ModelConfig):
     def has_dynamic_shapes(self) -> bool:
         return self.num_experts > 0  # the number of tokens of an expert
 
-    def check_device(self, device_type: str, precision: str) -> None:
+    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Refuse an attention kernel that PyTorch does not have; it would raise in the first step."""
-        if self.attention == "efficient" and device_type == "cpu":
+        if self.attention == "efficient" and device.type == "cpu":
             raise UserError("model.attention=efficient needs a GPU", "model.attention=efficient", "use model.attention=flash or auto")
-        if self.attention == "flash" and device_type == "cuda" and precision in ("fp32", "tf32"):
+        if self.attention == "flash" and device.type == "cuda" and dtype.itemsize > 2:
             raise UserError(
-                f"model.attention=flash on a GPU needs precision bf16 or fp16, got {precision}",
-                "model.attention=flash",
-                "use precision=bf16, or model.attention=efficient",
+                f"model.attention=flash on a GPU computes in 16 bits only, got {dtype}", "model.attention=flash", "precision=bf16, or model.attention=efficient"
             )
 
     def build(self) -> LanguageModel:

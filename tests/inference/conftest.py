@@ -1,4 +1,4 @@
-"""`write_model`: a small random model with the shipped tokenizer, as a folder on disk; `hf_folder`: one of them."""
+"""`write_model`: a small random model with the shipped tokenizer as a Hugging Face folder; `hf_folder`: one of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from models.families.decoder import DecoderConfig
-from models.decoder import Decoder
 from models.formats.save import save_model
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
 
-def small() -> DecoderConfig:
+def small_config() -> DecoderConfig:
     return DecoderConfig(
         family="decoder",
         name="small",
@@ -42,13 +41,13 @@ def small() -> DecoderConfig:
     )
 
 
-def write(folder: Path, seed: int, spread: float = 0.02) -> Path:
-    """`spread`: standard deviation of the weights; large ones make a model that is sure of its nonsense."""
+def write(folder: Path, seed: int, std: float = 0.02) -> Path:
+    """`std`: of the weights; with a large one the probabilities are far from uniform."""
     torch.manual_seed(seed)
-    model = Decoder(small())
+    model = small_config().build()
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=spread)
+            torch.nn.init.normal_(parameter, std=std)
     save_model(folder, model, model.cfg, TOKENIZER)
     return folder
 

@@ -1,4 +1,4 @@
-"""Talking to a model: whole characters, harmless ones, as its run was trained, and again the same with the same seed."""
+"""Chat: complete and harmless characters, the mode of the run's data, reproducible sampling, conversations that outgrow the model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
 from runner.inference.chat import ChatConfig, ChatSession, TokenStreamer, chat
 from runner.inference.load import load_trained, weights_dir
@@ -15,84 +16,87 @@ from runner.inference.load import load_trained, weights_dir
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
 
-def words(folder: Path, **changes: object) -> ChatConfig:
-    given = {"run": str(folder), "prompt": None, "mode": "auto", "system": None, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
-    given |= {"repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 0, "device": "cpu"}
-    return ChatConfig(**given | changes)  # type: ignore[arg-type]  # values of many types in one dict
+def chat_config(folder: Path, **changes: object) -> ChatConfig:
+    values = {"run": str(folder), "prompt": None, "mode": "auto", "system": None, "temperature": 0.7, "top_k": 0, "top_p": 0.9}
+    values |= {"repetition_penalty": 1.0, "max_new_tokens": 12, "seed": 0, "device": "cpu"}
+    return ChatConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
 
-def speaker(folder: Path, **changes: object) -> ChatSession:
-    return ChatSession(load_trained(folder, "cpu"), words(folder, **changes))
+def open_session(folder: Path, **changes: object) -> ChatSession:
+    return ChatSession(load_trained(folder, "cpu"), chat_config(folder, **changes))
 
 
-def as_run(hf_folder: Path, folder: Path, rows: str) -> Path:
+def write_run(hf_folder: Path, folder: Path, data_format: str) -> Path:
     shutil.copytree(hf_folder, folder / "model")
     (folder / ".hydra").mkdir()
-    (folder / ".hydra" / "config.yaml").write_text(f"stage:\n  rows: {rows}\n")
+    (folder / ".hydra" / "config.yaml").write_text(f"stage:\n  data_format: {data_format}\n")
     (folder / "run.json").write_text('{"status": "completed"}')
     return folder
 
 
-def test_a_character_of_several_tokens_is_said_whole() -> None:
-    tokenizer, said = Tokenizer.load(TOKENIZER), []
+def stream(text: str) -> tuple[str, list[str]]:
+    """The decoded text, and what was written."""
+    tokenizer, written = Tokenizer.load(TOKENIZER), []
+    streamer = TokenStreamer(tokenizer, written.append)
+    for token in tokenizer.encode(text):
+        streamer.add(token)
+    return streamer.finish(), written
+
+
+def test_token_streamer_writes_complete_characters_only() -> None:
     text = "龘 and 🦄, 托洛最喜欢棕色。"
-    ids = tokenizer.encode(text)
-    assert any("\ufffd" in tokenizer.decode([token]) for token in ids), "a rare character has to be spread over tokens for this test"
-    voice = TokenStreamer(tokenizer, said.append)
-    for token in ids:
-        voice.hear(token)
-    assert voice.end() == text == "".join(said) and not any("\ufffd" in part for part in said)
+    tokenizer = Tokenizer.load(TOKENIZER)
+    assert any("\ufffd" in tokenizer.decode([token]) for token in tokenizer.encode(text)), "the text needs a character of several tokens"
+    decoded, written = stream(text)
+    assert decoded == text == "".join(written) and not any("\ufffd" in part for part in written)
 
 
-def test_what_a_model_says_cannot_steer_the_terminal() -> None:
-    tokenizer, said = Tokenizer.load(TOKENIZER), []
-    voice = TokenStreamer(tokenizer, said.append)
-    for token in tokenizer.encode("a\x1b[2Jb\nc"):
-        voice.hear(token)
-    assert voice.end() == "a\x1b[2Jb\nc" and "".join(said) == "a\\x1b[2Jb\nc"
+def test_token_streamer_escapes_control_characters() -> None:
+    decoded, written = stream("a\x1b[2Jb\nc")
+    assert decoded == "a\x1b[2Jb\nc" and "".join(written) == "a\\x1b[2Jb\nc"
 
 
-def test_the_same_seed_gives_the_same_answer_and_another_seed_another(hf_folder: Path) -> None:
-    answers = [speaker(hf_folder, seed=seed).answer("Where does Ludo live?", lambda text: None) for seed in (1, 1, 2)]
+def test_chat_answer_is_a_function_of_the_seed(hf_folder: Path) -> None:
+    answers = [open_session(hf_folder, seed=seed).answer("Where does Ludo live?", lambda text: None) for seed in (1, 1, 2)]
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize(("rows", "chats"), [("text", False), ("chat", True), ("preference", True)])
-def test_a_run_is_spoken_to_as_it_was_trained(hf_folder: Path, tmp_path: Path, rows: str, chats: bool) -> None:
-    folder = as_run(hf_folder, tmp_path, rows)
-    assert speaker(folder).chats is chats
-    assert speaker(folder, mode="chat").chats and not speaker(folder, mode="text").chats
+@pytest.mark.parametrize(("data_format", "is_chat"), [("text", False), ("chat", True), ("preference", True)])
+def test_chat_mode_auto_follows_the_data_format_of_the_run(hf_folder: Path, tmp_path: Path, data_format: str, is_chat: bool) -> None:
+    folder = write_run(hf_folder, tmp_path, data_format)
+    assert open_session(folder).is_chat is is_chat
+    assert open_session(folder, mode="chat").is_chat and not open_session(folder, mode="text").is_chat
 
 
-def test_a_folder_without_a_run_is_spoken_to_as_its_tokenizer_says(hf_folder: Path) -> None:
-    assert speaker(hf_folder).chats
+def test_chat_mode_auto_follows_the_tokenizer_without_a_run(hf_folder: Path) -> None:
+    assert open_session(hf_folder).is_chat
 
 
-def test_a_long_conversation_loses_its_oldest_turns_and_keeps_its_system_message(hf_folder: Path) -> None:
-    talking = speaker(hf_folder, system="Be brief.")
+def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(hf_folder: Path) -> None:
+    session = open_session(hf_folder, system="Be brief.")
     for turn in range(12):
-        talking.answer(f"Question number {turn}: where does Ludo live?", lambda text: None)
-    said = [message["content"] for message in talking._turns]
-    assert said[0] == "Be brief." and "number 11" in said[-2] and not any("number 0" in content for content in said)
-    assert [message["role"] for message in talking._turns[1:3]] == ["user", "assistant"]
+        session.answer(f"Question number {turn}: where does Ludo live?", lambda text: None)
+    contents = [message["content"] for message in session.messages]
+    assert contents[0] == "Be brief." and "number 11" in contents[-2] and not any("number 0" in content for content in contents)
+    assert [message["role"] for message in session.messages[1:3]] == ["user", "assistant"]
 
 
-def test_a_question_longer_than_the_model_is_refused(hf_folder: Path) -> None:
-    with pytest.raises(ValueError, match="leaves no room"):
-        speaker(hf_folder).answer("word " * 200, lambda text: None)
+def test_chat_refuses_a_prompt_longer_than_the_model(hf_folder: Path) -> None:
+    with pytest.raises(UserError, match="the model of 128 positions takes 116"):
+        open_session(hf_folder).answer("text " * 200, lambda text: None)
 
 
-def test_a_conversation_goes_on_after_a_refusal_and_ends_with_its_input(
+def test_chat_continues_after_a_refused_prompt_until_its_input_ends(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 200 + "\nWhere does Ludo live?\n/new\n\nAnd Tami?\n"))
-    chat(words(hf_folder), hf_folder)
+    monkeypatch.setattr("sys.stdin", io.StringIO("text " * 200 + "\nWhere does Ludo live?\n/new\n\nAnd Tami?\n"))
+    chat(chat_config(hf_folder), hf_folder)
     out = capsys.readouterr().out
-    assert out.startswith("the text of") and out.count("\n") >= 3
+    assert out.startswith("error: the prompt has") and out.count("\n") >= 3
 
 
-def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
+def test_load_refuses_an_unfinished_run_with_the_resume_command(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as error:
         weights_dir(tmp_path)
-    assert f"resume={tmp_path}" in refusal.value.args[2]
+    assert f"resume={tmp_path}" in error.value.fix
