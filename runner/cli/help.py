@@ -15,6 +15,7 @@ import yaml
 
 from common.paths import CONF_DIR, REPO_ROOT, command_line
 from common.settings import field_comments
+from data.schemas.registry import STAGE_OF_FORMAT, schemas_of
 from runner.config.schema import config_groups, strip_optional
 from runner.engine.config import Config
 
@@ -63,8 +64,14 @@ def train_help(config_dirs: Sequence[Path]) -> str:
     settings = [(f"{key}={value}", comments.get(key, "")) for key, value in COMMON_SETTINGS.items()]
     pages = [
         "Train a small language model: python runner/train.py [group=option ...] [key=value ...]",
-        _two_columns("Commands (each has its own --help)", [(f"{name}.py", doc.partition(": `")[0].partition("\n")[0]) for name, doc in command_docs().items()]),
+        _two_columns(
+            "Commands (each has its own --help)", [(f"{name}.py", doc.partition(": `")[0].partition("\n")[0]) for name, doc in command_docs().items()]
+        ),
         _two_columns("Config groups", [(f"{name}=", " ".join(options)) for name, options in config_groups(*config_dirs).items()]),
+        _two_columns(
+            "Row schemas of data files, detected unless data.schema is given",
+            [(name, ", ".join(schema.name for schema in schemas_of(name))) for name in STAGE_OF_FORMAT],
+        ),
         _two_columns("Most-used settings (all of them, with their values: --cfg job)", [*settings, ("hydra.run.dir=DIR", "run directory")]),
         "Examples\n" + "\n".join(f"  {line}" for line in EXAMPLES),
         _two_columns("Flags", TRAIN_FLAGS),

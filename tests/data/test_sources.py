@@ -67,7 +67,9 @@ def read(path):
     return rows, [(error.reason, error.setting.removeprefix(str(path))) for error in bad]
 
 
-@pytest.mark.parametrize("compress, extension", [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (gzip.compress, "")], ids=["plain", "gz", "zst", "gz unnamed"])
+@pytest.mark.parametrize(
+    "compress, extension", [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (gzip.compress, "")], ids=["plain", "gz", "zst", "gz unnamed"]
+)
 @pytest.mark.parametrize("name", CONTENT)
 def test_source_gives_the_same_rows_for_every_file_format(write, name, compress, extension):
     rows, bad = read(write(compress(CONTENT[name]), name + extension))
