@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -16,13 +16,11 @@ from runner.config.compose import register_resolver
 NAME_LENGTH = 120  # characters of a job's directory name; file systems allow 255 bytes
 
 _created: list[str] = []  # <date>/<time> of the directory that this process has created
-_swept_keys: set[str] = set()
 
 
 def register_resolvers() -> None:
-    """Register the interpolations of conf/config.yaml that place a run and the jobs of a sweep."""
+    """Register the interpolation of conf/config.yaml that places a run or a sweep."""
     register_resolver("run_id", run_id)
-    register_resolver("swept", job_dirname)
 
 
 def run_id() -> str:
@@ -45,18 +43,7 @@ def create_unique(sweep: bool) -> None:
         return
 
 
-def set_swept_keys(keys: Iterable[str]) -> None:
-    """Set the keys whose values differ between the jobs of the sweep of this process."""
-    _swept_keys.update(keys)
-
-
-def job_dirname(overrides: Iterable[str]) -> str:
-    """Return `job_dirname_of` the swept keys among the overrides of a job."""
-    pairs = (override.partition("=") for override in overrides)
-    return job_dirname_of({key: value for key, _, value in pairs if key in _swept_keys})
-
-
-def job_dirname_of(swept: Mapping[str, str]) -> str:
+def job_dirname(swept: Mapping[str, str]) -> str:
     """Return the directory name of a job: its swept values, sorted by key, shortened with a hash where the name is too long or has other characters."""
     values = ",".join(sorted(f"{key}={value}" for key, value in swept.items())) or "job"
     name = re.sub(r"[^\w.=,+-]", "-", values)

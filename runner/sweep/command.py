@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import hydra_quote
+from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.run_dir import config_snapshot
 from runner.sweep import extend, validation
 from runner.sweep.grid import merge_overrides
@@ -39,7 +39,7 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
             for line in changed_files:
                 print(f"resume: {line}", file=sys.stderr)
             extend.extend_sweep(state, additions, conf)
-        hydra_overrides = [override for override in additions.shared if override.lstrip("+~").startswith(validation.HYDRA_PREFIXES)]
+        hydra_overrides = [override for override in additions.shared if is_hydra_override(override)]
         stored = merge_overrides(state.overrides, hydra_overrides)
         swept = [f"{key}={','.join(values)}" for key, values in state.swept.items()]
         launch = [validation.SWEEP_DIR_KEY + hydra_quote(str(folder)), "hydra.sweeper.resume=true"]

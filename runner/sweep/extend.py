@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.filesystem import read_bounded
 from common.settings import iter_settings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
-from runner.config import overrides as overrides_module
+from runner.checkpoint.format import read_newest_state
+from runner.config.overrides import check_overrides, is_hydra_override
 from runner.engine.config import Config, TrainConfig
 from runner.run_dir import resume
-from runner.run_dir.lock import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata, has_started
 from runner.sweep import budget, grid, validation
 from runner.sweep.grid import PointComposer
@@ -39,7 +37,7 @@ class Additions:
     @property
     def training(self) -> list[str]:
         """The overrides of all jobs without those of Hydra."""
-        return [override for override in self.shared if not override.lstrip("+~").startswith(validation.HYDRA_PREFIXES)]
+        return [override for override in self.shared if not is_hydra_override(override)]
 
 
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
@@ -50,7 +48,7 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
     swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
     swept = {key: grid.canonicalize(key, values, known=state.swept.get(key, ())) for key, values in swept.items()}
     shared = [override for override in shared if override.partition("=")[0] not in state.swept]
-    overrides_module.check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
+    check_overrides([*shared, *(f"{key}={value}" for key, values in swept.items() for value in values)], conf)
     if unknown := next((key for key in swept if key not in state.swept), None):
         fix = f"give {unknown} one value, or start a sweep over it"
         raise UserError(f"{unknown} is not swept here: the jobs that exist have no value of it", unknown, fix)
@@ -142,14 +140,9 @@ def _would_train_further(run_dir: Path, before: TrainConfig, after: TrainConfig,
 
 def _saved_progress(run_dir: Path) -> dict[str, int]:
     """Return the step that a run has reached, and its evaluations since the best one."""
+    progress = (read_newest_state(run_dir) or {}).get("progress", {"step": 0, "evals_since_best": 0})
     recorded = int(RunMetadata.read(run_dir).get("step") or 0)
-    for path in sorted(run_dir.glob("checkpoints/step-*/state.json"), reverse=True):
-        try:
-            progress = json.loads(read_bounded(path, MAX_JSON_BYTES))["progress"]
-            return {"step": max(recorded, int(progress["step"])), "evals_since_best": int(progress["evals_since_best"])}
-        except (OSError, ValueError, KeyError, TypeError):  # incomplete: the run continues from the checkpoint before it
-            continue
-    return {"step": recorded, "evals_since_best": 0}
+    return {"step": max(recorded, progress["step"]), "evals_since_best": progress["evals_since_best"]}
 
 
 def _compatibility_facts(config: Config) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.paths import REPO_ROOT
+from common.plugins import PLUGINS_ENV
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
@@ -114,7 +116,7 @@ class SweepScheduler:
         self.state.update_job(job, attempt=job.attempt + 1, **fields)
         try:
             arguments = self.session.prepare(job)
-            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], torchrun.begin_job())
+            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], _plugin_env() | torchrun.begin_job())
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         log = self.backend.logs(handle)
@@ -162,3 +164,8 @@ class SweepScheduler:
 
     def _number(self, job: SweepJob) -> str:
         return f"{self.state.jobs.index(job) + 1}/{len(self.state.jobs)}"
+
+
+def _plugin_env() -> dict[str, str]:
+    """Return the plugins that the user typed: a worker on another machine does not inherit the environment."""
+    return {PLUGINS_ENV: os.environ[PLUGINS_ENV]} if PLUGINS_ENV in os.environ else {}

@@ -15,7 +15,7 @@ from common.exit_codes import FAILED, INTERRUPTED
 from common.errors import resume_command
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config.compose import without_hydra
-from runner.config.overrides import hydra_quote
+from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.reporting import leaderboard
@@ -66,7 +66,7 @@ class SweepSession:
 
     def job_overrides(self, job: SweepJob) -> list[str]:
         """Return the overrides that start this job as a run by itself."""
-        shared = [override for override in self.state.overrides if not override.startswith(validation.HYDRA_PREFIXES)]
+        shared = [override for override in self.state.overrides if not is_hydra_override(override)]
         return merge_overrides(shared, [f"{key}={value}" for key, value in (job.overrides | self.derived_overrides(job)).items()])
 
     def prepare(self, job: SweepJob) -> list[str]:

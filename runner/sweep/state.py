@@ -20,7 +20,7 @@ from runner.config.overrides import canonical_value
 from runner.run_dir import provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
 from runner.run_dir.metadata import RUN_FILE, RUN_STATUSES, RunMetadata, final_loss, has_diverged, has_started, timestamp
-from runner.run_dir.naming import job_dirname_of
+from runner.run_dir.naming import job_dirname
 
 SWEEP_STATE_FILE = "sweep.json"
 INFINITE = "inf"  # JSON has no infinity
@@ -109,7 +109,7 @@ class SweepState:
         """Return the job with these values, a new one if there is none. Nothing is written."""
         job = self.find_job(overrides)
         if job is None:
-            job = SweepJob(job_dirname_of(overrides), dict(overrides))
+            job = SweepJob(job_dirname(overrides), dict(overrides))
             self.jobs.append(job)
         return job
 
@@ -206,7 +206,7 @@ def _read_state(folder: Path) -> SweepState:
             _check_strings([*job.overrides.values(), *job.pending_overrides, *job.applied_overrides])
             if job.status not in RUN_STATUSES:
                 raise ValueError(f"unknown status of a job: {job.status}")
-            if job.name != job_dirname_of(job.overrides):  # the directory that is written to
+            if job.name != job_dirname(job.overrides):  # the directory that is written to
                 raise ValueError(f"the name of a job does not belong to its overrides: {job.name}")
         return state
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -9,6 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean
+from runner.config.overrides import config_dirs, is_hydra_override, key_of
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.engine.config import Config
 from runner.launch import preflight, torchrun
@@ -23,7 +24,6 @@ from runner.sweep.state import SweepState
 
 LAUNCHERS = {"local": LocalOptions, "submitit": SubmititOptions, "ray": RayOptions}
 SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}
-HYDRA_PREFIXES = ("hydra.", "hydra/")
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
 # Hydra settings that sweep.json may store: counts and choices. A stranger's sweep.json must not name code, a place, or a line of a batch script.
@@ -43,17 +43,18 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
     """Refuse plugins that are not of this program, unknown options of its launchers, and Hydra settings with several values."""
     chosen = {"hydra/launcher": "local", "hydra/sweeper": "grid"}
     for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key in chosen and value == "basic":
-            known = LAUNCHERS if key == "hydra/launcher" else SWEEPERS
-            raise UserError(f"{key} must be one of {', '.join(known)}, got basic", override, "leave the override out")
-        if key in chosen:
-            chosen[key] = value
+        key, value = key_of(override), override.partition("=")[2]
+        if key not in chosen:
+            continue
+        chosen[key] = value
+        known = LAUNCHERS if key == "hydra/launcher" else SWEEPERS
+        if value not in known and not any((folder / key / f"{value}.yaml").is_file() for folder in config_dirs(list(overrides))):
+            raise UserError(f"{key} must be one of {', '.join(known)}, got {value}", override, did_you_mean(value, known, "leave the override out"))
     options = LAUNCHERS.get(chosen["hydra/launcher"])
     known_options = [f"hydra.launcher.{name}" for name in vars(options() if options else LauncherOptions()) if not name.startswith("_")]
     for override in overrides:
-        key, equals, value = override.lstrip("+").partition("=")
-        if not key.startswith(HYDRA_PREFIXES) or not equals:
+        key, value = key_of(override), override.partition("=")[2]
+        if not is_hydra_override(override):
             continue
         if key.startswith("hydra.launcher.") and options and key.split("[")[0] not in known_options and not key.startswith("hydra.launcher.parameters."):
             hint = did_you_mean(key, known_options, f"its options are {', '.join(known_options)}")
@@ -108,8 +109,8 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
 
 def is_safe_override(override: str) -> bool:
     """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without interpolation."""
-    key = override.partition("=")[0].lstrip("+~")
-    is_allowed = not key.startswith(HYDRA_PREFIXES) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
+    key = key_of(override)
+    is_allowed = not is_hydra_override(override) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
     return is_allowed and "${" not in override and "_target_" not in override
 
 
@@ -118,7 +119,7 @@ def storable_overrides(overrides: list[str]) -> list[str]:
     for override in overrides:
         if is_safe_override(override):
             continue
-        if not override.lstrip("+~").startswith(HYDRA_PREFIXES):
+        if not is_hydra_override(override):
             raise UserError("a sweep takes no interpolation: it could change between two jobs", override, "write the value itself")
         print(f"{override} is not stored in sweep.json: type it again with resume=", file=sys.stderr)
     return [override for override in overrides if is_safe_override(override)]
