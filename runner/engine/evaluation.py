@@ -63,7 +63,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         prompts = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in cfg.train.sample_prompts]
     else:
         template = ChatTemplate(tokenizer)
-        prompts = [template.prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
+        prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     with state.precision.autocast() if state.dist.sharded else nullcontext():
         answers = generate(
