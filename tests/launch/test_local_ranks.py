@@ -48,7 +48,7 @@ HANGS = "time.sleep(60)"
 BUG = "raise KeyError('lost')"
 KILLED = "os.kill(os.getpid(), 9)"
 USER_ERROR_EXIT = "print('error: a row is wrong\\n  where: rows.jsonl:3\\n  fix:   mend it', file=sys.stderr); sys.exit(2)"
-DIVERGED = "record(status='failed', error='3 steps in a row were not finite'); sys.exit(1)"
+DIVERGED = "record(status='failed', outcome='diverged', error='3 steps in a row were not finite'); sys.exit(1)"
 STACKS = "print('Timeout (0:00:01)!\\nThread 0x1 (most recent call first):\\n  File loop.py, line 7', file=sys.stderr, flush=True)\n"
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 from torch.utils.data._utils import signal_handling
-from trainee import STEPS, SlowDisk, code_of, config, launch, litter, record_of, room, steps_of, train
+from trainee import STEPS, SlowDisk, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common import filesystem
-from runner.checkpoint import manager
+from runner.checkpoint.manager import CheckpointManager
 from runner.engine import evaluation, loop
 from runner.engine.verify_resume import diff_run_dirs
+from runner.launch import run as run_module
 from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, StopFlag
-from runner.run_dir import initial_weights
 from runner.run_dir.metadata import RunMetadata
 
 PHASES = ("start-up", "step", "save", "evaluation", "samples")
@@ -43,7 +43,7 @@ class PhaseProbe:
         os.close(self.reader)
         filesystem.fs = SlowDisk()
         for number, (owner, name) in enumerate(
-            [(loop, "train_step"), (manager, "save_async"), (evaluation, "evaluate_loss"), (evaluation, "generate_samples")], start=1
+            [(loop, "train_step"), (CheckpointManager, "save_async"), (evaluation, "evaluate_loss"), (evaluation, "generate_samples")], start=1
         ):
             setattr(owner, name, self._reporting(number, getattr(owner, name)))
         for name in ("start_or_resume", "step_with_retries"):
@@ -102,7 +102,7 @@ def phase_durations(cfg, folder: Path) -> dict[int, float]:
     probe = PhaseProbe()
     child = launch(cfg, folder, probe.install)
     events = list(probe.events())
-    assert code_of(child) == 0, (folder.parent / "said").read_text()[-2000:]
+    assert wait_for_exit(child) == 0, read_output(folder)
     began, spent = {}, defaultdict(list)
     for number, when in events:
         if number < 64:
@@ -123,10 +123,10 @@ def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, dela
             time.sleep(delay)
             sent = time.monotonic()
             os.killpg(child, number)
-    return code_of(child), bytes(probe.shared), time.monotonic() - (sent or time.monotonic())
+    return wait_for_exit(child), bytes(probe.shared), time.monotonic() - (sent or time.monotonic())
 
 
-@pytest.mark.parametrize("signals", [10, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
     chance, seen, longest = random.Random(signals), Counter(), 0.0
 
@@ -135,30 +135,30 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
         nonlocal longest
         phase = seen.total() % len(PHASES)
         nth = STEPS + 1 if seen.total() == target else chance.randint(1, 3) if phase else 1
-        before = max(steps_of(folder), default=0)
+        before = max(saved_steps(folder), default=0)
         code, (received, interrupted, done), seconds = train_with_signal(
             cfg, folder, chance.choice(STOP_SIGNALS), phase, nth, chance.uniform(0, 0.5 * took[phase])
         )
-        assert code in (0, 75), (folder.parent / "said").read_text()[-2000:]
+        assert code in (0, 75), read_output(folder)
         if code == 75:
-            newest, done = max(steps_of(folder)), max(done, before)  # before it reads the checkpoint the child knows no step
+            newest, done = max(saved_steps(folder)), max(done, before)  # before it reads the checkpoint the child has read no step
             assert received and done <= newest <= done + 1, f"{done} steps were done, {newest} are saved"
-            assert (record_of(folder)["status"], record_of(folder)["step"]) == ("interrupted", newest)
+            assert (read_run_json(folder)["status"], read_run_json(folder)["step"]) == ("interrupted", newest)
             seen[PHASES[interrupted]] += 1
             longest = max(longest, seconds)
         return code
 
-    with room(tmp_path) as place:
+    with memory_dir(tmp_path) as root:
         for workers in (0, 2):
-            cfg = config(place, f"data.num_workers={workers}", "train.save_every=2", "train.eval_every=3", "train.sample_every=2")
-            took = phase_durations(cfg, whole := place / f"whole{workers}")
+            cfg = make_config(root, f"data.num_workers={workers}", "train.save_every=2", "train.eval_every=3", "train.sample_every=2")
+            took = phase_durations(cfg, whole := root / f"whole{workers}")
             target = seen.total() + signals // 2
             for run in itertools.takewhile(lambda _: seen.total() < target, itertools.count()):  # noqa: B023  evaluated at once
-                folder = place / f"run{workers}-{run}"
+                folder = root / f"run{workers}-{run}"
                 while next_signal(folder):
                     pass
                 assert diff_run_dirs(whole, folder) == []
-                assert record_of(folder)["status"] == "completed" and not litter(folder)
+                assert read_run_json(folder)["status"] == "completed" and not temp_files(folder)
     print(f"{dict(seen)}, at most {longest:.2f} s from the signal to the end")
     assert seen.total() == signals
     assert signals < 50 or seen.keys() == set(PHASES)
@@ -171,23 +171,26 @@ def test_signal_to_the_group_while_data_workers_start(tmp_path):
 
         def handle_and_wait():  # torch's handlers are installed, ours may not be
             handle()
-            (place / "starting").touch()
+            (root / "starting").touch()
             time.sleep(1)
 
         signal_handling._set_worker_signal_handlers = handle_and_wait
 
-    with room(tmp_path) as place:
-        cfg = config(place, "data.num_workers=2")
-        child = launch(cfg, place / "run", start_slowly)
-        while not (place / "starting").exists():
+    with memory_dir(tmp_path) as root:
+        cfg = make_config(root, "data.num_workers=2")
+        child = launch(cfg, root / "run", start_slowly)
+        while not (root / "starting").exists():
             time.sleep(0.01)
         os.killpg(child, signal.SIGTERM)
-        assert code_of(child) == 75, (place / "said").read_text()[-2000:]
-        assert steps_of(place / "run") == [1]
+        assert wait_for_exit(child) == 75, read_output(root / "run")
+        assert saved_steps(root / "run") == [1]
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("owner, name", [(initial_weights, "compatibility_fingerprints"), (RunMetadata, "mark_running")], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "number, owner, name",
+    [(signal.SIGTERM, run_module, "compatibility_fingerprints"), (signal.SIGUSR1, RunMetadata, "mark_running")],
+    ids=["before run.json says running", "after"],
+)
 def test_signal_before_training_leaves_a_usable_folder(number, owner, name, tmp_path):
     """No handler is installed yet: there is nothing to save."""
     function = getattr(owner, name)
@@ -197,12 +200,12 @@ def test_signal_before_training_leaves_a_usable_folder(number, owner, name, tmp_
         os.kill(os.getpid(), number)
         return result
 
-    with room(tmp_path) as place:
-        cfg = config(place)
-        assert train(cfg, place / "whole") == 0
-        assert train(cfg, place / "run", lambda: setattr(owner, name, with_signal)) not in (0, 75)
-        assert train(cfg, place / "run") == 0
-        assert diff_run_dirs(place / "whole", place / "run") == []
+    with memory_dir(tmp_path) as root:
+        cfg = make_config(root)
+        assert train(cfg, root / "whole") == 0
+        assert train(cfg, root / "run", lambda: setattr(owner, name, with_signal)) not in (0, 75)
+        assert train(cfg, root / "run") == 0
+        assert diff_run_dirs(root / "whole", root / "run") == []
 
 
 def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
@@ -210,16 +213,16 @@ def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
         step = loop.train_step
         loop.train_step = lambda run, *args: (run.progress.step == 3 and time.sleep(30), step(run, *args))[1]
 
-    with room(tmp_path) as place:
-        cfg = config(place)
-        assert train(cfg, place / "whole") == 0
-        child = launch(cfg, place / "run", hang_at_step_4)
-        while not (place / "run" / "checkpoints" / "step-00000003").exists():
+    with memory_dir(tmp_path) as root:
+        cfg = make_config(root)
+        assert train(cfg, root / "whole") == 0
+        child = launch(cfg, root / "run", hang_at_step_4)
+        while not (root / "run" / "checkpoints" / "step-00000003").exists():
             time.sleep(0.01)
         os.kill(child, signal.SIGTERM)
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         os.kill(child, signal.SIGINT)
-        assert code_of(child) == 128 + signal.SIGINT
-        assert steps_of(place / "run")[-1] == 3
-        assert train(cfg, place / "run") == 0
-        assert diff_run_dirs(place / "whole", place / "run") == []
+        assert wait_for_exit(child) == 128 + signal.SIGINT
+        assert saved_steps(root / "run")[-1] == 3
+        assert train(cfg, root / "run") == 0
+        assert diff_run_dirs(root / "whole", root / "run") == []
