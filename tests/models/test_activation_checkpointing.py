@@ -1,4 +1,4 @@
-"""What the backward pass makes again instead of keeping it changes no bit, and selective makes nothing again that is dear."""
+"""Activation checkpointing changes no bit of a step; selective recomputes nothing expensive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import BEST_TWO, random_model, tokens
+from tiny_models import TOP_TWO, packed, random_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,57 +15,57 @@ from models.config import LoraConfig
 from models.decoder import Decoder
 from models.lora import add_lora
 
-CASES: dict[str, dict[str, Any]] = {"dense": {}, "moe": BEST_TWO, "dropout": {"dropout": 0.3}, "flash": {"attention": "flash"}}
+CASES: dict[str, dict[str, Any]] = {"dense": {}, "moe": TOP_TWO, "dropout": {"dropout": 0.3}, "flash": {"attention": "flash"}}
+MODES = pytest.mark.parametrize("mode", ["selective", "full"])
 
 
-def learn(model: Decoder, packed: bool = False, dtype: torch.dtype = torch.float32, reduction: str = "sum") -> list[Tensor]:
-    """The loss and all gradients."""
-    ids, lines = tokens(4, 73), torch.arange(72).expand(4, 72)
-    layout = {"document_ids": lines // 20, "position_ids": lines % 20} if packed else {}
+def backward(model: Decoder, is_packed: bool = False, dtype: torch.dtype = torch.float32, reduction: str = "sum") -> list[Tensor]:
+    """Return the loss and all gradients."""
+    ids = tokens(4, 73)
     model.train().zero_grad()
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-        out = model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction, **layout)
-    loss = out.nll.sum() + (0 if out.aux is None else out.aux.sum())
+        out = model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction, **packed(4, 72) if is_packed else {})
+    loss = out.nll.sum() + (0 if out.aux_loss is None else out.aux_loss.sum())
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
+def all_equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("again", ["selective", "full"])
+@MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("case", CASES)
-def test_making_again_changes_no_bit(case: str, packed: bool, dtype: torch.dtype, again: str) -> None:
+def test_activation_checkpointing_is_bitwise_equal(case: str, is_packed: bool, dtype: torch.dtype, mode: str) -> None:
     model = random_model(**CASES[case])
-    expected = learn(model, packed, dtype)
-    model.activation_checkpointing = again
-    assert same(learn(model, packed, dtype), expected)
+    expected = backward(model, is_packed, dtype)
+    model.activation_checkpointing = mode
+    assert all_equal(backward(model, is_packed, dtype), expected)
 
 
-@pytest.mark.parametrize("again", ["selective", "full"])
-def test_making_again_changes_no_bit_of_adapters(again: str) -> None:
+@MODES
+def test_activation_checkpointing_of_adapters_is_bitwise_equal(mode: str) -> None:
     model = random_model()
     add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=["q_proj", "o_proj", "gate_proj", "down_proj"]))
-    expected = learn(model, packed=True, reduction="none")
-    model.activation_checkpointing = again
-    assert len(expected) == 1 + 2 * 4 * 2 and same(learn(model, packed=True, reduction="none"), expected)
+    expected = backward(model, is_packed=True, reduction="none")
+    model.activation_checkpointing = mode
+    assert len(expected) == 1 + 2 * 4 * 2 and all_equal(backward(model, is_packed=True, reduction="none"), expected)
 
 
 @pytest.mark.slow
-def test_making_again_changes_no_bit_of_compiled_layers() -> None:
+def test_activation_checkpointing_of_compiled_layers_is_bitwise_equal() -> None:
     model = random_model()
     model.compile_layers(single_row=False, backend="aot_eager_decomp_partition")
-    expected = learn(model, packed=True, dtype=torch.bfloat16)
-    for again in ("full", "selective"):
-        model.activation_checkpointing = again
-        assert same(learn(model, packed=True, dtype=torch.bfloat16), expected)
+    expected = backward(model, is_packed=True, dtype=torch.bfloat16)
+    for mode in ("full", "selective"):
+        model.activation_checkpointing = mode
+        assert all_equal(backward(model, is_packed=True, dtype=torch.bfloat16), expected)
 
 
-class Counted(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
@@ -75,32 +75,28 @@ class Counted(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-def calls(again: str) -> Counter[str]:
+def count_calls(mode: str) -> Counter[str]:
     model = random_model()
-    model.activation_checkpointing = again
-    with Counted() as counted:
-        learn(model, packed=True)
-    return counted.calls
+    model.activation_checkpointing = mode
+    with OpCounter() as counter:
+        backward(model, is_packed=True)
+    return counter.calls
 
 
-def test_selective_makes_again_what_is_cheap_and_nothing_that_is_dear() -> None:
-    none, selective, whole = (calls(again) for again in ("none", "selective", "full"))
-    for dear in ("aten.mm.default", "lm_runner.attention.default"):
-        assert none[dear] == selective[dear] < whole[dear]
-    assert none["aten.silu.default"] < selective["aten.silu.default"] == whole["aten.silu.default"]
+def test_selective_checkpointing_recomputes_no_matmul_and_no_attention() -> None:
+    none, selective, full = (count_calls(mode) for mode in ("none", "selective", "full"))
+    for expensive in ("aten.mm.default", "lm_runner.attention.default"):
+        assert none[expensive] == selective[expensive] < full[expensive]
+    assert none["aten.silu.default"] < selective["aten.silu.default"] == full["aten.silu.default"]
 
 
-def kept_weights(again: str, monkeypatch: pytest.MonkeyPatch) -> set[bool]:
+@pytest.mark.parametrize(("mode", "saved"), [("none", True), ("selective", False)])
+def test_selective_checkpointing_saves_no_attention_probabilities(mode: str, saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from models.layers import attention_cpu
 
-    asked, own = set(), attention_cpu.cpu_attention
-    monkeypatch.setattr(attention_cpu, "cpu_attention", lambda *inputs: asked.add(inputs[-1]) or own(*inputs))
+    save_probs, cpu_attention = set(), attention_cpu.cpu_attention
+    monkeypatch.setattr(attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[-1]) or cpu_attention(*inputs))
     model = random_model()
-    model.activation_checkpointing = again
-    learn(model)
-    return asked
-
-
-def test_selective_keeps_no_attention_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kept_weights("none", monkeypatch) == {True}
-    assert kept_weights("selective", monkeypatch) == {False}
+    model.activation_checkpointing = mode
+    backward(model)
+    assert save_probs == {saved}

@@ -1,4 +1,4 @@
-"""The loss in chunks against the loss of whole logits, forwards and backwards."""
+"""The loss in chunks against the loss of complete logits: values and gradients."""
 
 from __future__ import annotations
 
@@ -14,76 +14,77 @@ from models.layers.chunked_loss import IGNORE_LABEL, LMHead, linear_cross_entrop
 from models.lora import add_lora
 
 B, T, D, V = 3, 20, 16, 50
+REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "sum"])
 
 
 @pytest.fixture(autouse=True, params=[7, 1000], ids=["chunks", "one_chunk"])
-def rows_at_once(request, monkeypatch) -> None:
+def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": request.param * V})
 
 
-def made(labelled: float) -> tuple[Tensor, Tensor, Tensor]:
+def random_inputs(labelled: float) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight, and labels for this fraction of the tokens."""
     torch.manual_seed(0)
     labels = torch.randint(V, (B, T)).where(torch.rand(B, T) < labelled, IGNORE_LABEL)
     return torch.randn(B, T, D).requires_grad_(), torch.randn(V, D).requires_grad_(), labels
 
 
-def whole(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def full_logits_loss(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORE_LABEL).view_as(labels)
 
 
 @pytest.mark.parametrize("labelled", [1.0, 0.4, 0.0])
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_chunks_change_no_loss_and_no_gradient(labelled: float, reduction: str) -> None:
-    x, weight, labels = made(labelled)
-    weigh = torch.full((B, T), 0.3) if reduction == "sum" else torch.randn(B, T)
-    expected = whole(x, weight, labels)
-    found = linear_cross_entropy(x, weight, labels, reduction)
-    torch.testing.assert_close(found, expected.sum() if reduction == "sum" else expected)
-    ours = torch.autograd.grad(found * 0.3 if reduction == "sum" else (found * weigh).sum(), (x, weight))
-    for mine, theirs in zip(ours, torch.autograd.grad((expected * weigh).sum(), (x, weight)), strict=True):
-        torch.testing.assert_close(mine, theirs)
+@REDUCTIONS
+def test_chunked_loss_has_the_values_and_gradients_of_full_logits(labelled: float, reduction: str) -> None:
+    x, weight, labels = random_inputs(labelled)
+    expected = full_logits_loss(x, weight, labels)
+    g = torch.full((B, T), 0.3) if reduction == "sum" else torch.randn(B, T)
+    actual = linear_cross_entropy(x, weight, labels, reduction)
+    torch.testing.assert_close(actual, expected.sum() if reduction == "sum" else expected)
+    grads = torch.autograd.grad(actual * 0.3 if reduction == "sum" else (actual * g).sum(), (x, weight))
+    for grad, expected_grad in zip(grads, torch.autograd.grad((expected * g).sum(), (x, weight)), strict=True):
+        torch.testing.assert_close(grad, expected_grad)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
+@REDUCTIONS
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)])
-def test_in_half_precision_only_the_products_are_rounded(dtype: torch.dtype, tolerance: float, reduction: str) -> None:
-    x, weight, labels = made(0.7)
+def test_chunked_loss_under_autocast_is_fp32_with_rounded_products(dtype: torch.dtype, tolerance: float, reduction: str) -> None:
+    x, weight, labels = random_inputs(0.7)
     with torch.autocast("cpu", dtype):
-        found = linear_cross_entropy(x, weight, labels, reduction)
-    exact = whole(x, weight, labels)
-    assert found.dtype == torch.float32
-    ours, theirs = (torch.autograd.grad(1024 * loss.sum(), (x, weight)) for loss in (found, exact))  # as a loss scaler does
-    for mine, true in zip(ours, theirs, strict=True):
-        assert mine.dtype == torch.float32
-        assert (mine - true).abs().max() < tolerance * true.abs().max()
+        actual = linear_cross_entropy(x, weight, labels, reduction)
+    assert actual.dtype == torch.float32
+    grads, exact_grads = (torch.autograd.grad(1024 * loss.sum(), (x, weight)) for loss in (actual, full_logits_loss(x, weight, labels)))  # 1024: a loss scale
+    for grad, exact in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - exact).abs().max() < tolerance * exact.abs().max()
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_what_is_frozen_gets_no_gradient(reduction: str) -> None:
-    x, weight, labels = made(0.7)
+@REDUCTIONS
+def test_chunked_loss_computes_no_gradient_of_frozen_inputs(reduction: str) -> None:
+    x, weight, labels = random_inputs(0.7)
     linear_cross_entropy(x, weight.detach(), labels, reduction).sum().backward()
     assert x.grad is not None and not linear_cross_entropy(x.detach(), weight.detach(), labels, reduction).requires_grad
     with torch.no_grad():
         assert not linear_cross_entropy(x, weight, labels, reduction).requires_grad
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_a_head_with_an_adapter_loses_what_its_logits_say(reduction: str) -> None:
+@REDUCTIONS
+def test_chunked_loss_of_an_adapted_head_matches_its_logits(reduction: str) -> None:
     model = nn.ModuleDict({"lm_head": LMHead(D, V, bias=False)})
     add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["lm_head"]))
     adapter = model["lm_head"].lora["default"]
     nn.init.normal_(adapter.B)
-    x, _, labels = made(0.7)
+    x, _, labels = random_inputs(0.7)
     expected = F.cross_entropy(model["lm_head"](x).flatten(0, 1), labels.flatten(), reduction="sum")
-    found = model["lm_head"](x, labels, reduction).sum()
-    torch.testing.assert_close(found, expected)
-    wanted = [x, adapter.A, adapter.B]
-    for mine, theirs in zip(torch.autograd.grad(found, wanted), torch.autograd.grad(expected, wanted), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    actual = model["lm_head"](x, labels, reduction).sum()
+    torch.testing.assert_close(actual, expected)
+    inputs = [x, adapter.A, adapter.B]
+    for grad, expected_grad in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(grad, expected_grad)
 
 
-def test_the_sum_of_a_model_is_that_of_its_positions() -> None:
+def test_chunked_loss_sum_of_a_model_is_the_sum_of_its_tokens() -> None:
     model, ids = random_model(), tokens(2, 33)
-    each, summed = (model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction).nll for reduction in ("none", "sum"))
-    assert each.shape == (2, 32)
-    torch.testing.assert_close(summed, each.sum())
+    per_token, total = (model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction).nll for reduction in ("none", "sum"))
+    assert per_token.shape == (2, 32)
+    torch.testing.assert_close(total, per_token.sum())

@@ -1,4 +1,4 @@
-"""Random models small enough to compare in a blink."""
+"""Small random models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.families.decoder import DecoderConfig, RopeScaling
 from models.decoder import Decoder
+from models.families.decoder import DecoderConfig, RopeScaling
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 V = 6400
@@ -40,7 +40,7 @@ DENSE = DecoderConfig(
 )
 LLAMA: dict[str, Any] = {"qk_norm": False, "tie_word_embeddings": False}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 40, "router_aux_loss_coef": 1e-2}
-BEST_TWO: dict[str, Any] = EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True}
+TOP_TWO: dict[str, Any] = EXPERTS | {"num_experts_per_tok": 2, "norm_topk_prob": True}
 YARN: dict[str, Any] = {"rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0, attention_factor=1.0)}
 
 
@@ -48,8 +48,8 @@ def config(**changes: Any) -> DecoderConfig:
     return dataclasses.replace(DENSE, **changes)
 
 
-def spread(model: nn.Module, std: float) -> None:
-    """Weights so large that every part of the model shows in its output; norms that are not all one."""
+def randomize(model: nn.Module, std: float) -> None:
+    """Set weights so large that every part of the model affects its output, and norm weights that are not 1."""
     for p in model.parameters():
         nn.init.normal_(p, mean=0.0 if p.ndim > 1 else 1.0, std=std)
 
@@ -57,7 +57,7 @@ def spread(model: nn.Module, std: float) -> None:
 def random_model(seed: int = 0, std: float = 0.2, **changes: Any) -> Decoder:
     torch.manual_seed(seed)
     model = Decoder(config(**changes))
-    spread(model, std)
+    randomize(model, std)
     return model.eval()
 
 
@@ -65,5 +65,11 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(0, V, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def packed(B: int, T: int) -> dict[str, Tensor]:
+    """Inputs of B packed rows with a document every 20 tokens."""
+    positions = torch.arange(T).expand(B, T)
+    return {"document_ids": positions // 20, "position_ids": positions % 20}
+
+
+def max_difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()

@@ -1,0 +1,56 @@
+"""The registry of model families, as a plugin uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from tiny_models import DENSE
+
+from common.errors import UserError
+from models.config import MODELS, ModelConfig, register_model
+from models.decoder import Decoder
+from models.formats.load import read_model_config
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelConfig]]:
+    """A family `gpt9` whose model is a small decoder."""
+    monkeypatch.setattr(MODELS, "_entries", MODELS.entries())
+
+    @register_model("gpt9")
+    @dataclass
+    class Gpt9Config(ModelConfig):
+        hf_model_types = ("gpt9",)
+
+        def build(self) -> Decoder:
+            return Decoder(DENSE)
+
+        @classmethod
+        def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
+            return cls("gpt9", path.parent.name, raw["vocab_size"], 2, 256, False)
+
+    yield Gpt9Config
+
+
+def test_model_family_is_found_by_name_and_by_the_type_in_config_json(registered: type[ModelConfig], tmp_path: Path) -> None:
+    assert MODELS.get("gpt9") is registered and MODELS.names() == ["decoder", "gpt9"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9", "vocab_size": 7}))
+    cfg = read_model_config(tmp_path)
+    assert isinstance(cfg, registered) and cfg.vocab_size == 7 and isinstance(cfg.build(), Decoder)
+
+
+def test_model_family_settings_in_yaml_are_those_of_its_class(registered: type[ModelConfig], tmp_path: Path) -> None:
+    from runner.config.compose import compose_config
+
+    with pytest.raises(UserError, match=r"model.\w+ is not read by model.family=gpt9"):
+        compose_config(["model.family=gpt9"])
+
+
+def test_model_family_that_is_not_registered_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match="model.family must be one of decoder, got gpt9"):
+        MODELS.get("gpt9")
