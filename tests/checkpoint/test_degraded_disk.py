@@ -1,4 +1,4 @@
-"""A disk that is full, broken or read-only, and numbers that are not finite: the run goes on with what is good, or ends and says why."""
+"""Runs on a full, broken or read-only disk, and with numbers that are not finite: training continues, or ends with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-from trainee import STEPS, config, litter, record_of, room, steps_of, train, trained
+from trainee import STEPS, last_logged_step, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train
 
 from common import filesystem
 from common.filesystem import FileSystem
@@ -22,8 +22,8 @@ from runner.engine.verify_resume import diff_run_dirs
 from runner.run_dir.metadata import RunMetadata
 
 
-class Faulty(FileSystem):
-    """Refuses one call for everything that belongs to the saves of these steps, the checkpoints and nothing else, so many times."""
+class FaultyDisk(FileSystem):
+    """Fails `call` with the error `number` for the checkpoints of some steps, at most `times` times."""
 
     def __init__(self, call: str, number: int, steps: tuple[int, ...], times: int = 1000) -> None:
         def faulty(fd: int, *args):
@@ -36,154 +36,104 @@ class Faulty(FileSystem):
         setattr(self, call, faulty)
 
 
-def watch_record(note: Path) -> None:
-    """In the child: after each update of run.json, what it says of trouble, as a line of `note`."""
+def record_degraded(path: Path) -> None:
+    """In the child: append run.json's field `degraded` to `path` after each update."""
     update = RunMetadata.update
 
-    def updated(record: RunMetadata, **fields) -> None:
-        update(record, **fields)
-        with open(note, "a") as lines:
-            lines.write(json.dumps(record_of(record.folder)["degraded"]) + "\n")
+    def recording_update(metadata: RunMetadata, **fields) -> None:
+        update(metadata, **fields)
+        with open(path, "a") as lines:
+            lines.write(json.dumps(read_run_json(metadata.folder)["degraded"]) + "\n")
 
-    RunMetadata.update = updated
+    RunMetadata.update = recording_update
 
 
-@pytest.mark.parametrize("call, number", [("write", errno.ENOSPC), ("fsync", errno.EIO)], ids=["no room", "broken"])
-def test_saves_that_fail_cost_nothing_but_themselves(call, number, tmp_path):
-    def spoil():
-        filesystem.fs = Faulty(call, number, steps=(3, 4))
-        watch_record(place / "degraded")
+@pytest.mark.parametrize(
+    "call, number", [pytest.param("write", errno.ENOSPC, id="full disk"), pytest.param("fsync", errno.EIO, id="broken disk", marks=pytest.mark.slow)]
+)
+def test_failed_saves_are_reported_and_training_continues(call: str, number: int, tmp_path: Path) -> None:
+    def break_disk() -> None:
+        filesystem.fs = FaultyDisk(call, number, steps=(3, 4))
+        record_degraded(folder / "degraded")
 
-    with room(tmp_path) as place:
-        cfg = config(place, f"train.keep_checkpoints={STEPS}", "train.max_failed_saves=3")
-        assert train(cfg, place / "whole") == 0
-        assert train(cfg, place / "run", spoil) == 0
-        assert steps_of(place / "run") == [step for step in range(1, STEPS + 1) if step not in (3, 4)]
-        assert diff_run_dirs(place / "whole", place / "run") == [] and not litter(place / "run")
-        warnings = [line for line in (place / "run" / "train.log").read_text().splitlines() if line.startswith("warning: step-")]
+    with memory_dir(tmp_path) as folder:
+        config, run_dir = make_config(folder, f"train.keep_checkpoints={STEPS}", "train.max_failed_saves=3"), folder / "run"
+        assert train(config, folder / "uninterrupted") == 0
+        assert train(config, run_dir, break_disk) == 0
+        assert saved_steps(run_dir) == [step for step in range(1, STEPS + 1) if step not in (3, 4)]
+        assert diff_run_dirs(folder / "uninterrupted", run_dir) == [] and not temp_files(run_dir)
+        warnings = [line for line in (run_dir / "train.log").read_text().splitlines() if line.startswith("warning: step-")]
         assert [line.split()[1] for line in warnings] == ["step-00000003", "step-00000004"]
         for line in warnings:
             assert os.strerror(number) in line and re.search(r"it needs [1-9][\d,]+ bytes, [1-9][\d,]+ bytes are free in .*checkpoints", line), line
-        told = [json.loads(line) for line in (place / "degraded").read_text().splitlines()]
-        trouble = [at for at, line in enumerate(told) if line]
-        assert trouble and told[-1] is None and trouble == list(range(trouble[0], trouble[-1] + 1)), told  # from the first failed save to the next good one
-        assert "step-00000003" in told[trouble[0]]
-        assert (record_of(place / "run")["status"], record_of(place / "run")["degraded"]) == ("completed", None)
+        degraded = [json.loads(line) for line in (folder / "degraded").read_text().splitlines()]
+        indices = [index for index, reason in enumerate(degraded) if reason]
+        assert indices == list(range(indices[0], indices[-1] + 1)) and degraded[-1] is None, degraded  # from the first failed save to the next good one
+        assert "step-00000003" in degraded[indices[0]]
+        assert (read_run_json(run_dir)["status"], read_run_json(run_dir)["degraded"]) == ("completed", None)
 
 
-def test_a_disk_that_stays_full_ends_the_run_and_the_checkpoint_before_is_whole(tmp_path):
-    def spoil():
-        filesystem.fs = Faulty("write", errno.ENOSPC, steps=tuple(range(6, STEPS + 1)))
+def test_run_ends_on_a_full_disk_and_resumes_from_the_last_save(tmp_path: Path) -> None:
+    def fill_disk() -> None:
+        filesystem.fs = FaultyDisk("write", errno.ENOSPC, steps=tuple(range(6, STEPS + 1)))
 
-    with room(tmp_path) as place:
-        cfg = config(place, "train.max_failed_saves=3")
-        assert train(cfg, place / "whole") == 0
-        assert train(cfg, place / "run", spoil) == 1
-        assert steps_of(place / "run")[-1] == 5 and not litter(place / "run")
-        record = record_of(place / "run")
-        assert record["status"] == "failed" and "3 saves in a row failed" in record["error"] and "bytes are free" in record["degraded"]
-        assert "Traceback" not in (place / "said").read_text()
-        assert train(cfg, place / "run") == 0  # there is room again
-        assert diff_run_dirs(place / "whole", place / "run") == [] and record_of(place / "run")["degraded"] is None
+    with memory_dir(tmp_path) as folder:
+        config, run_dir = make_config(folder, "train.max_failed_saves=3"), folder / "run"
+        assert train(config, folder / "uninterrupted") == 0
+        assert train(config, run_dir, fill_disk) == 1
+        assert saved_steps(run_dir)[-1] == 5 and not temp_files(run_dir)
+        fields = read_run_json(run_dir)
+        assert fields["status"] == "failed" and "3 consecutive saves failed" in fields["error"] and "bytes are free" in fields["degraded"]
+        assert "Traceback" not in read_output(run_dir)
+        assert train(config, run_dir) == 0
+        assert diff_run_dirs(folder / "uninterrupted", run_dir) == [] and read_run_json(run_dir)["degraded"] is None
 
 
 def stop_at(step: int) -> None:
-    """In the child: a SIGTERM while it trains this step."""
+    """In the child: send SIGTERM while it trains this step."""
     train_step = loop.train_step
 
-    def stopped(run, *args):
-        if run.progress.step == step - 1:
+    def stopping_step(state, *args):
+        if state.progress.step == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(run, *args)
+        return train_step(state, *args)
 
-    loop.train_step = stopped
-
-
-@pytest.mark.parametrize("last", [7, STEPS], ids=["asked to stop", "at the end"])
-def test_a_last_save_that_fails_is_tried_again(last, tmp_path):
-    def spoil():
-        filesystem.fs = Faulty("write", errno.EIO, steps=(last,), times=1)
-        stop_at(last) if last < STEPS else None
-
-    with room(tmp_path) as place:
-        cfg = config(place, "train.save_every=5", "train.max_failed_saves=3")
-        assert train(cfg, place / "run", spoil) == (75 if last < STEPS else 0)
-        assert (steps_of(place / "run")[-1], record_of(place / "run")["degraded"]) == (last, None)
+    loop.train_step = stopping_step
 
 
-@pytest.mark.parametrize("last", [7, STEPS], ids=["asked to stop", "at the end"])
-def test_who_cannot_save_the_last_step_does_not_say_so(last, tmp_path):
-    def spoil():
-        filesystem.fs = Faulty("write", errno.ENOSPC, steps=(last,))
-        stop_at(last) if last < STEPS else None
+@pytest.mark.parametrize("last", [7, STEPS], ids=["interrupted", "completed"])
+@pytest.mark.parametrize("times", [1, 1000], ids=["one error", "many errors"])
+def test_last_save_is_retried_until_it_succeeds_or_the_run_fails(last: int, times: int, tmp_path: Path) -> None:
+    def break_disk() -> None:
+        filesystem.fs = FaultyDisk("write", errno.EIO, steps=(last,), times=times)
+        if last < STEPS:
+            stop_at(last)
 
-    with room(tmp_path) as place:
-        cfg = config(place, "train.save_every=5", "train.max_failed_saves=3")
-        assert train(cfg, place / "run", spoil) == 1
-        record = record_of(place / "run")
-        assert record["status"] == "failed" and "3 saves in a row failed" in record["error"]
-        assert steps_of(place / "run")[-1] == last - last % 5 - (5 if last % 5 == 0 else 0)
+    with memory_dir(tmp_path) as folder:
+        config, run_dir = make_config(folder, "train.save_every=5", "train.max_failed_saves=3"), folder / "run"
+        code = train(config, run_dir, break_disk)
+        fields = read_run_json(run_dir)
+        if times == 1:
+            assert (code, saved_steps(run_dir)[-1], fields["degraded"]) == (75 if last < STEPS else 0, last, None)
+        else:
+            assert (code, fields["status"], saved_steps(run_dir)[-1]) == (1, "failed", last - last % 5)
+            assert "3 consecutive saves failed" in fields["error"]
 
 
-def small_disk(folder: Path, size: str) -> str | None:
-    """In the child: a file system of its own on `folder`. What forbids it, or None."""
+def mount_small_disk(folder: Path, size: str) -> str | None:
+    """In the child: mount a file system of its own on `folder`; return the error if that is not permitted."""
     libc = ctypes.CDLL(None, use_errno=True)
-    apart, private = 0x20000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
-    if libc.unshare(apart) or libc.mount(None, b"/", None, private, None) or libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={size}".encode()):
+    new_namespace, recursive_private = 0x20000, 0x44000  # CLONE_NEWNS, MS_REC | MS_PRIVATE
+    if (
+        libc.unshare(new_namespace)
+        or libc.mount(None, b"/", None, recursive_private, None)
+        or libc.mount(b"none", bytes(folder), b"tmpfs", 0, f"size={size}".encode())
+    ):
         return os.strerror(ctypes.get_errno())
     return None
 
 
-def test_a_disk_that_is_full_for_a_while(tmp_path):
-    """Everything is refused, also metrics.jsonl, train.log and run.json; when there is room again nothing is missing."""
-
-    def on_a_small_disk():
-        if forbidden := small_disk(place / "small", "24m"):
-            (place / "forbidden").write_text(forbidden)
-            os._exit(0)
-        take_step = loop.step_with_retries
-
-        def filling(run, *args):
-            result = take_step(run, *args)
-            if run.progress.step == 5:
-                fill(place / "small" / "filler")
-            if run.progress.step == 9:
-                (place / "before").write_text(json.dumps([steps_of(run.folder), litter(run.folder), trained(run.folder)]))
-                (place / "small" / "filler").unlink()
-            return result
-
-        loop.step_with_retries = filling
-
-    def keep_a_copy():
-        """The disk goes with the child that has mounted it."""
-        on_a_small_disk()
-        close_record = RunMetadata.close
-
-        def close(record):
-            (place / "after").write_text(
-                json.dumps([steps_of(record.folder), litter(record.folder), diff_run_dirs(place / "whole", record.folder), record.fields])
-            )
-            close_record(record)
-
-        RunMetadata.close = close
-
-    with room(tmp_path) as place:
-        (place / "small").mkdir()
-        cfg = config(place, "train.keep_checkpoints=2", "train.max_failed_saves=9")
-        assert train(cfg, place / "whole") == 0
-        code = train(cfg, place / "small" / "run", keep_a_copy)
-        if (place / "forbidden").exists():
-            pytest.skip(f"no right to mount a small disk here: {(place / 'forbidden').read_text()}")
-        assert code == 0, (place / "small" / "said").read_text()
-        saved, left, logged = json.loads((place / "before").read_text())
-        assert saved[-1] in (3, 4, 5) and not left and logged < 9, "the disk was not full"
-        saved, left, differ, record = json.loads((place / "after").read_text())
-        assert (saved[-1], left, differ) == (STEPS, [], [])
-        assert (record["status"], record["degraded"]) == ("completed", None)
-
-
-def fill(path: Path) -> None:
-    """To the last byte."""
+def fill_completely(path: Path) -> None:
     with open(path, "wb", buffering=0) as filler:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -193,80 +143,122 @@ def fill(path: Path) -> None:
                 assert error.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["a new run", "a run that was begun"])
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(begun, tmp_path):
-    def as_nobody():
+def test_run_loses_nothing_while_the_disk_is_full_for_some_steps(tmp_path: Path) -> None:
+    """All writes fail, also those of metrics.jsonl, train.log and run.json."""
+
+    def run_on_small_disk() -> None:
+        if error := mount_small_disk(folder / "small", "24m"):
+            (folder / "not permitted").write_text(error)
+            os._exit(0)
+        step_with_retries, close = loop.step_with_retries, RunMetadata.close
+
+        def step(state, *args):
+            result = step_with_retries(state, *args)
+            if state.progress.step == 5:
+                fill_completely(folder / "small" / "filler")
+            if state.progress.step == 9:
+                (folder / "while full").write_text(json.dumps([saved_steps(state.run_dir), temp_files(state.run_dir), last_logged_step(state.run_dir)]))
+                (folder / "small" / "filler").unlink()
+            return result
+
+        def close_and_report(metadata) -> None:  # the disk disappears with this process
+            run_dir = metadata.folder
+            result = [saved_steps(run_dir), temp_files(run_dir), diff_run_dirs(folder / "uninterrupted", run_dir), metadata.fields]
+            (folder / "at the end").write_text(json.dumps(result))
+            close(metadata)
+
+        loop.step_with_retries, RunMetadata.close = step, close_and_report
+
+    with memory_dir(tmp_path) as folder:
+        (folder / "small").mkdir()
+        config = make_config(folder, "train.keep_checkpoints=2", "train.max_failed_saves=9")
+        assert train(config, folder / "uninterrupted") == 0
+        code = train(config, folder / "small" / "run", run_on_small_disk)
+        if (folder / "not permitted").exists():
+            pytest.skip(f"no permission to mount a disk: {(folder / 'not permitted').read_text()}")
+        assert code == 0, read_output(folder / "small" / "run")
+        saved, temporary, logged = json.loads((folder / "while full").read_text())
+        assert saved[-1] in (3, 4, 5) and not temporary and logged < 9, "the disk was not full"
+        saved, temporary, differences, fields = json.loads((folder / "at the end").read_text())
+        assert (saved[-1], temporary, differences) == (STEPS, [], [])
+        assert (fields["status"], fields["degraded"]) == ("completed", None)
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new run", "existing run"])
+def test_read_only_run_directory_is_refused_and_left_unchanged(exists: bool, tmp_path: Path) -> None:
+    def drop_privileges() -> None:
         if os.geteuid() == 0:  # root may write anywhere
             os.setgid(65534), os.setuid(65534)
 
-    with room(tmp_path) as place:
-        place.chmod(0o755)
-        cfg, folder = config(place), place / "run"
-        if begun:
-            assert train(cfg, folder) == 0
-        folder.mkdir(exist_ok=True)
-        for path in (folder, *folder.rglob("*")):
+    def modification_times() -> list[tuple[str, int]]:
+        return sorted((str(path), path.lstat().st_mtime_ns) for path in (run_dir, *run_dir.rglob("*")))
+
+    with memory_dir(tmp_path) as folder:
+        folder.chmod(0o755)
+        config, run_dir = make_config(folder), folder / "run"
+        if exists:
+            assert train(config, run_dir) == 0
+        run_dir.mkdir(exist_ok=True)
+        for path in (run_dir, *run_dir.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
-        before = sorted((str(path), path.lstat().st_mtime_ns) for path in (folder, *folder.rglob("*")))
-        assert train(cfg, folder, as_nobody) == 2
-        assert sorted((str(path), path.lstat().st_mtime_ns) for path in (folder, *folder.rglob("*"))) == before
-        said = (place / "said").read_text()
-        assert "error: a run cannot live here: Permission denied" in said and str(folder) in said and "hydra.run.dir=DIR" in said
+        before = modification_times()
+        assert train(config, run_dir, drop_privileges) == 2
+        assert modification_times() == before
+        output = read_output(run_dir)
+        assert "Permission denied" in output and str(run_dir) in output and "hydra.run.dir=DIR" in output
 
 
-def poison(*steps: int) -> None:
-    """In the child: the loss is NaN when the run stands at one of `steps`."""
-    begin = loop.start_or_resume
+def make_loss_nan(*steps: int) -> None:
+    """In the child: the loss after each of these steps is NaN."""
+    start_or_resume = loop.start_or_resume
 
-    def begun(run):
-        begin(run)
-        honest = run.objective.loss
+    def start(state) -> None:
+        start_or_resume(state)
+        loss = state.objective.loss
 
-        def loss(model, batch):
-            parts = honest(model, batch)
-            return {**parts, "loss": parts["loss"] * (math.nan if run.progress.step in steps else 1)}
+        def nan_loss(model, batch):
+            parts = loss(model, batch)
+            return {**parts, "loss": parts["loss"] * (math.nan if state.progress.step in steps else 1)}
 
-        run.objective.loss = loss
+        state.objective.loss = nan_loss
 
-    loop.start_or_resume = begun
-
-
-def all_finite(folder: Path) -> bool:
-    """Every number of every checkpoint, and no NaN where JSON has no word for it."""
-    files = [path for step in (folder / "checkpoints").glob("step-*") for path in step.glob("*.safetensors")]
-    states = [path.read_text() for path in (folder / "checkpoints").glob("step-*/state.json")]
-    return (
-        bool(files)
-        and all(bool(t.isfinite().all()) for path in files for t in safetensors.torch.load_file(path).values())
-        and not any("NaN" in text or "Infinity" in text for text in states)
-    )
+    loop.start_or_resume = start
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_no_number_that_is_not_finite_is_ever_saved(precision, tmp_path):
-    with room(tmp_path) as place:
-        cfg = config(place, f"train.keep_checkpoints={STEPS}", f"precision={precision}", "train.max_nonfinite_steps=3")
-        assert train(cfg, place / "run", lambda: poison(2, 7, 8)) == 0
-        assert len(steps_of(place / "run")) == STEPS and all_finite(place / "run")
-        assert train(cfg, place / "lost", lambda: poison(4, 5, 6)) == 1
-        assert record_of(place / "lost")["status"] == "failed" and all_finite(place / "lost")
+def saved_numbers_are_finite(run_dir: Path) -> bool:
+    """Return whether all tensors of all checkpoints are finite, and no state.json contains NaN or Infinity."""
+    checkpoints = list((run_dir / "checkpoints").glob("step-*"))
+    tensors = [tensor for folder in checkpoints for path in folder.glob("*.safetensors") for tensor in safetensors.torch.load_file(path).values()]
+    texts = [(folder / "state.json").read_text() for folder in checkpoints]
+    return bool(tensors) and all(bool(tensor.isfinite().all()) for tensor in tensors) and not any("NaN" in text or "Infinity" in text for text in texts)
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path):
-    """However they came to be: a bad bit of memory, a bad file of weights."""
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+def test_checkpoints_contain_no_nan_after_steps_with_nan_loss(precision: str, tmp_path: Path) -> None:
+    with memory_dir(tmp_path) as folder:
+        config = make_config(folder, f"train.keep_checkpoints={STEPS}", f"precision={precision}", "train.max_nonfinite_steps=3")
+        assert train(config, folder / "run", lambda: make_loss_nan(2, 7, 8)) == 0
+        assert len(saved_steps(folder / "run")) == STEPS and saved_numbers_are_finite(folder / "run")
+        assert train(config, folder / "diverged", lambda: make_loss_nan(4, 5, 6)) == 1
+        fields = read_run_json(folder / "diverged")
+        assert (fields["status"], fields["outcome"]) == ("failed", "diverged") and saved_numbers_are_finite(folder / "diverged")
 
-    def spoil():
-        step = loop.train_step
 
-        def spoilt(run, *args):
-            if run.progress.step == 5:
-                run.model.model.embed_tokens.weight.data[6000] = math.inf
-            return step(run, *args)
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    """E.g. after a memory error: the loss may be finite still."""
 
-        loop.train_step = spoilt
+    def break_weight() -> None:
+        train_step = loop.train_step
 
-    with room(tmp_path) as place:
-        cfg = config(place, "train.keep_checkpoints=2", "train.max_nonfinite_steps=9", "train.sample_every=0")
-        assert train(cfg, place / "run", spoil) == 1
-        assert steps_of(place / "run")[-1] == 5 and all_finite(place / "run")
-        assert "embed_tokens.weight" in record_of(place / "run")["error"]
+        def broken_step(state, *args):
+            if state.progress.step == 5:
+                state.model.model.embed_tokens.weight.data[6000] = math.inf
+            return train_step(state, *args)
+
+        loop.train_step = broken_step
+
+    with memory_dir(tmp_path) as folder:
+        config = make_config(folder, "train.keep_checkpoints=2", "train.max_nonfinite_steps=9", "train.sample_every=0")
+        assert train(config, folder / "run", break_weight) == 1
+        assert saved_steps(folder / "run")[-1] == 5 and saved_numbers_are_finite(folder / "run")
+        assert "embed_tokens.weight" in read_run_json(folder / "run")["error"]

@@ -1,4 +1,4 @@
-"""kill -9 at random moments, again and again, until the run is through: nothing torn, one save lost at most, and no bit differs."""
+"""kill -9 at random moments until the run is completed: no torn file, at most one save lost, and a bitwise equal result."""
 
 from __future__ import annotations
 
@@ -10,67 +10,85 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from trainee import STEPS, SlowDisk, code_of, config, launch, litter, record_of, room, steps_of, train, trained
+from trainee import (
+    STEPS,
+    SlowDisk,
+    last_logged_step,
+    launch,
+    make_config,
+    memory_dir,
+    read_output,
+    read_run_json,
+    saved_steps,
+    temp_files,
+    train,
+    wait_for_exit,
+)
 
 from common import filesystem
 from runner.engine.verify_resume import diff_run_dirs
 
 
-def slowly() -> None:
+def use_slow_disk() -> None:
     filesystem.fs = SlowDisk()
 
 
-def kill_within(seconds: float, cfg, folder: Path, in_a_save: bool) -> bool:
-    """Launch, and kill after that time, or in the first save that is being written after it; False if the run was through by then."""
-    child = launch(cfg, folder, slowly)
+def kill_within(seconds: float, config, run_dir: Path, during_save: bool) -> bool:
+    """Launch, and kill after `seconds`, or in the first save after that; return False if the run was completed before."""
+    child = launch(config, run_dir, use_slow_disk)
     time.sleep(seconds)
-    while in_a_save and not saving(folder) and os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+    while during_save and not is_saving(run_dir) and os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         time.sleep(0.0005)
     os.kill(child, signal.SIGKILL)
-    ended = code_of(child)
-    assert ended in (0, -signal.SIGKILL), (folder.parent / "said").read_text()[-2000:]
-    return ended != 0
+    code = wait_for_exit(child)
+    assert code in (0, -signal.SIGKILL), read_output(run_dir)
+    return code != 0
 
 
-def saving(folder: Path) -> bool:
-    return any(".tmp-step-" in path.name or ".del-step-" in path.name for path in (folder / "checkpoints").glob(".*"))
+def is_saving(run_dir: Path) -> bool:
+    return any(".tmp-step-" in path.name or ".del-step-" in path.name for path in (run_dir / "checkpoints").glob(".*"))
 
 
-def look_at(folder: Path, every: int, seen: Counter, before: int) -> int:
-    """What a kill left behind; returns the newest saved step."""
-    saved = steps_of(folder)
-    newest, done = max(saved, default=0), trained(folder)
-    seen["in a save"] += saving(folder)
-    seen["without progress"] += newest == before
-    seen["most steps lost"] = max(seen["most steps lost"], done - newest)
-    assert newest >= before, "a step that was on the disk is gone"
-    # The save before is on the disk when the next one begins: what a kill costs is that one, if it is being written, and the steps since.
-    assert done - newest <= 2 * every, f"{done} steps were done, {newest} are left"
-    assert len(saved) >= min(2, newest // every), "two good ones were to stay"
-    said = [line for line in (folder / "train.log").read_text().splitlines() if line.startswith("saved step-")] if (folder / "train.log").exists() else []
-    assert not said or int(said[-1].split()[1][5:]) <= newest, f"{said[-1]!r} was said, {newest} is left"
+def check_after_kill(run_dir: Path, save_every: int, counts: Counter, before: int) -> int:
+    """Check what a kill has left; return the newest saved step."""
+    saved = saved_steps(run_dir)
+    newest, trained = max(saved, default=0), last_logged_step(run_dir)
+    counts["in a save"] += is_saving(run_dir)
+    counts["without progress"] += newest == before
+    counts["most steps lost"] = max(counts["most steps lost"], trained - newest)
+    assert newest >= before, "a saved step is missing"
+    # A save is on disk before the next one starts: a kill loses at most the save in flight and the steps since.
+    assert trained - newest <= 2 * save_every, f"{trained} steps were trained, {newest} are saved"
+    assert len(saved) >= min(2, newest // save_every), "fewer than two valid checkpoints"
+    log = (run_dir / "train.log").read_text().splitlines() if (run_dir / "train.log").exists() else []
+    reported = [line for line in log if line.startswith("saved step-")]
+    assert not reported or int(reported[-1].split()[1][5:]) <= newest, f"{reported[-1]!r} was reported, {newest} is the newest"
     return newest
 
 
-@pytest.mark.parametrize("kills", [16, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_kills_cost_one_save_at_most_and_no_bit(kills, tmp_path):
-    chance, seen, runs = random.Random(kills), Counter(), 0
-    with room(tmp_path) as place:
-        for every in (1, 2):
-            cfg = config(place, f"train.save_every={every}")
-            whole = place / f"whole{every}"
-            began = time.monotonic()
-            assert train(cfg, whole, slowly) == 0
-            window = 0.7 * (time.monotonic() - began)  # tied to this machine in this hour: about three launches a run
-            while seen["kills"] < kills * every // 2:
+@pytest.mark.parametrize("kills", [pytest.param(8, id="8 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)])
+def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
+    rng, counts, runs = random.Random(kills), Counter(), 0
+    with memory_dir(tmp_path) as folder:
+        for save_every in (1, 2) if kills > 8 else (2,):
+            config = make_config(folder, f"train.save_every={save_every}")
+            uninterrupted = folder / f"uninterrupted{save_every}"
+            started = time.monotonic()
+            assert train(config, uninterrupted, use_slow_disk) == 0
+            longest = 0.7 * (time.monotonic() - started)  # relative to the speed of this machine: about three launches per run
+            limit = kills * save_every // 2
+            while counts["kills"] < limit:
                 runs += 1
-                folder, newest = place / f"run{runs}", 0
-                # Left to chance alone, a slow machine hardly ever met a save: every second kill waits for one.
-                while kill_within(chance.uniform(0, window), cfg, folder, in_a_save=seen["kills"] % 2 == 1):
-                    seen["kills"] += 1
-                    newest = look_at(folder, every, seen, newest)
-                assert diff_run_dirs(whole, folder) == []
-                assert (record_of(folder)["status"], steps_of(folder)[-1], trained(folder), litter(folder)) == ("completed", STEPS, STEPS, [])
-    print(f"{runs} runs, {dict(seen)}")
-    assert seen["in a save"] >= 0.05 * seen["kills"], "the kills missed the saves: they prove less than they say"
-    assert seen["without progress"] < seen["kills"], "no launch got anywhere between two kills"
+                run_dir, newest = folder / f"run{runs}", 0
+                # At random times alone, a slow machine would hardly ever be saving: every second kill waits for a save.
+                while counts["kills"] < limit and (killed := kill_within(rng.uniform(0, longest), config, run_dir, during_save=counts["kills"] % 2 == 1)):
+                    counts["kills"] += 1
+                    newest = check_after_kill(run_dir, save_every, counts, newest)
+                if killed:
+                    assert train(config, run_dir, use_slow_disk) == 0
+                assert diff_run_dirs(uninterrupted, run_dir) == []
+                result = (read_run_json(run_dir)["status"], saved_steps(run_dir)[-1], last_logged_step(run_dir), temp_files(run_dir))
+                assert result == ("completed", STEPS, STEPS, [])
+    print(f"{runs} runs, {dict(counts)}")
+    assert counts["in a save"] >= 0.05 * counts["kills"], "too few kills during a save"
+    assert counts["without progress"] < counts["kills"], "no launch made progress between two kills"

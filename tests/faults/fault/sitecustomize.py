@@ -1,4 +1,4 @@
-"""On the PYTHONPATH of a run this goes wrong in it: FAULT={"rank": 1, "step": 3, "code": "raise KeyError('lost')", "once": FILE}, once at most."""
+"""On the PYTHONPATH of a run: run code after a step of one rank, once. FAULT={"rank": 1, "step": 3, "code": "raise KeyError('lost')", "once": FILE}"""
 
 import json
 import os
@@ -9,8 +9,8 @@ from importlib.util import find_spec
 fault = json.loads(os.environ.get("FAULT", "{}"))
 
 
-class Loop(MetaPathFinder):
-    """Waits for the engine's loop to be imported, and puts the fault behind a step of it."""
+class LoopFinder(MetaPathFinder):
+    """Waits for the import of the training loop and wraps its function `step_with_retries`."""
 
     def find_spec(self, name, path, target=None):
         if name != "runner.engine.loop":
@@ -21,22 +21,22 @@ class Loop(MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            module.take_step = broken(module.take_step)
+            module.step_with_retries = with_fault(module.step_with_retries)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-def broken(take_step):
-    def taken(run, *args):
-        result = take_step(run, *args)
-        if run.progress.step == fault["step"] and not os.path.exists(fault["once"]):
+def with_fault(step_with_retries):
+    def step(state, *args):
+        result = step_with_retries(state, *args)
+        if state.progress.step == fault["step"] and not os.path.exists(fault["once"]):
             open(fault["once"], "w").close()
             exec(fault["code"])
         return result
 
-    return taken
+    return step
 
 
 if fault and os.environ.get("RANK") == str(fault["rank"]):
-    sys.meta_path.insert(0, Loop())
+    sys.meta_path.insert(0, LoopFinder())
