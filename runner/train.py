@@ -20,5 +20,9 @@ def train(cfg: DictConfig) -> float:
     return train_in_run_dir(cfg)
 
 
+def main(argv: list[str] | None = None) -> None:
+    entrypoint.main(train, argv)
+
+
 if __name__ == "__main__":
-    entrypoint.main(train)
+    main()

@@ -1,45 +1,115 @@
-"""`program(*words)`: runner/train.py of a checkout of its own, as a user starts it: by path, not installed, from another folder."""
+"""Fixtures that run the commands: `call` in this process, `program` in a process of its own from a copy of the checkout."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from common import paths
+from common.plugins import PLUGINS_ENV
+
 ROOT = Path(__file__).parents[1]
+TINY_MODEL = [
+    "model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=16",
+    "model.intermediate_size=32",
+]  # fmt: skip
+TINY_RUN = [
+    *TINY_MODEL, "train.max_steps=2", "train.batch_size=2", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "data.max_length=32",
+    "data.val_path=null", "device=cpu",
+]  # fmt: skip
+
+
+@dataclass
+class Ended:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Ended]
+Program = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory that also takes the place of the checkout for outputs/ and .cache/, with a small data file rows.jsonl."""
+    importlib.import_module("runner.train")  # its modules keep the true REPO_ROOT
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("HYDRA_FULL_ERROR", "OMP_WAIT_POLICY", "COMP_LINE", PLUGINS_ENV):  # set by a command, restored by monkeypatch
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.fixture
+def rows(workspace: Path) -> str:
+    """Override for a small data file of texts."""
+    (workspace / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    return f"data.path={workspace / 'rows.jsonl'}"
+
+
+@pytest.fixture
+def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call(*argv)` executes train.py in this process."""
+    from runner.train import main
+
+    def call(*argv: str) -> Ended:
+        capsys.readouterr()
+        code = 0
+        try:
+            main(list(argv))
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 0
+        return Ended(code, *capsys.readouterr())
+
+    return call
+
+
+def is_user_error(ended: Ended | subprocess.CompletedProcess) -> bool:
+    """Whether a command ended with exit code 2 and nothing but the three lines of a UserError."""
+    return ended.returncode == 2 and not ended.stdout and [line.split(":")[0].strip() for line in ended.stderr.splitlines()] == ["error", "where", "fix"]
 
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program alone, with an outputs/ of its own and less to read."""
-    here = tmp_path_factory.mktemp("checkout")
-    for room in ("conf", "runner", "models", "data", "common"):
-        shutil.copytree(ROOT / room, here / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in (here / "data" / "samples").glob("*.jsonl"):
-        with open(file, encoding="utf-8") as all_rows:
-            few = [line for _, line in zip(range(40), all_rows, strict=False)]
-        file.write_text("".join(few), encoding="utf-8")
-    return here
+    """A copy of the program with smaller sample files and its own outputs/."""
+    root = tmp_path_factory.mktemp("checkout")
+    for folder in ("conf", "runner", "models", "data", "common", "hydra_plugins"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in (root / "data" / "samples").glob("*.jsonl"):
+        with open(file, encoding="utf-8") as lines:
+            first = list(itertools.islice(lines, 40))
+        file.write_text("".join(first), encoding="utf-8")
+    return root
 
 
 @pytest.fixture
-def program(checkout: Path, tmp_path: Path):
-    def program(*words: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
-        surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
-        return subprocess.run(
-            [sys.executable, *flags, str(checkout / "runner" / command), *words], cwd=cwd, env=surroundings, capture_output=True, text=True, timeout=120
-        )
+def program(checkout: Path, tmp_path: Path) -> Program:
+    """`program(*argv)` executes a command by its path, from another folder than the checkout."""
+
+    def program(*argv: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
+        arguments = [sys.executable, *flags, str(checkout / "runner" / command), *argv]
+        return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
     return program
 
 
 @pytest.fixture
-def outputs(checkout: Path):
-    """outputs/ of the checkout, empty before and after."""
+def outputs(checkout: Path) -> Iterator[Path]:
+    """outputs/ of the checkout, empty before and after the test."""
     folder = checkout / "outputs"
     shutil.rmtree(folder, ignore_errors=True)
     yield folder

@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from common.paths import CONF_DIR, REPO_ROOT, command_line
 from common.settings import field_comments
@@ -90,8 +90,8 @@ def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
 
 def default_settings(name: str) -> dict[str, Any]:
     """Return the settings in conf/<name>.yaml by their dotted keys."""
-    tree = yaml.safe_load((CONF_DIR / f"{name}.yaml").read_text(encoding="utf-8"))
-    return {key: value for key, value in _flatten(tree, "") if not key.startswith(("defaults", "hydra."))}
+    tree = typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(CONF_DIR / f"{name}.yaml")))
+    return dict(_flatten(tree, ""))
 
 
 def _flatten(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
