@@ -19,8 +19,8 @@ class TrackerConfig:
 
     ON_RESUME = "ignored"
 
-    name: str = "none"  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
-    console: str = "auto"  # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain or quiet
+    name: str  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
+    console: str  # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain or quiet
 
     def __post_init__(self) -> None:
         if self.console not in CONSOLE_MODES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
@@ -22,10 +23,9 @@ FAILS = "import sys; sys.stdin.readline(); raise RuntimeError('no account')"
 
 @dataclass
 class ProgramTracker(TrackerConfig):
-    """A tracker as a plugin defines one: `program` is Python code."""
+    """A tracker as a plugin defines one; `program` is Python code."""
 
-    name: str = "program"
-    program: str = ""
+    program: str
 
     def command(self) -> list[str]:
         return [sys.executable, "-c", self.program] if self.program else ["./no-such-program"]
@@ -57,7 +57,8 @@ def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
 
 
 def test_tracker_none_has_no_settings_of_other_trackers() -> None:
-    assert not {"project", "mode"} & vars(TRACKERS.get("none")()).keys() and {"project", "mode"} < vars(TRACKERS.get("swanlab")()).keys()
+    names = {name: {field.name for field in dataclasses.fields(TRACKERS.get(name))} for name in ("none", "swanlab")}
+    assert names == {"none": {"name", "console"}, "swanlab": {"name", "console", "project", "mode"}}
 
 
 def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
@@ -67,7 +68,7 @@ def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
 
 
 def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = start_logger(tmp_path, TRACKERS.get("swanlab")(), is_rank_zero=False)
+    logger = start_logger(tmp_path, offline_swanlab(), is_rank_zero=False)
     log_steps(logger, range(1, 3))
     logger.samples(2, [{"prompt": "p", "answer": "a"}])
     logger.warning("not printed")
@@ -82,7 +83,7 @@ def test_failing_tracker_costs_one_warning_and_no_step(
 ) -> None:
     monkeypatch.setattr(tracker_process, "CLOSE_TIMEOUT", 0.5)
     monkeypatch.setattr(tracker_process, "QUEUE_SIZE", 50)
-    logger = start_logger(tmp_path, ProgramTracker(console="plain", program=program))
+    logger = start_logger(tmp_path, ProgramTracker(name="program", console="plain", program=program))
     for step in range(1, 1001):  # more than the queue and the pipe of a hanging tracker hold
         logger.log("train", step, loss=1.0, filler=float(step))
     logger.finish("completed", {})
@@ -115,7 +116,7 @@ def read_swanlab_records(folder: Path) -> list:
 
 
 def offline_swanlab() -> TrackerConfig:
-    return TRACKERS.get("swanlab")(console="plain", project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
+    return TRACKERS.get("swanlab")(name="swanlab", console="plain", project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
 
 
 def test_swanlab_offline_files_contain_what_was_logged(tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "c
 @TRACKERS.register("swanlab")
 @dataclass
 class SwanlabConfig(TrackerConfig):
-    name: str = "swanlab"
-    project: str = "training"  # SwanLab project
-    mode: str = "auto"  # auto (online if an API key and the server are available, otherwise offline), online or offline
+    project: str  # SwanLab project
+    mode: str  # auto (online if an API key and the server are available, otherwise offline), online or offline
 
     def __post_init__(self) -> None:
         super().__post_init__()
