@@ -66,7 +66,6 @@ IMPORTS_BY_NAME = {  # modules that import a module whose name is not written th
     "common.plugins",  # the value of plugins=, typed by the user
     "common.registry",  # modules of a package of this checkout
     "data.schemas",  # its own modules
-    "data.store.workers",  # the module of a schema, sent by the parent process
     "lm_runner",  # the commands of this checkout
 }
 
