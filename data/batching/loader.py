@@ -6,8 +6,7 @@ import signal
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from data.batching.batch import Batch, SequenceSource, collate
 from data.batching.sampler import ShuffledSampler
-from data.types import EncodedRow
 
 T = TypeVar("T")
 
@@ -42,7 +40,7 @@ class StepLoader:
         pin_memory: bool = False,
     ) -> None:
         self.sequences, self.sampler, self.batch_size, self.num_workers = sequences, sampler, batch_size, num_workers
-        self.collate = _Collate(pad_id, packed)
+        self.collate = partial(collate, pad_id=pad_id, packed=packed)  # not a lambda: spawned workers unpickle it
         self.rank, self.world_size, self.pin_memory = rank, world_size, pin_memory
 
     @property
@@ -100,17 +98,6 @@ def prefetch(items: Generator[T]) -> Generator[T]:
         while (item := pending.result()) is not None:
             pending = thread.submit(next, items, None)
             yield item
-
-
-@dataclass
-class _Collate:
-    """A class instead of a lambda, so that spawned workers can unpickle it."""
-
-    pad_id: int
-    packed: bool
-
-    def __call__(self, sequences: list[list[EncodedRow]]) -> Batch:
-        return collate(sequences, self.pad_id, self.packed)
 
 
 @contextmanager
