@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 OnResume = Literal["ignored", "changes_training", "changes_rounding", "incompatible"]
 
-
-def setting(on_resume: OnResume, **default: Any) -> Any:
-    """Declare a field with a rule of its own: `log_every: int = setting("ignored")`. Other fields have their class's ON_RESUME, or incompatible."""
-    return dataclasses.field(metadata={"on_resume": on_resume}, **default)
+# Rule of one field: `log_every: int = field(metadata=IGNORED)`. Other fields have the attribute ON_RESUME of their class, or incompatible.
+IGNORED: Mapping[str, OnResume] = MappingProxyType({"on_resume": "ignored"})
+CHANGES_TRAINING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_training"})
+CHANGES_ROUNDING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "changes_rounding"})
+INCOMPATIBLE: Mapping[str, OnResume] = MappingProxyType({"on_resume": "incompatible"})
 
 
 def iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

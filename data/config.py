@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from common.checks import check_at_least, check_choice, check_fraction
 from common.errors import UserError
-from common.settings import setting
+from common.settings import IGNORED
 from data.schemas.registry import SCHEMAS
 
 CHOICES = {
@@ -20,25 +20,25 @@ CHOICES = {
 
 @dataclass(kw_only=True)
 class DataConfig:
-    name: str = setting("ignored")  # name of the group file in conf/data/
-    path: Any = setting("ignored")  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
+    name: str = field(metadata=IGNORED)  # name of the group file in conf/data/
+    path: Any = field(metadata=IGNORED)  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
     weights: Optional[list[float]]  # relative share of each entry of data.path in an epoch, e.g. [3,1]; null: each row once
-    schema: Optional[str] = setting("ignored")  # row schema, e.g. "openai messages"; null: detected per file
-    val_path: Optional[str] = setting("ignored")  # validation data, same forms as data.path; auto: X_val.jsonl beside X.jsonl if it exists; null: none
+    schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
+    val_path: Optional[str] = field(metadata=IGNORED)  # validation data, same forms as data.path; auto: X_val.jsonl beside X.jsonl if it exists; null: none
     val_fraction: float  # fraction of the rows to hold out for validation where data.val_path gives none, in [0, 1); 0: no evaluation
-    tokenizer: str = setting("ignored")  # folder with tokenizer.json and tokenizer_config.json
+    tokenizer: str = field(metadata=IGNORED)  # folder with tokenizer.json and tokenizer_config.json
     max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
     too_long: str  # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
-    on_bad_row: str = setting("ignored")  # a row that cannot be used: error (stop at the first) or skip (count and continue)
-    max_bad_fraction: float = setting("ignored")  # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
+    on_bad_row: str = field(metadata=IGNORED)  # a row that cannot be used: error (stop at the first) or skip (count and continue)
+    max_bad_fraction: float = field(metadata=IGNORED)  # with on_bad_row=skip: largest fraction of bad rows per file, in [0, 1]
     loss_on: str  # tokens with loss in a conversation: assistant (all its messages), last_assistant, or all
     packing: str  # best_fit: several examples per sequence, separated by the document mask; none: one example per sequence
     group_by_length: bool  # batches of examples of similar length, to reduce padding; needs packing=none
     system_prompts: list[str]  # candidates for the random system message of a conversation that has none
     system_prob: float  # probability of adding one of data.system_prompts, in [0, 1]
     empty_think_prob: float  # probability of starting answers without reasoning with an empty think block, in [0, 1]
-    cache: str = setting("ignored")  # folder of the token stores, shared by all runs
-    num_workers: int = setting("ignored")  # processes that prepare batches in advance; 0: the training process does it
+    cache: str = field(metadata=IGNORED)  # folder of the token stores, shared by all runs
+    num_workers: int = field(metadata=IGNORED)  # processes that prepare batches in advance; 0: the training process does it
 
     @property
     def paths(self) -> list[str]:

@@ -19,14 +19,14 @@ conf/model/*.yaml set family: rwkv and its values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import setting
+from common.settings import IGNORED
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class ModelConfig:
     """Settings that every model has. Field names are those of a transformers config."""
 
     family: str  # a module of models/families/, or a family that a plugin registers
-    name: str = setting("ignored")  # name of the architecture, for reports
+    name: str = field(metadata=IGNORED)  # name of the architecture, for reports
     vocab_size: int  # tokens of the vocabulary (V)
     num_hidden_layers: int  # layers
     max_position_embeddings: int  # longest sequence (tokens)
@@ -81,9 +81,9 @@ class ModelConfig:
 
 def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: Path) -> None:
     """Raise UserError for a field of a JSON file that has another value; null, {} and [] count as absent."""
-    for field, value in required.items():
-        if (raw.get(field) or value) != value:
-            raise UserError(f"{field}={raw[field]} is not supported, only {field}={value}", str(path), "choose another model")
+    for key, value in required.items():
+        if (raw.get(key) or value) != value:
+            raise UserError(f"{key}={raw[key]} is not supported, only {key}={value}", str(path), "choose another model")
 
 
 @dataclass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.checks import check_at_least, check_choice
 from common.errors import UserError
-from common.settings import setting
+from common.settings import CHANGES_ROUNDING
 from models.config import ModelConfig, check_required_values, register_model
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class DecoderConfig(ModelConfig):
     moe_intermediate_size: int  # width of an expert
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
     router_aux_loss_coef: float  # weight of the load-balancing loss
-    attention: str = setting("changes_rounding")  # kernel: auto, flash, efficient or math
+    attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
 
     hf_model_types = tuple(ARCHITECTURES)
 

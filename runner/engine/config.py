@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from common.checks import check_at_least, check_choice
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import setting
+from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
@@ -36,10 +36,10 @@ class TrainConfig:
 
     ON_RESUME = "ignored"
 
-    batch_size: int = setting("changes_rounding")  # batch rows of a micro-batch on each rank: examples, or packed sequences
-    accumulation_steps: int = setting("changes_rounding")  # micro-batches per step
-    epochs: int = setting("changes_training")  # passes over the data
-    max_steps: int = setting("changes_training")  # steps of the run, whatever train.epochs is; 0: as many as the epochs take
+    batch_size: int = field(metadata=CHANGES_ROUNDING)  # batch rows of a micro-batch on each rank: examples, or packed sequences
+    accumulation_steps: int = field(metadata=CHANGES_ROUNDING)  # micro-batches per step
+    epochs: int = field(metadata=CHANGES_TRAINING)  # passes over the data
+    max_steps: int = field(metadata=CHANGES_TRAINING)  # steps of the run, whatever train.epochs is; 0: as many as the epochs take
     log_every: int  # steps between two lines of metrics.jsonl, at least 1; losses are fetched from the device then
     eval_every: int  # steps between two evaluations
     save_every: int  # steps between two checkpoints
@@ -49,10 +49,10 @@ class TrainConfig:
     keep_checkpoints: int  # newest checkpoints that are kept, at least 2; the best one is kept, too
     keep_every: int  # steps; checkpoints of multiples of it are kept, too
     patience: int  # evaluations without a better loss after which the run ends early; 0: never
-    max_nonfinite_steps: int = setting("changes_training")  # consecutive skipped steps (loss or gradient not finite) after which the run fails
+    max_nonfinite_steps: int = field(metadata=CHANGES_TRAINING)  # consecutive skipped steps (loss or gradient not finite) after which the run fails
     max_failed_saves: int  # consecutive failed saves (e.g. a full disk) after which the run fails
-    compile: str = setting("changes_rounding")  # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
-    activation_checkpointing: str = setting("changes_rounding")  # recompute in the backward pass: none, selective (all but matmuls and attention) or full
+    compile: str = field(metadata=CHANGES_ROUNDING)  # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
+    activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)  # recompute in the backward pass: none, selective (all but matmuls and attention) or full
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
 
     def __post_init__(self) -> None:
@@ -93,10 +93,10 @@ class Config:
     train: TrainConfig
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
-    device: str = setting("changes_rounding")  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
-    init_from: str = setting("ignored")  # initial weights: auto, scratch, or the path of a run, a sweep, a Hugging Face folder or a MiniMind .pth
-    resume: Optional[str] = setting("ignored")  # run or sweep directory to continue, or last
-    plugins: list[str] = setting("ignored")  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
+    device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    init_from: str = field(metadata=IGNORED)  # initial weights: auto, scratch, or the path of a run, a sweep, a Hugging Face folder or a MiniMind .pth
+    resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
+    plugins: list[str] = field(metadata=IGNORED)  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
 
     def __post_init__(self) -> None:
         data, stage, train = self.data, self.stage, self.train

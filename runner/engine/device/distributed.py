@@ -12,13 +12,13 @@ import os
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from common.checks import check_at_least, check_choice
 from common.errors import UserError
-from common.settings import setting
+from common.settings import IGNORED
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class DistributedConfig:
     ON_RESUME = "changes_rounding"
 
     name: str  # single (one process), ddp (each rank has the whole model) or fsdp (the ranks share the model)
-    nproc: str = setting("ignored")  # processes on this machine; auto: one per GPU
-    nnodes: int = setting("ignored")  # machines; more than one are started by torchrun
+    nproc: str = field(metadata=IGNORED)  # processes on this machine; auto: one per GPU
+    nnodes: int = field(metadata=IGNORED)  # machines; more than one are started by torchrun
     backend: str  # auto (nccl between GPUs, gloo between CPUs), nccl or gloo
-    timeout: float = setting("ignored")  # minutes without a step after which a rank counts as hanging
-    max_restarts: int = setting("ignored")  # restarts of all ranks from the last checkpoint after a rank has failed
+    timeout: float = field(metadata=IGNORED)  # minutes without a step after which a rank counts as hanging
+    max_restarts: int = field(metadata=IGNORED)  # restarts of all ranks from the last checkpoint after a rank has failed
     shard: int  # fsdp: ranks that share one copy of the weights; 0: all
     replicate: int  # fsdp: copies of the weights; more than one is HSDP
     reshard_after_forward: bool  # fsdp: gather each layer again for the backward pass (less memory); false: keep it gathered

@@ -19,13 +19,13 @@ conf/stage/kto.yaml sets objective: kto and its values; without such a file, eve
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Optional
 
 from common.checks import check_choice
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import setting
+from common.settings import IGNORED
 from models.config import LoraConfig
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StageConfig:
     data_format: str  # format of the examples: text, chat or preference
     objective: str  # a module of runner/engine/objectives/, or an objective that a plugin registers
     lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
-    init_from_stage: Optional[str] = setting("ignored")  # init_from=auto takes the newest finished run of this stage; null: random weights
+    init_from_stage: Optional[str] = field(metadata=IGNORED)  # init_from=auto takes the newest finished run of this stage; null: random weights
 
     data_formats = DATA_FORMATS  # those that the objective reads
     needs_reference = False  # the objective compares with the weights that the run starts from

@@ -18,13 +18,13 @@ Its values stand in conf/optimizer/lion.yaml; without such a file, every field h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import setting
+from common.settings import INCOMPATIBLE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -46,7 +46,7 @@ class OptimizerConfig:
 
     ON_RESUME = "changes_training"
 
-    name: str = setting("incompatible")  # a module of runner/engine/optim/, or an optimizer that a plugin registers
+    name: str = field(metadata=INCOMPATIBLE)  # a module of runner/engine/optim/, or an optimizer that a plugin registers
     lr: float  # largest learning rate (per step), reached after the warmup
     weight_decay: float  # decoupled weight decay of the hidden matrices; embeddings, output layer, norms and biases have none
     grad_clip: float  # largest norm of the gradient over all parameters; 0: no clipping
