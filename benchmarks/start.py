@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lib.results import median_and_best, report_result, result_parser, thread_setting
 from lib.runs import train_command
-from lib.token_store import store_overrides, write_store
+from lib.token_store import store_overrides, write_random_store
 
 SIZES = {"2 MB": 2 << 20, "200 MB": 200 << 20, "2 GB": 2 << 30}
 GOALS = {"the default run": "at most 5 s", "a sweep's second job": "at most 5 s"}
@@ -88,7 +88,7 @@ def make_cases(parent: Path, sizes: list[str]) -> dict[str, Callable[[int], Star
     }
     for name in sizes:
         folder = parent / name.replace(" ", "")
-        write_store(folder, SIZES[name])
+        write_random_store(folder, SIZES[name])
         cases[f"a store of {name}"] = lambda number, folder=folder: first_step(*store_overrides(folder), f"hydra.run.dir={folder / f'run{number}'}")  # type: ignore[misc]  # folder is bound here
     return cases
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lib.results import report_result, result_parser
 from lib.runs import resident_mib, run_self
-from lib.token_store import store_config, write_store
+from lib.token_store import store_config, write_random_store
 
 SIZES = {"2 MB": 2 << 20, "2 GB": 2 << 30}
 ROUNDS = 7
@@ -47,7 +47,7 @@ def measure(folder: Path, step: int) -> dict[str, float]:
 
 def table(parent: Path) -> str:
     folders = {name: parent / name.replace(" ", "") for name in SIZES}
-    rows = {name: write_store(folders[name], size) for name, size in SIZES.items()}
+    rows = {name: write_random_store(folders[name], size) for name, size in SIZES.items()}
     first = {name: measure(folder, 1) for name, folder in folders.items()}  # writes the packing plan
     cases = {"2 MB, step 10": ("2 MB", NEAR_STEP), "2 GB, step 10": ("2 GB", NEAR_STEP), "2 GB, step 1,000,000": ("2 GB", FAR_STEP)}
     rounds = [{case: measure(folders[name], step) for case, (name, step) in cases.items()} for _ in range(ROUNDS)]

@@ -22,11 +22,11 @@ def store_config(folder: Path) -> Any:
     return compose_config(store_overrides(folder))
 
 
-def write_store(folder: Path, size: int) -> int:
+def write_random_store(folder: Path, size: int) -> int:
     """Write a small JSONL file and, under its cache key, a store of `size` bytes of tokens instead of its own. Return the number of rows."""
     import numpy as np
 
-    from data.store.writer import StoreWriter
+    from data.store.writer import write_store
     from data.tokenize.block import EncodedBlock, RowStats
     from data.tokenize.tokenizer import Tokenizer
     from runner.engine.data_pipeline import build_data_pipeline
@@ -36,9 +36,9 @@ def write_store(folder: Path, size: int) -> int:
     cfg = store_config(folder)
     build_data_pipeline(cfg, Tokenizer.load(Path(cfg.data.tokenizer)))
     [store] = {path.parent for path in (folder / "cache").rglob("rows.bin")}
-    facts = json.loads((store / "MANIFEST.json").read_text())["facts"]
+    metadata = json.loads((store / "MANIFEST.json").read_text())["metadata"]
     generator, rows = np.random.default_rng(0), 0
-    with StoreWriter(store, 1, 6399) as writer:
+    with write_store(store, 1, 6399, metadata) as writer:
         while writer.tokens * 2 < size:
             lengths = np.clip(generator.lognormal(MEAN_LOG_LENGTH, 0.8, BATCH_TOKENS // 250), 2, 513).astype(np.int64)
             count, tokens = len(lengths), generator.integers(0, 6400, lengths.sum()).astype(np.int32)
@@ -46,5 +46,4 @@ def write_store(folder: Path, size: int) -> int:
             stats = RowStats(read=count, kept=count, tokens=len(tokens), loss_tokens=len(tokens) - count)
             writer.append(EncodedBlock(tokens, lengths, spans, np.ones(count, np.int64), np.arange(rows, rows + count), np.ones(count, np.float32), stats))
             rows += count
-        writer.finish(facts)
     return rows
