@@ -59,13 +59,8 @@ class Interrupted(Exception):
         self.folder = folder
 
 
-def is_user_error(error: BaseException | None) -> bool:
-    return isinstance(error, UserError)
-
-
-def report_user_error(error: BaseException) -> int:
+def report_user_error(error: UserError) -> int:
     """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
-    assert isinstance(error, UserError)
     if not isinstance(error, AlreadyReported):
         print(f"error: {error.message}\n  where: {error.setting}\n  fix:   {error.fix}", file=sys.stderr)
     return USER_ERROR

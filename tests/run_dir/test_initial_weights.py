@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import is_user_error
+from common.errors import UserError
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.run_dir import initial_weights
@@ -72,7 +72,7 @@ def test_a_place_that_is_not_there_is_refused_with_the_nearest_one(outputs: Path
     (tmp_path / "pretrain_512.pth").touch()
     with pytest.raises(ValueError) as caught:
         resolved(compose_config([f"init_from={tmp_path / 'pretrain_521.pth'}"]), outputs)
-    assert is_user_error(caught.value) and str(tmp_path / "pretrain_512.pth") in caught.value.args[2]
+    assert isinstance(caught.value, UserError) and str(tmp_path / "pretrain_512.pth") in caught.value.args[2]
 
 
 def test_what_changes_no_weight_s_shape_does_not_part_two_models() -> None:
