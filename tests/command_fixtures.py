@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,24 @@ def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
         return Ended(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def call_command(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """`call_command("chat.py", *argv)` executes a file of runner/ in this process."""
+
+    def call_command(command: str, *argv: str) -> Ended:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [command, *argv])
+        monkeypatch.setattr(sys, "path", [str(ROOT / "runner"), *sys.path])  # as Python does for a script
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "runner" / command), run_name="__main__")
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 0
+        return Ended(code, *capsys.readouterr())
+
+    return call_command
 
 
 def is_user_error(ended: Ended | subprocess.CompletedProcess) -> bool:

@@ -71,9 +71,10 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     is_show, is_multirun = has_flag(flags, "--cfg", "--info"), has_flag(flags, "--multirun")
     if is_multirun and is_show:
         raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
-    import_plugins(overrides.plugins_of(typed))
     resume_from = [QUOTED.sub(r"\2", override.removeprefix(RESUME_KEY)) for override in typed if override.startswith(RESUME_KEY)]
-    typed = overrides.absolutize_paths([overrides.normalize_int(override) for override in typed if not override.startswith(RESUME_KEY)])
+    typed = overrides.absolutize_paths([override for override in typed if not override.startswith(RESUME_KEY)])
+    import_plugins(overrides.plugins_of(typed))
+    typed = [overrides.normalize_int(override) for override in typed]
     if folder := torchrun.previous_run_dir():
         return _resume(folder, [], [flag for flag in flags if flag != "--multirun"], run_hydra)
     if resume_from and resume_from[-1] != "null":

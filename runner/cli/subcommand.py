@@ -32,7 +32,7 @@ from runner.tracking.progress import ignore_broken_pipe
 T = TypeVar("T")
 
 
-def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False, argv: list[str] | None = None) -> None:
+def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
 
     Exits with the code of common/exit_codes.py unless the action returns.
@@ -40,29 +40,39 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
     set_passive_omp_wait()
     ignore_broken_pipe()
     kinds = value_kinds(schema)
-    switches = {f"--{key}": f"{key}=true" for key, kind in kinds.items() if kind == "bool"}
-    argv = [switches.get(arg, arg) for arg in (sys.argv[1:] if argv is None else argv)]
     with exiting_with_code():
-        typed, flags = parse_argv(argv, [*kinds, *(_train_settings() if with_train_config else [])])
+        typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
         if has_flag(flags, "--help"):
             return print(help.subcommand_help(name, schema, with_train_config))
-        own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
-        others = overrides.add_config_dir([override for override in typed if overrides.key_of(override) not in kinds], flag_value(flags, "--config-dir"))
-        flags = [flag for flag in flags if not flag.startswith("--config-dir=")]
-        import_plugins(overrides.plugins_of(others))
+        own, others = _split(typed, kinds, flag_value(flags, "--config-dir"))
         if not with_train_config and has_flag(flags, *hydra_app.PRINT_FLAGS):
             return hydra_app.run_hydra(action, [*own, *others], flags, config_name=name)
-        if flags:
-            raise UserError(f"{name}.py has no flag {flags[0]}", flags[0], "--help lists the settings and flags")
+        if unknown := next((flag for flag in flags if not flag.startswith("--config-dir=")), None):
+            raise UserError(f"{name}.py has no flag {unknown}", unknown, "--help lists the settings and flags")
         for override in own:
             _check_override(override, kinds)
-        if with_train_config:
-            return action(to_schema(compose_command(name, own), schema), compose_config(_train_overrides(others)))
-        if unknown := next((override for override in others if overrides.key_of(override) not in (overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY)), None):
-            key = overrides.key_of(unknown)
-            overrides.check_not_renamed(key, unknown.partition("=")[2])
-            raise UserError(f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}"))
-        action(to_schema(compose_command(name, own), schema))
+        if not with_train_config:
+            _check_all_known(name, others, kinds)
+            return action(to_schema(compose_command(name, own), schema))
+        if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
+            raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
+        action(to_schema(compose_command(name, own), schema), compose_config(others))
+
+
+def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], list[str]]:
+    """Return (overrides, flags); `--key` is short for `key=true`."""
+    switches = {f"--{key}": f"{key}=true" for key, kind in kinds.items() if kind == "bool"}
+    settings = [*kinds, *([*config_schema(), *config_groups()] if with_train_config else [])]
+    return parse_argv([switches.get(arg, arg) for arg in argv], settings)
+
+
+def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> tuple[list[str], list[str]]:
+    """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
+    own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
+    others = [override for override in typed if overrides.key_of(override) not in kinds]
+    others = overrides.absolutize_paths(overrides.add_config_dir(others, config_dir))
+    import_plugins(overrides.plugins_of(others))
+    return own, others
 
 
 def to_schema(tree: DictConfig, schema: type[T]) -> T:
@@ -106,15 +116,12 @@ def _check_override(override: str, kinds: dict[str, str]) -> None:
         raise UserError(f"{key} takes one value", override, fix)
 
 
-def _train_settings() -> list[str]:
-    return [*config_schema(), *config_groups()]
-
-
-def _train_overrides(typed: list[str]) -> list[str]:
-    for override in typed:
-        if override.startswith("resume=") and override != "resume=null":
-            raise UserError("this command does not resume a run", override, "give the overrides of the run: its .hydra/overrides.yaml lists them")
-    return overrides.absolutize_paths(typed)
+def _check_all_known(name: str, others: list[str], kinds: dict[str, str]) -> None:
+    for override in others:
+        key, value = overrides.key_of(override), override.partition("=")[2]
+        if key not in (overrides.PLUGINS_KEY, overrides.SEARCHPATH_KEY):
+            overrides.check_not_renamed(key, value)
+            raise UserError(f"{name}.py has no setting {key}", key, did_you_mean(key, kinds, f"the settings are {', '.join(kinds)}"))
 
 
 def value_kinds(schema: type) -> dict[str, str]:
