@@ -30,7 +30,7 @@ VOCABULARY = ["the", "lake", "of", "Oru", "lies", "north", "of", "the", "old", "
 
 
 def text(i: int) -> str:
-    """Return 1 to 15 English words."""
+    """Return a text of 1 to 15 vocabulary entries."""
     return " ".join(VOCABULARY[(i * 7 + k) % len(VOCABULARY)] for k in range(1 + (i * 11) % 15))
 
 

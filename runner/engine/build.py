@@ -15,7 +15,7 @@ from data.batching.packing import PackedSequences
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
 from models.formats.load import load_into, load_weights
-from models.language_model import LanguageModel
+from models.language_model import LanguageModel, create_model
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
@@ -119,11 +119,15 @@ def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object])
             return requested  # refused together with all other incompatible settings
         share = f"{rows // num_ranks}" if rows % num_ranks == 0 else f"{rows}, on a number of ranks that divides it"
         raise UserError(
-            f"cannot resume: the run has {rows} rows per step, {typed} on {num_ranks} ranks are {requested}", typed, f"remove both, or give two whose product is {share}"
+            f"cannot resume: the run has {rows} rows per step, {typed} on {num_ranks} ranks are {requested}",
+            typed,
+            f"remove both, or give two whose product is {share}",
         )
     if rows < num_ranks:
         raise UserError(
-            f"{rows} rows per step are fewer than {num_ranks} ranks", f"{typed} distributed.nproc={cfg.distributed.nproc}", f"distributed.nproc={rows}, or larger steps"
+            f"{rows} rows per step are fewer than {num_ranks} ranks",
+            f"{typed} distributed.nproc={cfg.distributed.nproc}",
+            f"distributed.nproc={rows}, or larger steps",
         )
     return rows
 
@@ -133,7 +137,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
 
     A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
     """
-    model = cfg.model.build()
+    model = create_model(cfg.model)
     if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora is not None or cfg.stage.needs_reference):
         load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing

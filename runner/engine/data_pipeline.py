@@ -1,4 +1,4 @@
-"""Data pipeline of a run: section `data` -> token stores -> mixture -> packed sequences -> loader, with a report of what became of each file's rows."""
+"""Data pipeline of a run: section `data` -> token stores -> mixture -> packed sequences -> loader, with a report of each file's rows."""
 
 from __future__ import annotations
 

@@ -74,7 +74,9 @@ def check_ranks_agree(state: TrainState) -> None:
         if its_facts != per_rank[0]:
             differences = ", ".join(f"{its} (rank 0: {first})" for its, first in zip(its_facts, per_rank[0], strict=True) if its != first)
             raise UserError(
-                "the ranks see different runs or data", f"rank {rank}: {differences}", "make the run directory and the data visible under the same paths on every machine"
+                "the ranks see different runs or data",
+                f"rank {rank}: {differences}",
+                "make the run directory and the data visible under the same paths on every machine",
             )
 
 

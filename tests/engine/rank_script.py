@@ -1,43 +1,44 @@
-"""One rank of several, for tests: trains each of the trainings in a JSON file: [{"folder": ..., "words": [...], "stop_at": null}]."""
+"""One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at": null}]."""
 
 import json
 import sys
-import types
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.errors import Interrupted  # noqa: E402  as above
-from runner.config.compose import compose_config  # noqa: E402  as above
-from runner.engine.build import build_run  # noqa: E402  the repo root has to be on the path first
-from runner.engine.loop import train  # noqa: E402  as above
-from runner.launch.subprocesses import run_then_hard_exit  # noqa: E402  as above
+from common.errors import Interrupted  # noqa: E402  the repository root has to be on the path first
+from runner.config.compose import compose_config  # noqa: E402
+from runner.engine.build import build_run  # noqa: E402
+from runner.engine.loop import train  # noqa: E402
+from runner.launch.subprocesses import run_then_hard_exit  # noqa: E402
 
 
-def spoil(state, at, gradient):
-    """The loss is not finite at that step, with its gradient or without."""
-    honest = state.objective.loss
+def inject_nonfinite_loss(state, step, with_gradients):
+    """Make the loss of `step` not finite, with its gradients or without."""
+    original = state.objective.loss
 
     def loss(model, batch):
-        parts = honest(model, batch)
-        return {name: part * float("nan") if gradient else part + float("inf") for name, part in parts.items()} if state.progress.step == at else parts
+        sums = original(model, batch)
+        if state.progress.step != step:
+            return sums
+        return {name: part * float("nan") if with_gradients else part + float("inf") for name, part in sums.items()}
 
-    state.objective = types.SimpleNamespace(loss=loss, count=state.objective.count, frozen={}, beside=[])
+    state.objective.loss = loss
 
 
 def main():
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
-        folder = Path(training["folder"])
-        folder.mkdir(exist_ok=True)
-        state = build_run(compose_config(training["words"]), folder, attempt=training.get("attempt", 1), update_metadata=lambda **facts: None)
+        run_dir = Path(training["folder"])
+        run_dir.mkdir(exist_ok=True)
+        state = build_run(compose_config(training["overrides"]), run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
         stop_at = training.get("stop_at")
-        if poison := training.get("poison"):  # this rank's loss is not finite at that step
-            spoil(state, poison["step"] if poison["rank"] == state.dist.rank else None, poison["gradient"])
+        if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
+            inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])
         try:
-            train(state, stop=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at)
+            train(state, stop_requested=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at)
         except Interrupted:
             assert stop_at is not None
 

@@ -3,59 +3,63 @@ import json
 import pytest
 
 from runner.config.compose import compose_config
+from runner.engine.data_pipeline import data_table
 
 
-def text(*words):
-    return "".join(json.dumps({"text": word}) + "\n" for word in words)
+def jsonl(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 @pytest.fixture
-def fed(make_run, tmp_path):
-    """The feed of a run on these files: name -> content."""
+def pipeline_of(make_run, tmp_path):
+    """`pipeline_of({name: content}, *overrides)`: the data pipeline of a pretraining run on the folder with these files."""
 
-    def fed(files, *words):
+    def pipeline_of(files, *overrides):
         for name, content in files.items():
             (tmp_path / "files" / name).parent.mkdir(exist_ok=True)
             (tmp_path / "files" / name).write_text(content)
-        return make_run("pretrain", f"data.path={tmp_path / 'files'}", "data.val_path=auto", *words).feed
+        return make_run("pretrain", f"data.path={tmp_path / 'files'}", "data.val_path=auto", *overrides).pipeline
 
-    return fed
-
-
-def names(windows):
-    return sorted(row.name.rsplit("/", 1)[-1] for i in range(len(windows)) for row in windows[i])
+    return pipeline_of
 
 
-def test_files_of_one_row_each_share_one_held_out_row(fed):
-    feed = fed({f"{i}.txt": f"words of {i}" for i in range(5)}, "data.val_fraction=0.1")
-    assert (len(feed.train), len(feed.val)) == (4, 1)
-    assert sorted(names(feed.train) + names(feed.val)) == [f"{i}.txt:1" for i in range(5)]
+def row_names(sequences):
+    return sorted(row.name.rsplit("/", 1)[-1] for i in range(len(sequences)) for row in sequences[i])
 
 
-def test_the_share_held_out_is_that_of_all_files_together(fed):
-    feed = fed({f"{i}.jsonl": text(*"abc") for i in range(40)}, "data.val_fraction=0.1")
-    assert (len(feed.train), len(feed.val)) == (108, 12)
+def test_validation_fraction_of_one_row_files_holds_out_one_row(pipeline_of):
+    pipeline = pipeline_of({f"{i}.txt": f"text {i}" for i in range(5)}, "data.val_fraction=0.1")
+    assert (len(pipeline.train), len(pipeline.val)) == (4, 1)
+    assert sorted(row_names(pipeline.train) + row_names(pipeline.val)) == [f"{i}.txt:1" for i in range(5)]
 
 
-def test_a_val_file_beside_its_file_is_held_out_also_in_a_folder(fed):
-    feed = fed({"a.v1.jsonl": text("one", "two"), "a.v1_val.jsonl": text("three"), "b.jsonl": text("four")})
-    assert names(feed.train) == ["a.v1.jsonl:1", "a.v1.jsonl:2", "b.jsonl:1"] and names(feed.val) == ["a.v1_val.jsonl:1"]
+def test_validation_fraction_is_that_of_all_files_together(pipeline_of):
+    pipeline = pipeline_of({f"{i}.jsonl": jsonl(*"abc") for i in range(40)}, "data.val_fraction=0.1")
+    assert (len(pipeline.train), len(pipeline.val)) == (108, 12)
 
 
-def test_what_was_bad_and_dropped_is_told_file_by_file(fed, make_run):
-    feed = fed({"a.jsonl": text("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.5", "data.val_fraction=0")
-    (told,) = feed.files
-    assert (told["read"], told["kept"], told["bad"]) == (3, 2, {"empty text": 1}) and told["first_seen"]["empty text"].endswith("a.jsonl:2")
+def test_validation_file_beside_its_file_is_found_in_a_folder(pipeline_of):
+    pipeline = pipeline_of({"a.v1.jsonl": jsonl("one", "two"), "a.v1_val.jsonl": jsonl("three"), "b.jsonl": jsonl("four")})
+    assert row_names(pipeline.train) == ["a.v1.jsonl:1", "a.v1.jsonl:2", "b.jsonl:1"] and row_names(pipeline.val) == ["a.v1_val.jsonl:1"]
 
 
-def test_more_bad_rows_than_allowed_stop_the_run(fed):
-    with pytest.raises(ValueError) as refusal:
-        fed({"a.jsonl": text("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.2")
-    assert "1 of 3 rows are bad" in refusal.value.args[0] and "data.max_bad_fraction=0.33" in refusal.value.args[2]
+def test_row_counts_of_each_file_are_in_the_data_table(pipeline_of):
+    pipeline = pipeline_of({"a.jsonl": jsonl("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.5", "data.val_fraction=0")
+    (file,) = pipeline.files
+    assert (file["read"], file["kept"], file["bad"]) == (3, 2, {"empty text": 1}) and file["first_seen"]["empty text"].endswith("a.jsonl:2")
+    header, row, reason = data_table(pipeline.files).splitlines()
+    assert header.split()[2:5] == ["schema", "read", "kept"] and row.split()[:4] == ["a.jsonl", "text", "3", "2"]
+    assert reason.startswith("  bad 1: empty text (first: ") and reason.endswith("a.jsonl:2)")
 
 
-@pytest.mark.parametrize("words, what", [(["data.schema=txt"], "did you mean text"), (["stage=sft", "data.schema=text"], "stage=pretrain")])
-def test_a_shape_that_cannot_be_meant_is_refused_at_the_door(words, what):
-    with pytest.raises(ValueError) as refusal:
-        compose_config(words)
-    assert what in refusal.value.args[2] and refusal.value.args[1].startswith("data.schema=")
+def test_bad_rows_above_the_allowed_fraction_are_refused(pipeline_of):
+    with pytest.raises(ValueError, match="1 of 3 rows are bad") as error:
+        pipeline_of({"a.jsonl": jsonl("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.2")
+    assert "data.max_bad_fraction=0.33" in error.value.args[2]
+
+
+@pytest.mark.parametrize("overrides, fix", [(["data.schema=txt"], "did you mean text"), (["stage=sft", "data.schema=text"], "stage=pretrain")])
+def test_schema_that_does_not_exist_or_fit_the_stage_is_refused(overrides, fix):
+    with pytest.raises(ValueError) as error:
+        compose_config(overrides)
+    assert fix in error.value.args[2] and error.value.args[1].startswith("data.schema=")

@@ -1,4 +1,4 @@
-"""Many ranks walk as one: the same steps, the same losses, the same checkpoints (gloo, on the CPU)."""
+"""Several ranks train as one process does: the same steps, losses and checkpoints (gloo, on the CPU)."""
 
 import dataclasses
 import itertools
@@ -15,10 +15,10 @@ from runner.engine.build import resolve_rows_per_step
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
-ROWS = 38  # three steps of twelve and one of two: at the end of an epoch some ranks stand by
-STEPS = 20
+ROWS = 38  # three steps of twelve rows and one of two: at the end of an epoch some ranks have dummy batches
+STEPS = 8  # two epochs
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
-FORMS = {
+CONFIGURATIONS = {
     "pretrain": ("pretrain", []),
     "packed": ("pretrain", ["data.packing=best_fit"]),
     "moe": ("pretrain", MOE),
@@ -31,190 +31,190 @@ FORMS = {
 }
 
 
-def cut(ranks: int, accumulation: int) -> list[str]:
-    """Twelve rows a step, or four, however many ranks there are."""
-    return [f"train.batch_size={4 // ranks}", f"train.accumulation_steps={accumulation}", f"train.max_steps={STEPS}"]
+def split(ranks: int, accumulation_steps: int) -> list[str]:
+    """Return overrides for 4 * accumulation_steps rows per step."""
+    return [f"train.batch_size={4 // ranks}", f"train.accumulation_steps={accumulation_steps}", f"train.max_steps={STEPS}"]
+
+
+def saved_weights(run_dir):
+    return safetensors.torch.load_file(newest_checkpoint(run_dir) / "model.safetensors")
+
+
+def assert_close(one, other, logged, tolerance=1.0):
+    records, others = logged(one), logged(other)
+    assert [(record["step"], record["loss_tokens"]) for record in records] == [(record["step"], record["loss_tokens"]) for record in others]
+    assert len(records) == STEPS
+    weights, other_weights = saved_weights(one), saved_weights(other)
+    assert weights.keys() == other_weights.keys()
+    losses = max(abs(record["loss"] - other["loss"]) for record, other in zip(records, others, strict=True))
+    largest = max((weights[name] - other_weights[name]).abs().max().item() for name in weights)
+    assert losses < 2e-5 * tolerance and largest < 1e-4 * tolerance, f"{other.name}: losses differ by {losses:.1e}, weights by {largest:.1e}"
 
 
 @pytest.fixture
-def weights():
-    return lambda folder: safetensors.torch.load_file(newest_checkpoint(folder) / "model.safetensors")
+def assert_ranks_equal_one_process(tmp_path, overrides_for, make_run, run_ranks, logged):
+    def check(configurations, size, accumulations, strategies):
+        cells = list(itertools.product(configurations, accumulations))
+        trainings = []
+        for strategy, (name, steps) in itertools.product(strategies, cells):
+            stage, overrides = CONFIGURATIONS[name]
+            overrides = overrides_for(stage, *overrides, *split(size, steps), f"distributed={strategy}", rows=ROWS)
+            trainings.append({"folder": str(tmp_path / f"{name} {steps} {strategy}"), "overrides": overrides})
+        run_ranks(size, trainings)
+        for name, steps in cells:
+            stage, overrides = CONFIGURATIONS[name]
+            train(make_run(stage, *overrides, *split(1, steps), folder=f"{name} {steps}", rows=ROWS))
+            for strategy in strategies:
+                tolerance = 20 if name == "muon" else 1  # Muon orthogonalizes in bf16, which amplifies rounding differences
+                assert_close(tmp_path / f"{name} {steps}", tmp_path / f"{name} {steps} {strategy}", logged, tolerance)
+
+    return check
 
 
-def compare(one, other, logged, weights, looser=1) -> None:
-    lines, others = (logged(folder) for folder in (one, other))
-    assert [(line["step"], line["loss_tokens"]) for line in lines] == [(line["step"], line["loss_tokens"]) for line in others]
-    assert len(lines) == STEPS
-    mine, theirs = weights(one), weights(other)
-    assert mine.keys() == theirs.keys()
-    apart = max(abs(line["loss"] - its["loss"]) for line, its in zip(lines, others, strict=True))
-    moved = max((mine[name] - theirs[name]).abs().max().item() for name in mine)
-    assert (apart < 2e-5 * looser, moved < 1e-4 * looser) == (True, True), f"{other.name}: losses are {apart:.1e} apart, weights {moved:.1e}"
-
-
-def check_all(tmp_path, words_of, make_run, on_ranks, logged, weights, forms, sizes, accumulations, kinds) -> None:
-    cells = list(itertools.product(forms, accumulations))
-    for size in sizes:
-        on_ranks(
-            size,
-            [
-                {
-                    "folder": str(tmp_path / f"{form} {a} {kind} {size}"),
-                    "words": words_of(FORMS[form][0], *FORMS[form][1], *cut(size, a), f"distributed={kind}", rows=ROWS),
-                }
-                for kind in kinds
-                for form, a in cells
-            ],
-        )
-    for form, a in cells:
-        stage, words = FORMS[form]
-        train(make_run(stage, *words, *cut(1, a), folder=f"{form} {a}", rows=ROWS))
-        for size, kind in itertools.product(sizes, kinds):
-            looser = 20 if form == "muon" else 1  # it makes its updates orthogonal in bf16: what differs in the last bit of fp32 comes out larger
-            compare(tmp_path / f"{form} {a}", tmp_path / f"{form} {a} {kind} {size}", logged, weights, looser)
-
-
-def test_two_ranks_walk_as_one(tmp_path, words_of, make_run, on_ranks, logged, weights):
-    check_all(tmp_path, words_of, make_run, on_ranks, logged, weights, ["packed moe", "dpo_lora"], [2], [3], ["ddp", "fsdp"])
+def test_ranks_train_as_one_process(assert_ranks_equal_one_process):
+    assert_ranks_equal_one_process(["packed moe", "dpo_lora"], 2, [3], ["ddp", "fsdp"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_two_ranks_and_four_walk_as_one_in_every_stage(tmp_path, words_of, make_run, on_ranks, logged, weights, size):
-    check_all(tmp_path, words_of, make_run, on_ranks, logged, weights, list(FORMS), [size], [1, 3] if size == 2 else [1], ["ddp", "fsdp"])
+@pytest.mark.parametrize("size, accumulations", [(2, [1, 3]), (4, [1])], ids=["2", "4"])
+def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_one_process, size, accumulations):
+    assert_ranks_equal_one_process(list(CONFIGURATIONS), size, accumulations, ["ddp", "fsdp"])
 
 
-RESTLESS = ["model.dropout=0.1", "train.max_steps=8", "train.batch_size=2", "train.accumulation_steps=2"]
-
-
-def stopped(folder, words, at) -> list[dict]:
-    return [{"folder": str(folder), "words": words, "stop_at": at}, {"folder": str(folder), "words": words, "attempt": 2}]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "words"),
+    "size, overrides",
     [
         (2, ["distributed=ddp"]),
-        pytest.param(2, ["distributed=fsdp", "precision=bf16"], marks=pytest.mark.slow),
-        pytest.param(3, ["distributed=ddp", *MOE], marks=pytest.mark.slow),
-        pytest.param(3, ["distributed=fsdp", "data.packing=best_fit"], marks=pytest.mark.slow),
-        pytest.param(4, ["distributed=fsdp", "distributed.shard=2", "distributed.replicate=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["distributed=ddp", "precision=fp16"], marks=pytest.mark.slow),
-        pytest.param(2, ["distributed=fsdp", "precision=fp16"], marks=pytest.mark.slow),
-        pytest.param(2, ["distributed=fsdp", "train.activation_checkpointing=true", "optimizer=muon"], marks=pytest.mark.slow),
-        pytest.param(2, ["distributed=fsdp", "train.activation_checkpointing=selective", "precision=bf16"], marks=pytest.mark.slow),
+        (2, ["distributed=fsdp", "precision=bf16"]),
+        (3, ["distributed=ddp", *MOE]),
+        (3, ["distributed=fsdp", "data.packing=best_fit"]),
+        (4, ["distributed=fsdp", "distributed.shard=2", "distributed.replicate=2"]),
+        (2, ["distributed=ddp", "precision=fp16"]),
+        (2, ["distributed=fsdp", "precision=fp16"]),
+        (2, ["distributed=fsdp", "train.activation_checkpointing=full", "optimizer=muon"]),
+        (2, ["distributed=fsdp", "train.activation_checkpointing=selective", "precision=bf16"]),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_stopping_ranks_and_resuming_them_changes_no_bit(tmp_path, words_of, on_ranks, size, words):
-    said = words_of("pretrain", *RESTLESS, *words, rows=ROWS)
-    halves = [stopped(tmp_path / f"stopped{at}", said, at) for at in (1, 5)]
-    on_ranks(size, [{"folder": str(tmp_path / "whole"), "words": said}, *(first for first, _ in halves)])
-    on_ranks(size, [second for _, second in halves])
-    for at in (1, 5):
-        assert diff_run_dirs(tmp_path / "whole", tmp_path / f"stopped{at}") == []
+def test_ranks_resume_is_bitwise_equal(tmp_path, overrides_for, run_ranks, size, overrides):
+    shared = ["model.dropout=0.1", "train.max_steps=8", "train.batch_size=2", "train.accumulation_steps=2"]
+    overrides = overrides_for("pretrain", *shared, *overrides, rows=ROWS)
+    folders = {step: str(tmp_path / f"stopped{step}") for step in (1, 5)}
+    first = [{"folder": folder, "overrides": overrides, "stop_at": step} for step, folder in folders.items()]
+    run_ranks(size, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *first])
+    run_ranks(size, [{"folder": folder, "overrides": overrides, "attempt": 2} for folder in folders.values()])
+    for folder in folders.values():
+        assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / folder) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [["ddp", "fsdp"], ["fsdp", "ddp"]])
-def test_a_run_that_goes_over_one_two_four_and_one_rank_walks_as_if_it_had_not(tmp_path, words_of, make_run, on_ranks, logged, weights, kinds):
-    words = ["train.max_steps=20", "train.batch_size=4", "train.accumulation_steps=2"]
-    said = words_of("pretrain", *words, rows=ROWS)
-    train(make_run("pretrain", *words, folder="whole", rows=ROWS))
-    folder = tmp_path / "chain"
+@pytest.mark.parametrize("strategies", [["ddp", "fsdp"], ["fsdp", "ddp"]], ids=["ddp-fsdp", "fsdp-ddp"])
+def test_ranks_may_change_in_number_on_resume(tmp_path, overrides_for, make_run, run_ranks, logged, strategies):
+    split = ["train.max_steps=8", "train.batch_size=4", "train.accumulation_steps=2"]
+    overrides = overrides_for("pretrain", *split, rows=ROWS)
+    train(make_run("pretrain", *split, folder="uninterrupted", rows=ROWS))
+    folder = str(tmp_path / "resumed")
     with pytest.raises(Interrupted):
-        train((state := make_run("pretrain", *words, folder="chain", rows=ROWS)), stop=lambda: state.progress.step == 5)
-    on_ranks(2, [{"folder": str(folder), "words": [*said, f"distributed={kinds[0]}"], "attempt": 2, "stop_at": 10}])
-    on_ranks(4, [{"folder": str(folder), "words": [*said, f"distributed={kinds[1]}"], "attempt": 3, "stop_at": 15}])
-    train(make_run("pretrain", *words, folder="chain", rows=ROWS, attempt=4))
-    compare(tmp_path / "whole", folder, logged, weights)
+        train((state := make_run("pretrain", *split, folder="resumed", rows=ROWS)), stop_requested=lambda: state.progress.step == 2)
+    run_ranks(2, [{"folder": folder, "overrides": [*overrides, f"distributed={strategies[0]}"], "attempt": 2, "stop_at": 4}])
+    run_ranks(4, [{"folder": folder, "overrides": [*overrides, f"distributed={strategies[1]}"], "attempt": 3, "stop_at": 6}])
+    train(make_run("pretrain", *split, folder="resumed", rows=ROWS, attempt=4))
+    assert_close(tmp_path / "uninterrupted", tmp_path / "resumed", logged)
 
 
-def test_a_number_of_rows_that_ranks_cannot_keep_is_refused_with_those_they_could(tmp_path, make_run, monkeypatch):
-    words = ["train.max_steps=2", "train.batch_size=4", "train.accumulation_steps=2"]
-    train(make_run("pretrain", *words))
-    state = make_run("pretrain", *words, attempt=2)
-    dist = dataclasses.replace(state.dist, size=2)
-    assert resolve_rows_per_step(state.cfg, dist, state.run_dir) == 8  # accumulation becomes 1
-    other = dataclasses.replace(state.cfg, train=dataclasses.replace(state.cfg.train, batch_size=3))
-    with pytest.raises(ValueError, match="a step of this run has 8 rows") as refusal:
-        resolve_rows_per_step(other, dist, state.run_dir)
-    assert "two whose product is 4" in refusal.value.args[2]
-    with pytest.raises(ValueError, match="leaves ranks without work"):
-        resolve_rows_per_step(state.cfg, dataclasses.replace(dist, size=9), state.run_dir)
+def test_rows_per_step_are_kept_on_another_number_of_ranks():
+    config = compose_config(["train.batch_size=4", "train.accumulation_steps=2"])
+    saved = {"rows_per_step": 8, "train.batch_size": 4, "train.accumulation_steps": 2}
+    assert resolve_rows_per_step(config, 2, saved) == 8  # accumulation becomes 1
+    with pytest.raises(ValueError, match="cannot resume: the run has 8 rows per step") as error:
+        resolve_rows_per_step(dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=3)), 2, saved)
+    assert "two whose product is 4" in error.value.args[2]
+    with pytest.raises(ValueError, match="8 rows per step are fewer than 9 ranks"):
+        resolve_rows_per_step(config, 9, saved)
 
 
-def test_ranks_that_do_not_stand_at_the_same_place_are_refused(make_run, monkeypatch):
+def test_ranks_that_see_different_runs_are_refused(make_run, monkeypatch):
     state = make_run("pretrain")
     monkeypatch.setattr(type(state.dist), "gather", lambda dist, value: [value, ["step 7", *value[1:]]])
-    with pytest.raises(ValueError, match="the ranks do not see the same run") as refusal:
+    with pytest.raises(ValueError, match="the ranks see different runs") as error:
         train(state)
-    assert refusal.value.args[1] == "rank 1: step 7 (rank 0: step 0)"
+    assert error.value.args[1] == "rank 1: step 7 (rank 0: step 0)"
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides, setting",
     [
-        ["distributed=ddp", "distributed.backend=nccl", "device=cpu"],
-        ["distributed=fsdp", "distributed.cpu_offload=true", "device=cpu"],
-        ["distributed=fsdp", "distributed.nproc=4", "distributed.shard=3"],
-        ["distributed=fsdp", "distributed.nproc=3", "distributed.replicate=2"],
-        ["distributed.nproc=2"],
-        ["distributed=ddp", "distributed.nproc=0"],
+        (["distributed=ddp", "distributed.backend=nccl", "device=cpu"], "distributed.backend=nccl"),
+        (["distributed=fsdp", "distributed.cpu_offload=true", "device=cpu"], "distributed.cpu_offload=true"),
+        (["distributed=fsdp", "distributed.nproc=4", "distributed.shard=3"], "distributed.shard=3 distributed.replicate=1"),
+        (["distributed=fsdp", "distributed.nproc=3", "distributed.replicate=2"], "distributed.shard=0 distributed.replicate=2"),
+        (["distributed.nproc=2"], "distributed.nproc=2 distributed.nnodes=1"),
+        (["distributed=ddp", "distributed.nproc=0"], "distributed.nproc=0"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_words_that_cannot_go_together_are_refused_before_a_rank_starts(words_of, words):
-    with pytest.raises(ValueError) as refusal:
-        compose_config(words_of("pretrain", *words))
-    assert len(refusal.value.args) == 3
+def test_distributed_settings_that_do_not_fit_are_refused(overrides, setting):
+    with pytest.raises(ValueError) as error:
+        compose_config(overrides)
+    assert error.value.args[1] == setting
 
 
-def test_a_checkpoint_is_the_same_files_and_names_however_many_ranks_wrote_it(tmp_path, words_of, make_run, on_ranks, weights):
+@pytest.mark.slow
+def test_ranks_write_the_same_checkpoint_files_as_one_process(tmp_path, overrides_for, make_run, run_ranks):
     train(make_run("sft", "train.max_steps=2", folder="one"))
-    said = words_of("sft", "train.max_steps=2", "train.batch_size=2")
-    on_ranks(2, [{"folder": str(tmp_path / kind), "words": [*said, f"distributed={kind}"]} for kind in ("ddp", "fsdp")])
+    overrides = overrides_for("sft", "train.max_steps=2", "train.batch_size=2")
+    run_ranks(2, [{"folder": str(tmp_path / strategy), "overrides": [*overrides, f"distributed={strategy}"]} for strategy in ("ddp", "fsdp")])
     one = newest_checkpoint(tmp_path / "one")
-    for kind in ("ddp", "fsdp"):
-        its = newest_checkpoint(tmp_path / kind)
-        assert sorted(path.name for path in its.iterdir()) == sorted(path.name for path in one.iterdir())
+    for strategy in ("ddp", "fsdp"):
+        other = newest_checkpoint(tmp_path / strategy)
+        assert sorted(path.name for path in other.iterdir()) == sorted(path.name for path in one.iterdir())
         for file in ("model.safetensors", "optimizer.safetensors"):
-            mine, theirs = (safetensors.torch.load_file(folder / file) for folder in (one, its))
-            assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
-        final = safetensors.torch.load_file(tmp_path / kind / "model" / "model.safetensors")
-        assert all(torch.equal(final[name], tensor) for name, tensor in weights(tmp_path / kind).items())
+            shapes, other_shapes = ({name: t.shape for name, t in safetensors.torch.load_file(folder / file).items()} for folder in (one, other))
+            assert shapes == other_shapes
+        exported = safetensors.torch.load_file(tmp_path / strategy / "model" / "model.safetensors")
+        assert all(torch.equal(exported[name], tensor) for name, tensor in saved_weights(tmp_path / strategy).items())
 
 
 @pytest.mark.slow
-def test_ranks_judge_and_sample_as_one(tmp_path, words_of, make_run, on_ranks, logged, weights):
-    words = ["train.max_steps=4", "train.eval_every=2", "train.sample_every=2", "train.sample_tokens=4", "data.val_fraction=0.2", "train.sample_prompts=[hello]"]
-    train(make_run("pretrain", *words, folder="one"))
-    said = words_of("pretrain", *words, "train.batch_size=2")
-    cases = {kind: [f"distributed={kind}"] for kind in ("ddp", "fsdp")}
+def test_ranks_evaluate_and_sample_as_one_process(tmp_path, overrides_for, make_run, run_ranks, logged):
+    shared = [
+        "train.max_steps=4",
+        "train.eval_every=2",
+        "train.sample_every=2",
+        "train.sample_tokens=4",
+        "data.val_fraction=0.2",
+        "train.sample_prompts=[hello]",
+    ]
+    train(make_run("pretrain", *shared, folder="one"))
+    overrides = overrides_for("pretrain", *shared, "train.batch_size=2")
+    cases = {strategy: [f"distributed={strategy}"] for strategy in ("ddp", "fsdp")}
     cases |= {f"fsdp {name}": ["distributed=fsdp", f"precision={name}", "distributed.reshard_after_forward=false"] for name in ("bf16", "fp16")}
-    on_ranks(2, [{"folder": str(tmp_path / case), "words": [*said, *more]} for case, more in cases.items()])
+    run_ranks(2, [{"folder": str(tmp_path / case), "overrides": [*overrides, *more]} for case, more in cases.items()])
     for case in cases:
-        for line, its in zip(logged(tmp_path / "one", "eval"), logged(tmp_path / case, "eval"), strict=True):
-            assert line["loss"] == pytest.approx(its["loss"], abs=2e-5 if case in ("ddp", "fsdp") else 1e-2)
+        for record, other in zip(logged(tmp_path / "one", "eval"), logged(tmp_path / case, "eval"), strict=True):
+            assert record["loss"] == pytest.approx(other["loss"], abs=2e-5 if case in ("ddp", "fsdp") else 1e-2)
         assert len((tmp_path / case / "samples.jsonl").read_text().splitlines()) == 2
-        # Saved right after an evaluation, whose forward pass leaves the weights gathered, and rounded.
-        assert {tensor.dtype for tensor in weights(tmp_path / case).values()} == {torch.float32}
-        assert any((tensor != tensor.bfloat16()).any() for tensor in weights(tmp_path / case).values())
+        # Saved right after an evaluation, whose forward pass leaves the weights gathered and rounded.
+        weights = saved_weights(tmp_path / case).values()
+        assert {tensor.dtype for tensor in weights} == {torch.float32} and any((tensor != tensor.bfloat16()).any() for tensor in weights)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gradient", [True, False], ids=["gradients too", "only the loss"])
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path, words_of, on_ranks, logged, gradient):
-    said = words_of("pretrain", "train.max_steps=6", "train.batch_size=2", rows=ROWS)
-    poison = {"rank": 1, "step": 3, "gradient": gradient}
-    cases = {f"{kind} {every}": [f"distributed={kind}", f"train.log_every={every}"] for kind in ("ddp", "fsdp") for every in (1, 4)}
-    on_ranks(2, [{"folder": str(tmp_path / case), "words": [*said, *words], "poison": poison} for case, words in cases.items()])
-    for kind in ("ddp", "fsdp"):
-        often, seldom = (tmp_path / f"{kind} {every}" for every in (1, 4))
-        lines = logged(often)
-        assert [line["loss"] is None for line in lines] == [False, False, False, True, False, False]
-        assert [line["loss"] for line in logged(seldom)] == [lines[3]["loss"], lines[5]["loss"]]
-        assert lines[-1]["skipped_steps"] == 1
-        found = json.loads((often / "diagnosis.json").read_text())
-        assert (found["step"], len(found["rows"])) == (4, 4)
-        assert found == json.loads((seldom / "diagnosis.json").read_text())
+@pytest.mark.parametrize("with_gradients", [True, False], ids=["gradients-too", "loss-only"])
+def test_ranks_all_skip_a_step_that_is_nonfinite_on_one(tmp_path, overrides_for, run_ranks, logged, with_gradients):
+    overrides = overrides_for("pretrain", "train.max_steps=6", "train.batch_size=2", rows=ROWS)
+    fault = {"rank": 1, "step": 3, "with_gradients": with_gradients}
+    cases = {f"{strategy} {every}": [f"distributed={strategy}", f"train.log_every={every}"] for strategy in ("ddp", "fsdp") for every in (1, 4)}
+    run_ranks(2, [{"folder": str(tmp_path / case), "overrides": [*overrides, *more], "nonfinite": fault} for case, more in cases.items()])
+    for strategy in ("ddp", "fsdp"):
+        often, seldom = (tmp_path / f"{strategy} {every}" for every in (1, 4))
+        records = logged(often)
+        assert [record["loss"] is None for record in records] == [False, False, False, True, False, False]
+        assert [record["loss"] for record in logged(seldom)] == [records[3]["loss"], records[5]["loss"]]
+        assert records[-1]["skipped_steps"] == 1
+        diagnosis = json.loads((often / "diagnosis.json").read_text())
+        assert (diagnosis["step"], len(diagnosis["rows"])) == (4, 4)
+        assert diagnosis == json.loads((seldom / "diagnosis.json").read_text())
         for file in ("model.safetensors", "optimizer.safetensors"):
             assert (newest_checkpoint(often) / file).read_bytes() == (newest_checkpoint(seldom) / file).read_bytes()

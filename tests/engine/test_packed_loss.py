@@ -1,41 +1,46 @@
-"""Packing changes which tokens lie side by side and nothing else: the same loss, the same gradients, for every objective."""
+"""Packing gives the same loss and gradients as one example per batch row, for every objective."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows
-from tiny_models import BEST_TWO, config
+from tiny_models import TOP_TWO, config
 
 from data.batching.batch import Batch, collate
 from data.batching.packing import best_fit_plan
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.attention import attention, document_mask
+from runner.engine.objectives.config import StageConfig, prepare_stage
+from runner.engine.objectives.dpo import DpoConfig
+from runner.engine.objectives.next_token import NextTokenConfig
 from runner.engine.objectives.objective import Objective
-from runner.engine.objectives.stage import StageConfig, build_objective
 
 CAPACITY = 96
-STAGES = {"pretrain": ("text", "next_token"), "dpo": ("preference", "dpo"), "dpo_lora": ("preference", "dpo")}
+LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"])
+STAGES: dict[str, StageConfig] = {
+    "pretrain": NextTokenConfig("pretrain", "text", "next_token", None, None),
+    "dpo": DpoConfig("dpo", "preference", "dpo", None, None, beta=0.5),
+    "dpo_lora": DpoConfig("dpo_lora", "preference", "dpo", LORA, None, beta=0.5),
+}
 
 
-def objective_of(stage: str, model: Decoder) -> Objective:
-    rows, objective = STAGES[stage]
-    lora = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"]) if stage == "dpo_lora" else None
-    made = build_objective(StageConfig(name=stage, rows=rows, objective=objective, beta=0.5, lora=lora, after=None, prompts=[]), model)
-    with torch.no_grad():  # away from the reference, where the loss is flat
+def prepared(stage: str, model: Decoder) -> Objective:
+    objective = prepare_stage(STAGES[stage], model)
+    with torch.no_grad():  # at the reference, the DPO loss is constant
         for p in model.parameters():
             if p.requires_grad:
                 p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
-    return made
+    return objective
 
 
-def batches_of(rows: RandomRows) -> tuple[Batch, Batch]:
-    packed = [[rows[i] for i in window] for window in best_fit_plan(rows.sizes, CAPACITY)]
+def unpacked_and_packed(rows: RandomRows) -> tuple[Batch, Batch]:
+    packed = [[rows[i] for i in sequence] for sequence in best_fit_plan(rows.sizes, CAPACITY)]
     return collate([[rows[i]] for i in range(len(rows))], pad_id=0, packed=False), collate(packed, pad_id=0, packed=True)
 
 
-def learned(objective: Objective, model: Decoder, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+def loss_and_gradients(objective: Objective, model: Decoder, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     model.zero_grad()
     sums = objective.loss(model, batch)
     count = objective.count(batch)
@@ -43,43 +48,43 @@ def learned(objective: Objective, model: Decoder, batch: Batch) -> tuple[dict[st
     return {name: value.item() / count for name, value in sums.items()}, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("experts", [{}, BEST_TWO], ids=["dense", "moe"])
+@pytest.mark.parametrize("experts", [{}, TOP_TWO], ids=["dense", "moe"])
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(lengths=st.lists(st.integers(2, CAPACITY), min_size=1, max_size=14))
-def test_packed_rows_have_the_loss_and_the_gradients_of_rows_of_their_own(stage, experts, lengths):
+def test_packed_loss_and_gradients_equal_those_of_unpacked_rows(stage, experts, lengths):
     torch.manual_seed(0)
     model = Decoder(config(vocab_size=300, num_hidden_layers=1, **experts))
-    objective = objective_of(stage, model)
-    apart, together = batches_of(RandomRows(lengths, sequences_per_row=1 if stage == "pretrain" else 2, vocab_size=300))
-    (losses, gradients), (packed_losses, packed_gradients) = learned(objective, model, apart), learned(objective, model, together)
+    objective = prepared(stage, model)
+    unpacked, packed = unpacked_and_packed(RandomRows(lengths, sequences_per_row=1 if stage == "pretrain" else 2, vocab_size=300))
+    (losses, gradients), (packed_losses, packed_gradients) = loss_and_gradients(objective, model, unpacked), loss_and_gradients(objective, model, packed)
     assert packed_losses == pytest.approx(losses, rel=1e-5, abs=1e-5)
     assert gradients.keys() == packed_gradients.keys() and gradients
     for name, gradient in gradients.items():
         torch.testing.assert_close(packed_gradients[name], gradient, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_without_confinement_the_loss_would_differ():
-    """The test above can fail: attention across rows moves the loss far beyond its tolerance."""
+def test_packed_loss_without_the_document_mask_differs():
+    """The test above can fail: attention across documents changes the loss far more than its tolerance."""
     torch.manual_seed(0)
     model = Decoder(config(vocab_size=300, num_hidden_layers=1))
-    objective = objective_of("pretrain", model)
-    apart, together = batches_of(RandomRows([20, 30, 40], vocab_size=300))
-    leaking = Batch(together.input_ids, together.labels, together.lengths, together.names, torch.zeros_like(together.document_ids), together.position_ids)
-    assert abs(objective.loss(model, leaking)["loss"].item() - objective.loss(model, apart)["loss"].item()) > 0.01
+    objective = prepared("pretrain", model)
+    unpacked, packed = unpacked_and_packed(RandomRows([20, 30, 40], vocab_size=300))
+    unmasked = Batch(packed.input_ids, packed.labels, packed.lengths, packed.names, torch.zeros_like(packed.document_ids), packed.position_ids)
+    assert abs(objective.loss(model, unmasked)["loss"].item() - objective.loss(model, unpacked)["loss"].item()) > 0.01
 
 
 @pytest.mark.parametrize("T", [8, 128, 136, 300])
-def test_queries_in_blocks_see_what_the_whole_mask_shows(T):
+def test_document_mask_in_query_blocks_equals_the_full_mask(T):
     torch.manual_seed(0)
     document_ids = torch.cat([torch.full((2, T // 3), 0), torch.full((2, T - T // 3 - T // 8), 1), torch.full((2, T // 8), -1)], dim=1)
     q, k, v = torch.randn(2, 4, T, 16), torch.randn(2, 2, T, 16), torch.randn(2, 2, T, 16)
     mask = document_mask(document_ids, dropout=0.0)
-    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k, v, mask, 0.0, "auto"), whole, rtol=0, atol=1e-6)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, mask, 0.0, "auto"), expected, rtol=0, atol=1e-6)
 
 
-def test_the_mask_for_the_gpu_lets_through_what_the_mask_for_the_cpu_does():
+def test_document_mask_of_the_gpu_equals_that_of_the_cpu():
     from torch.nn.attention.flex_attention import create_mask
 
     from models.layers.attention import document_mask_mod

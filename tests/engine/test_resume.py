@@ -1,4 +1,4 @@
-"""Stop anywhere, resume, and no bit differs from the run that was never stopped."""
+"""Exact resume: a run that is stopped and resumed has the same bits as the run that was never stopped."""
 
 import itertools
 import json
@@ -9,177 +9,188 @@ import safetensors.torch
 import torch
 
 from common.errors import Interrupted
-from runner.checkpoint import atomic_dir, manager
+from runner.checkpoint import atomic_dir
+from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.loop import train
+from runner.engine.objectives.config import OBJECTIVES
+from runner.engine.optim.config import OPTIMIZERS
+from runner.engine.optim.schedules import SCHEDULES
 from runner.engine.verify_resume import diff_run_dirs
 
-# 18 rows in steps of 3: six steps an epoch, two epochs.
-TWO_EPOCHS = [
-    "train.batch_size=3",
-    "train.epochs=2",
-    "train.save_every=5",
-    "train.eval_every=4",
-    "train.sample_every=6",
-    "data.val_fraction=0.1",
-    "train.sample_prompts=[goats]",
-    "train.sample_tokens=4",
-]
-
-
-@pytest.fixture
-def stop_and_go(make_run):
-    """Train to each of `cuts` in turn, every time in a new run, then to the end."""
-
-    def go(stage, *words, cuts, folder="stopped"):
-        for attempt, cut in enumerate([*cuts, None], 1):
-            state = make_run(stage, *TWO_EPOCHS, *words, folder=folder, rows=20, attempt=attempt)
-            try:
-                train(state, stop=lambda cut=cut, state=state: state.progress.step == cut)
-            except Interrupted:
-                state.logger.finish("interrupted", {})
-            torch.manual_seed(attempt)  # nothing left in this process may help the next
-        state.logger.finish("completed", {})
-        return state.run_dir
-
-    return go
-
-
-def test_a_stop_after_any_step_of_two_epochs_changes_no_bit(stop_and_go):
-    words = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
-    whole = stop_and_go("sft", *words, cuts=[], folder="whole")
-    for cut in range(1, 12):
-        assert diff_run_dirs(whole, stop_and_go("sft", *words, cuts=[cut], folder=f"stopped{cut}")) == [], cut
-
-
-def test_two_stops_in_one_epoch_change_no_bit(stop_and_go):
-    words = ["model.dropout=0.1"]
-    assert diff_run_dirs(stop_and_go("pretrain", *words, cuts=[], folder="whole"), stop_and_go("pretrain", *words, cuts=[2, 4])) == []
-
-
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
-def test_a_stop_among_packed_windows_changes_no_bit(stop_and_go, stage):
-    words = ["data.packing=best_fit", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
-    assert diff_run_dirs(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[2, 5])) == []
-
-
-def test_a_stop_among_rows_grouped_by_length_changes_no_bit(stop_and_go):
-    words = ["data.group_by_length=true", "model.dropout=0.1"]
-    assert diff_run_dirs(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[4])) == []
-
-
-def cells():
-    """Every pair of values of any two switches stands in some cell; the first twelve run each time, the others are slow."""
-    switches = {
-        "stage": ["pretrain", "sft", "lora", "dpo"],
-        "precision": ["fp32", "bf16", "fp16"],
-        "train.accumulation_steps": [1, 3],
-        "data.num_workers": [0, 2],
-        "model.dropout": [0, 0.1],
-        "optimizer": ["adamw", "muon"],
-    }
-    every = list(itertools.product(*switches.values()))
-    plain = every[::5]  # 5 shares no factor with the sizes: the walk meets every pair
-    for number, cell in enumerate(plain):
-        yield pytest.param(dict(zip(switches, cell, strict=True)), id="-".join(map(str, cell)), marks=[pytest.mark.slow] if number % 3 else [])
-    compiled = [
-        ("pretrain", "fp32", 1, 0, 0, "adamw"),
-        ("sft", "bf16", 3, 2, 0.1, "adamw"),
-        ("lora", "fp16", 1, 2, 0.1, "muon"),
-        ("dpo", "fp32", 3, 0, 0.1, "muon"),
-    ]
-    for cell in compiled:
-        yield pytest.param(
-            dict(zip(switches, cell, strict=True)) | {"train.compile": "default"}, id="-".join(map(str, cell)) + "-compiled", marks=pytest.mark.slow
-        )
-
-
-@pytest.mark.parametrize("cell", list(cells()))
-def test_whatever_the_switches_a_stop_changes_no_bit(stop_and_go, cell):
-    stage, words = cell["stage"], [f"{word}={value}" for word, value in cell.items() if word != "stage"]
-    if cell["train.accumulation_steps"] == 3:
-        words.append("train.batch_size=1")
-    assert diff_run_dirs(stop_and_go(stage, *words, cuts=[], folder="whole"), stop_and_go(stage, *words, cuts=[7])) == []
-
-
-@pytest.mark.slow
-def test_with_all_that_makes_a_step_cheap_a_stop_changes_no_bit(stop_and_go):
-    fast = ["train.compile=default", "data.packing=best_fit", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
-    words = [*fast, "train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
-    assert diff_run_dirs(stop_and_go("sft", *words, cuts=[], folder="whole"), stop_and_go("sft", *words, cuts=[2, 5])) == []
-
-
-def changed_state(change):
-    def mutate(folder):
-        state = json.loads((folder / "state.json").read_text())
-        change(state)
-        (folder / "state.json").write_text(json.dumps(state))
-
-    return mutate
-
-
-def changed_tensors(file, change):
-    def mutate(folder):
-        tensors = safetensors.torch.load_file(folder / file)
-        safetensors.torch.save_file(change(tensors), folder / file)
-
-    return mutate
-
-
-def without(key):
-    return changed_tensors("optimizer.safetensors", lambda tensors: {name: torch.zeros_like(t) if name.endswith(key) else t for name, t in tensors.items()})
-
-
-def fresh_random(state):
-    state["random"]["torch"] = torch.Generator().manual_seed(42).get_state().numpy().tobytes().hex()
-
-
-def set_progress(**values):
-    return changed_state(lambda state: state["progress"].update(values))
-
-
-# Each leaves one item of state out, as a careless format would.
-MUTANTS = {
-    "weights as fp16": changed_tensors("model.safetensors", lambda tensors: {name: t.half().float() for name, t in tensors.items()}),
-    "first moments": without("exp_avg"),
-    "second moments": without("exp_avg_sq"),
-    "the optimizer's step count": without("/step"),
-    "torch's random state": changed_state(fresh_random),
-    "the loss scale": changed_state(lambda state: state["scaler"].update(scale=1024.0)),
-    "the scaler's growth tracker": changed_state(lambda state: state["scaler"].update(_growth_tracker=0)),
-    "position": set_progress(step=0),
-    "rows": set_progress(rows=0),
-    "tokens": set_progress(loss_tokens=0),
-    "best loss": set_progress(best_loss=None),
-    "best step": set_progress(best_step=None),
-    "evaluations since the best": set_progress(evals_since_best=-3),
-    "last losses": set_progress(recent_losses=[]),
-    "overflows": set_progress(overflows=9),
-    "steps given up": set_progress(nonfinite=9),
-    "place in the log": changed_state(lambda state: state["log"].update(metrics=0)),
+STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the objective's name
+TWO_EPOCHS = [  # 18 rows and 2 for validation: two epochs of six steps
+    "train.batch_size=3", "train.epochs=2", "train.save_every=5", "train.eval_every=4", "train.sample_every=6", "data.val_fraction=0.1",
+    "train.sample_prompts=[goats]", "train.sample_tokens=4",
+]  # fmt: skip
+SWITCHES = {
+    "stage": ["pretrain", "sft", "lora", "dpo"],
+    "precision": ["fp32", "bf16", "fp16"],
+    "train.accumulation_steps": [1, 3],
+    "data.num_workers": [0, 2],
+    "model.dropout": [0, 0.1],
+    "optimizer": ["adamw", "muon"],
 }
 
 
-def test_leaving_any_item_of_state_out_shows(make_run, stop_and_go, monkeypatch, tmp_path):
-    """`None` leaves nothing out: the others fail for what they miss, not for how they are made."""
-    words = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
-    # The first is the best: what is forgotten of it stays forgotten.
+@pytest.fixture
+def run_with_stops(make_run):
+    """Train to each step of `stops` in turn, each time as a new process would, then to the end; return the run directory."""
+
+    def run(stage, *overrides, stops, folder="stopped"):
+        for attempt, stop in enumerate([*stops, None], 1):
+            state = make_run(stage, *TWO_EPOCHS, *overrides, folder=folder, rows=20, attempt=attempt)
+            try:
+                train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
+            except Interrupted:
+                state.logger.finish("interrupted", {})
+            torch.manual_seed(attempt)  # the next attempt must not depend on this process's random state
+        state.logger.finish("completed", {})
+        return state.run_dir
+
+    return run
+
+
+@pytest.fixture
+def assert_exact(run_with_stops):
+    def check(stage, *overrides, stops):
+        assert diff_run_dirs(run_with_stops(stage, *overrides, stops=[], folder="uninterrupted"), run_with_stops(stage, *overrides, stops=stops)) == []
+
+    return check
+
+
+@pytest.mark.parametrize("steps", [(1, 5, 11), pytest.param((2, 3, 4, 6, 7, 8, 9, 10), marks=pytest.mark.slow)], ids=["1-5-11", "all-others"])
+def test_resume_after_every_step_is_bitwise_equal(run_with_stops, steps):
+    overrides = ["model.dropout=0.1", "precision=bf16", "train.batch_size=1", "train.accumulation_steps=3"]
+    uninterrupted = run_with_stops("sft", *overrides, stops=[], folder="uninterrupted")
+    for step in steps:
+        assert diff_run_dirs(uninterrupted, run_with_stops("sft", *overrides, stops=[step], folder=f"stopped{step}")) == [], step
+
+
+def test_resume_twice_in_one_epoch_is_bitwise_equal(assert_exact):
+    assert_exact("pretrain", "model.dropout=0.1", stops=[2, 4])
+
+
+@pytest.mark.parametrize("stage", ["sft", pytest.param("pretrain", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow)])
+def test_resume_of_packed_sequences_is_bitwise_equal(assert_exact, stage):
+    overrides = ["data.packing=best_fit", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
+    assert_exact(stage, *overrides, stops=[2, 5])
+
+
+def test_resume_of_batches_grouped_by_length_is_bitwise_equal(assert_exact):
+    assert_exact("sft", "data.group_by_length=true", "model.dropout=0.1", stops=[4])
+
+
+def registered_combinations():
+    """Every registered optimizer, schedule and objective, each with the first of the other two; all combinations are slow."""
+    for objective in OBJECTIVES.names():
+        for optimizer in OPTIMIZERS.names():
+            for schedule in SCHEDULES.names():
+                is_first = [objective == "next_token", optimizer == "adamw", schedule == "cosine"]
+                marks = [] if sum(is_first) == 2 else [pytest.mark.slow]
+                overrides = [f"optimizer={optimizer}", f"schedule={schedule}", "schedule.warmup_steps=3", "optimizer.lr=1e-3"]
+                yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
+
+
+@pytest.mark.parametrize("stage, overrides", list(registered_combinations()))
+def test_resume_of_any_registered_choice_is_bitwise_equal(assert_exact, stage, overrides):
+    assert_exact(stage, *overrides, "model.dropout=0.1", stops=[7])
+
+
+def switch_cells():
+    """Combinations in which every pair of values of two switches occurs; one in six is fast."""
+    combinations = list(itertools.product(*SWITCHES.values()))[::5]  # 5 has no common factor with the numbers of values: every pair occurs
+    for number, values in enumerate(combinations):
+        yield pytest.param(dict(zip(SWITCHES, values, strict=True)), id="-".join(map(str, values)), marks=[pytest.mark.slow] if number % 6 else [])
+    for values in [
+        ("pretrain", "fp32", 1, 0, 0, "adamw"), ("sft", "bf16", 3, 2, 0.1, "adamw"), ("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0.1, "muon")
+    ]:  # fmt: skip
+        cell = dict(zip(SWITCHES, values, strict=True)) | {"train.compile": "default"}
+        yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cell", list(switch_cells()))
+def test_resume_is_bitwise_equal_for_every_pair_of_switches(assert_exact, cell):
+    overrides = [f"{key}={value}" for key, value in cell.items() if key != "stage"]
+    if cell["train.accumulation_steps"] == 3:
+        overrides.append("train.batch_size=1")
+    assert_exact(cell["stage"], *overrides, stops=[7])
+
+
+@pytest.mark.slow
+def test_resume_with_all_speed_settings_is_bitwise_equal(assert_exact):
+    fast = ["train.compile=default", "data.packing=best_fit", "precision=bf16", "train.log_every=4", "data.num_workers=1"]
+    memory = ["train.activation_checkpointing=selective", "train.batch_size=1", "train.accumulation_steps=2", "model.dropout=0.1"]
+    assert_exact("sft", *fast, *memory, stops=[2, 5])
+
+
+def edit_state(change):
+    def edit(checkpoint):
+        state = json.loads((checkpoint / "state.json").read_text())
+        change(state)
+        (checkpoint / "state.json").write_text(json.dumps(state))
+
+    return edit
+
+
+def edit_tensors(file, change):
+    def edit(checkpoint):
+        tensors = safetensors.torch.load_file(checkpoint / file)
+        safetensors.torch.save_file(change(tensors), checkpoint / file)
+
+    return edit
+
+
+def zeroed(key):
+    return edit_tensors("optimizer.safetensors", lambda tensors: {name: torch.zeros_like(t) if name.endswith(key) else t for name, t in tensors.items()})
+
+
+def with_progress(**values):
+    return edit_state(lambda state: state["progress"].update(values))
+
+
+OMISSIONS = {  # what a format that forgets one item of the state would restore
+    "weights as fp16": edit_tensors("model.safetensors", lambda tensors: {name: t.half().float() for name, t in tensors.items()}),
+    "first moments": zeroed("exp_avg"),
+    "second moments": zeroed("exp_avg_sq"),
+    "step count of the optimizer": zeroed("/step"),
+    "random state of torch": edit_state(lambda state: state["rng"][0].update(torch=torch.Generator().manual_seed(42).get_state().numpy().tobytes().hex())),
+    "loss scale": edit_state(lambda state: state["scaler"].update(scale=1024.0)),
+    "growth tracker of the scaler": edit_state(lambda state: state["scaler"].update(_growth_tracker=0)),
+    "step": with_progress(step=0),
+    "examples": with_progress(examples=0),
+    "loss_tokens": with_progress(loss_tokens=0),
+    "tokens": with_progress(tokens=0),
+    "best loss": with_progress(best_loss=None),
+    "best step": with_progress(best_step=None),
+    "evaluations since the best": with_progress(evals_since_best=-3),
+    "recent losses": with_progress(recent_losses=[]),
+    "overflows": with_progress(overflows=9),
+    "skipped steps": with_progress(nonfinite_steps=9),
+    "position in the log": edit_state(lambda state: state["log"].update(metrics=0)),
+}
+
+
+def test_resume_without_any_one_item_of_the_state_is_noticed(make_run, run_with_stops, monkeypatch, tmp_path):
+    """None omits nothing: the others are noticed because of the item, not because of the edit."""
+    overrides = ["precision=fp16", "model.dropout=0.1", "train.save_every=0"]
+    # The loss grows, so the first evaluation stays the best: a wrong value is not overwritten later.
     monkeypatch.setattr("runner.engine.evaluation.evaluate_loss", lambda state: {"loss": float(state.progress.step)})
-    whole = stop_and_go("pretrain", *words, cuts=[], folder="whole")
-    half = make_run("pretrain", *TWO_EPOCHS, *words, folder="half", rows=20)
+    uninterrupted = run_with_stops("pretrain", *overrides, stops=[], folder="uninterrupted")
+    half = make_run("pretrain", *TWO_EPOCHS, *overrides, folder="half", rows=20)
     with pytest.raises(Interrupted):
-        train(half, stop=lambda: half.progress.step == 7)
-    monkeypatch.setattr(atomic_dir, "verify_dir", lambda folder: None)  # the checksums would notice
+        train(half, stop_requested=lambda: half.progress.step == 7)
+    monkeypatch.setattr(atomic_dir, "verify_dir", lambda folder: None)  # the checksums would reveal every edit
     unnoticed = []
-    for item in [None, *MUTANTS]:
-        folder = shutil.copytree(half.folder, tmp_path / "rest")
+    for item in [None, *OMISSIONS]:
+        folder = shutil.copytree(half.run_dir, tmp_path / "rest")
         if item:
-            MUTANTS[item](manager.newest_checkpoint(folder))
-        rest = make_run("pretrain", *TWO_EPOCHS, *words, folder="rest", rows=20, attempt=2)
+            OMISSIONS[item](newest_checkpoint(folder))
+        rest = make_run("pretrain", *TWO_EPOCHS, *overrides, folder="rest", rows=20, attempt=2)
         try:
             train(rest)
         except ValueError:
-            assert item  # refused: noticed as well
+            assert item  # refused, so noticed
         else:
-            unnoticed += [] if diff_run_dirs(whole, folder) else [item]
+            unnoticed += [] if diff_run_dirs(uninterrupted, folder) else [item]
         shutil.rmtree(folder)
     assert unnoticed == [None]

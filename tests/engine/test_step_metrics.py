@@ -1,4 +1,4 @@
-"""What steps find is read together, at log lines and before anything is saved or judged; between them nothing waits for the device."""
+"""Results of steps are fetched together, when they are logged and before a save or an evaluation; in between the host does not wait for the device."""
 
 import itertools
 import json
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from common.errors import Interrupted, TrainingError
-from runner.checkpoint import manager
+from common.errors import DivergedError, Interrupted
+from runner.checkpoint import atomic_dir
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine import loop, step_metrics
 from runner.engine.loop import train
@@ -18,51 +18,49 @@ from runner.engine.step_metrics import Throughput
 from runner.engine.verify_resume import diff_run_dirs
 
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
-# What needs the numbers of a tensor, or how many of them are of some kind, before Python can go on.
-WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave"}
+# Operators whose result, or its shape, Python needs as a number: a host sync on a GPU
+SYNCING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave"}
 
 
-class Waits(TorchDispatchMode):
-    """What in a step needs numbers, and after which steps they are read. Inside of the operators for the processor nothing is seen:
-    a GPU has others."""
+class HostSyncs(TorchDispatchMode):
+    """Records host syncs: names of the operators inside of steps, and after which steps there were others. Operators that others call do not count."""
 
     def __init__(self, state, monkeypatch) -> None:
         super().__init__()
-        self.run, self.in_a_step, self.below, self.inside, self.outside = state, False, False, set(), set()
+        self.state, self.in_step, self.is_nested, self.inside, self.after_steps = state, False, False, set(), set()
         step, tolist = loop.train_step, torch.Tensor.tolist
 
-        def stepped(*args):
-            self.in_a_step = True
-            found = step(*args)
-            self.in_a_step = False
-            return found
+        def recorded_step(*args):
+            self.in_step = True
+            output = step(*args)
+            self.in_step = False
+            return output
 
-        def listed(tensor):
-            self.note("tolist")  # on a processor no operator
+        def recorded_tolist(tensor):
+            self.record("tolist")  # on a CPU it calls no operator
             return tolist(tensor)
 
-        monkeypatch.setattr(loop, "train_step", stepped)
-        monkeypatch.setattr(torch.Tensor, "tolist", listed)
+        monkeypatch.setattr(loop, "train_step", recorded_step)
+        monkeypatch.setattr(torch.Tensor, "tolist", recorded_tolist)
 
-    def note(self, name: str) -> None:
-        if not self.below:
-            self.inside.add(name) if self.in_a_step else self.outside.add(self.run.progress.step)
+    def record(self, name: str) -> None:
+        if not self.is_nested:
+            self.inside.add(name) if self.in_step else self.after_steps.add(self.state.progress.step)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in WAITING or (name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])):
-            self.note(name)
-        self.below, before = True, self.below
+        if name in SYNCING or (name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])):
+            self.record(name)
+        self.is_nested, before = True, self.is_nested
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.below = before
+            self.is_nested = before
 
 
 @pytest.mark.parametrize(
-    "stage, words",
+    "stage, overrides",
     [
-        ("pretrain", ["data.packing=best_fit"]),
         ("pretrain", ["data.packing=best_fit", "optimizer=muon", "precision=bf16"]),
         ("pretrain", MOE),
         ("sft", ["precision=bf16"]),
@@ -70,22 +68,23 @@ class Waits(TorchDispatchMode):
         ("dpo", []),
         ("dpo_lora", ["data.packing=best_fit"]),
     ],
+    ids=["packed-muon-bf16", "moe", "sft-bf16", "lora-muon", "dpo", "packed-dpo_lora"],
 )
-def test_nobody_waits_for_the_device_between_two_log_lines(make_run, monkeypatch, stage, words):
-    state = make_run(stage, *words, "train.log_every=3", "train.batch_size=1", "train.accumulation_steps=2", "train.max_steps=7")
-    with Waits(state, monkeypatch) as waits:
+def test_step_has_no_host_sync_between_two_log_lines(make_run, monkeypatch, stage, overrides):
+    state = make_run(stage, *overrides, "train.log_every=3", "train.batch_size=1", "train.accumulation_steps=2", "train.max_steps=7")
+    with HostSyncs(state, monkeypatch) as syncs:
         train(state)
-    assert waits.outside == {3, 6, 7}
-    # How many tokens an expert gets is read from the data: it says how large its products are. (The third is one_hot's, on a processor only.)
-    assert waits.inside == ({"bincount", "tolist", "_local_scalar_dense"} if words == MOE else set())
+    assert syncs.after_steps == {3, 6, 7}
+    # The number of tokens per expert determines shapes. one_hot calls _local_scalar_dense on a CPU only.
+    assert syncs.inside == ({"bincount", "tolist", "_local_scalar_dense"} if overrides == MOE else set())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("words", [[], ["data.packing=best_fit"], ["optimizer=muon"]], ids=["rows", "packed", "muon"])
-def test_a_step_on_a_gpu_does_not_wait_for_it(make_run, words):
-    state = make_run("pretrain", "device=cuda", "precision=bf16", *words)
+@pytest.mark.parametrize("overrides", [[], ["data.packing=best_fit"], ["optimizer=muon"]], ids=["plain", "packed", "muon"])
+def test_step_on_a_gpu_has_no_host_sync(make_run, overrides):
+    state = make_run("pretrain", "device=cuda", "precision=bf16", *overrides)
     first, second = itertools.islice(state.loader.iter_epoch(0), 2)
-    loop.train_step(state, first, 1e-3)  # what is done once may wait
+    loop.train_step(state, first, 1e-3)  # initialization may synchronize
     torch.cuda.set_sync_debug_mode("error")
     try:
         loop.train_step(state, second, 1e-3)
@@ -93,18 +92,31 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(make_run, words):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def poisoned(state, *steps):
-    """The gradient of one parameter, in the middle of the model, is NaN whenever the run stands at one of `steps`."""
-    middle = state.model.model.layers[1].self_attn.o_proj.weight
-    middle.register_hook(lambda grad: grad * math.nan if state.progress.step in steps else grad)
+def with_nonfinite_gradient(state, *steps):
+    """Make the gradient of one parameter NaN in the steps that follow step numbers `steps`."""
+    weight = state.model.model.layers[1].self_attn.o_proj.weight
+    weight.register_hook(lambda grad: grad * math.nan if state.progress.step in steps else grad)
     return state
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nonfinite_step_changes_no_weight_and_names_its_rows(make_run, logged, precision):
+    state, weights = with_nonfinite_gradient(make_run("pretrain", f"precision={precision}", "train.max_steps=3"), 1, 2), []
+    log = state.logger.log
+    state.logger.log = lambda kind, step, **metrics: (weights.append([p.detach().clone() for p in state.model.parameters()]), log(kind, step, **metrics))
+    train(state)
+    assert all(torch.equal(p, q) for later in weights[1:] for p, q in zip(weights[0], later, strict=True))
+    records = logged(state.run_dir)
+    assert records[1]["grad_norm"] is None and "grad_norm" in records[1]["nonfinite"] and records[2]["skipped_steps"] == 2
+    rows = next(state.loader.iter_epoch(0, skip=2))[0].names
+    assert all(name in (state.run_dir / "train.log").read_text() for name in rows)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_looks_seldom_walks_as_one_that_looks_at_every_step(make_run, optimizer):
-    words = ["train.max_steps=9", "train.batch_size=2", "model.dropout=0.1", f"optimizer={optimizer}", "train.save_every=4", "train.keep_checkpoints=9"]
-    train(often := poisoned(make_run("pretrain", *words, folder="often"), 0, 2, 5, 6))
-    train(seldom := poisoned(make_run("pretrain", *words, "train.log_every=7", folder="seldom"), 0, 2, 5, 6))
+def test_flush_interval_does_not_change_weights_or_progress(make_run, optimizer):
+    overrides = ["train.max_steps=9", "train.batch_size=2", "model.dropout=0.1", f"optimizer={optimizer}", "train.save_every=4", "train.keep_checkpoints=9"]
+    train(often := with_nonfinite_gradient(make_run("pretrain", *overrides, folder="often"), 0, 2, 5, 6))
+    train(seldom := with_nonfinite_gradient(make_run("pretrain", *overrides, "train.log_every=7", folder="seldom"), 0, 2, 5, 6))
     assert often.progress == seldom.progress and often.progress.nonfinite_steps == 4
     for step in (4, 8, 9):
         one, other = (state.run_dir / "checkpoints" / f"step-{step:08d}" for state in (often, seldom))
@@ -112,88 +124,88 @@ def test_a_run_that_looks_seldom_walks_as_one_that_looks_at_every_step(make_run,
             assert (one / file).read_bytes() == (other / file).read_bytes()
         states = [json.loads((folder / "state.json").read_text()) for folder in (one, other)]
         assert states[0]["progress"] == states[1]["progress"]
-    assert (often.folder / "diagnosis.json").read_text() == (seldom.folder / "diagnosis.json").read_text()
+    assert (often.run_dir / "diagnosis.json").read_text() == (seldom.run_dir / "diagnosis.json").read_text()
 
 
-def test_a_step_that_is_read_late_is_named_with_its_rows_and_its_first_parameter(make_run):
-    state = poisoned(make_run("pretrain", "train.max_steps=7", "train.log_every=6"), 2)
+def test_diagnosis_names_rows_and_first_parameter_of_a_step_fetched_late(make_run):
+    state = with_nonfinite_gradient(make_run("pretrain", "train.max_steps=7", "train.log_every=6"), 2)
     rows = [batches[0].names for batches in state.loader.iter_epoch(0)]
     train(state)
-    found = json.loads((state.run_dir / "diagnosis.json").read_text())
-    assert (found["step"], found["rows"], found["first_parameter"]) == (3, rows[2], "model.layers.1.self_attn.o_proj.weight")
-    assert len(found["recent_losses"]) == 3 and found["loss"] is not None and found["grad_norm"] is None
+    diagnosis = json.loads((state.run_dir / "diagnosis.json").read_text())
+    assert (diagnosis["step"], diagnosis["rows"], diagnosis["first_parameter"]) == (3, rows[2], "model.layers.1.self_attn.o_proj.weight")
+    assert len(diagnosis["recent_losses"]) == 3 and diagnosis["loss"] is not None and diagnosis["grad_norm"] is None
 
 
-def test_too_many_steps_that_are_not_finite_are_found_before_the_next_save(make_run):
-    state = poisoned(make_run("pretrain", "train.max_nonfinite_steps=2", "train.log_every=8", "train.save_every=4"), 1, 4, 5)
-    with pytest.raises(TrainingError, match=r"2 steps in a row .*step 6, rows"):
+def test_nonfinite_steps_end_the_run_before_the_next_save(make_run):
+    state = with_nonfinite_gradient(make_run("pretrain", "train.max_nonfinite_steps=2", "train.log_every=8", "train.save_every=4"), 1, 4, 5)
+    with pytest.raises(DivergedError, match=r"2 consecutive steps .*step 6, rows"):
         train(state)
     assert state.progress.step == 8 and state.progress.nonfinite_steps == 3 and newest_checkpoint(state.run_dir).name == "step-00000004"
     assert not state.pending_steps
 
 
-def test_what_waits_is_bounded_however_seldom_a_run_logs(make_run, monkeypatch):
+def test_flush_happens_at_the_latest_after_max_pending_steps(make_run, monkeypatch):
     monkeypatch.setattr(step_metrics, "MAX_PENDING_STEPS", 3)
-    state, waiting = make_run("pretrain", "train.batch_size=2", "train.log_every=1000", "train.max_steps=12"), []
-    monkeypatch.setattr(Throughput, "add", lambda pace, positions: waiting.append(len(state.pending_steps)))
+    state, pending = make_run("pretrain", "train.batch_size=2", "train.log_every=1000", "train.max_steps=12"), []
+    monkeypatch.setattr(Throughput, "count", lambda throughput, tokens: pending.append(len(state.pending_steps)))
     train(state)
-    assert waiting == [1, 2, 3] * 4
+    assert pending == [1, 2, 3] * 4
 
 
-@pytest.mark.parametrize("cut", [1, 5])
-def test_a_stop_between_two_readings_changes_no_bit(make_run, cut):
-    words = ["train.max_steps=9", "train.log_every=3", "model.dropout=0.1"]
-    train(poisoned(make_run("pretrain", *words, folder="whole"), 0, 3))
+@pytest.mark.parametrize("stop", [1, 5])
+def test_resume_between_two_flushes_is_bitwise_equal(make_run, stop):
+    overrides = ["train.max_steps=9", "train.log_every=3", "model.dropout=0.1"]
+    train(with_nonfinite_gradient(make_run("pretrain", *overrides, folder="uninterrupted"), 0, 3))
     for attempt in (1, 2):
-        state = poisoned(make_run("pretrain", *words, folder="stopped", attempt=attempt), 0, 3)
+        state = with_nonfinite_gradient(make_run("pretrain", *overrides, folder="stopped", attempt=attempt), 0, 3)
         try:
-            train(state, stop=lambda state=state, attempt=attempt: attempt == 1 and state.progress.step == cut)
+            train(state, stop_requested=lambda state=state, attempt=attempt: attempt == 1 and state.progress.step == stop)
         except Interrupted:
-            torch.manual_seed(attempt)  # nothing left in this process may help the next
-    assert diff_run_dirs(state.run_dir.parent / "whole", state.run_dir) == []
+            torch.manual_seed(attempt)  # the next attempt must not depend on this process's random state
+    assert diff_run_dirs(state.run_dir.parent / "uninterrupted", state.run_dir) == []
 
 
-def test_time_in_which_the_device_was_busy_is_not_counted_as_waiting_for_data():
-    for idle in (True, False):
-        pace = Throughput(lambda idle=idle: idle)
-        assert list(pace.waiting(iter([[], []]))) == [[], []]
-        assert (pace.read()["data_wait"] > 0) == idle
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_throughput_counts_waiting_for_data_only_while_the_device_is_idle(is_idle):
+    throughput = Throughput(lambda: is_idle)
+    assert list(throughput.timed(iter([[], []]))) == [[], []]
+    assert (throughput.read()["data_wait"] > 0) == is_idle
 
 
-def test_a_run_that_breaks_off_is_read_before_it_ends(make_run, monkeypatch):
+def test_pending_steps_are_fetched_if_training_fails(make_run, monkeypatch):
     state = make_run("pretrain", "train.max_steps=9", "train.log_every=100", "train.max_nonfinite_steps=2")
-    honest = loop.train_step
+    original = loop.train_step
 
-    def broken(state, batches, lr):
+    def failing(state, batches, lr):
         if state.progress.step == 5:
             raise OSError("gone")
         if state.progress.step >= 2:
             next(state.model.parameters()).data.fill_(math.nan)
-        return honest(state, batches, lr)
+        return original(state, batches, lr)
 
-    monkeypatch.setattr(loop, "train_step", broken)
+    monkeypatch.setattr(loop, "train_step", failing)
     with pytest.raises(OSError, match="gone"):
         train(state)
-    assert (state.progress.step, state.progress.nonfinite_steps) == (5, 2)  # the third is not read: two end a run
+    assert (state.progress.step, state.progress.nonfinite_steps) == (5, 2)  # the second one raises, so the third is not counted
     assert json.loads((state.run_dir / "diagnosis.json").read_text())["step"] == 4
 
 
-def test_a_run_that_fails_ends_when_its_save_has(make_run, monkeypatch):
-    """A rank's process ends at once: nothing waits for threads there."""
+def test_save_in_flight_is_finished_if_training_fails(make_run, monkeypatch):
+    """The process of a rank ends without waiting for its threads."""
     state = make_run("pretrain", "train.max_steps=9", "train.save_every=1")
-    commit, honest = manager._write_checkpoint, loop.train_step
+    write, original = atomic_dir.write_atomic_dir, loop.train_step
 
-    def slow(*args):
+    def slow_write(*args, **options):
         time.sleep(0.3)
-        return commit(*args)
+        return write(*args, **options)
 
-    def broken(state, batches, lr):
+    def failing(state, batches, lr):
         if state.progress.step == 1:
             raise OSError("gone")
-        return honest(state, batches, lr)
+        return original(state, batches, lr)
 
-    monkeypatch.setattr(manager, "_write_checkpoint", slow)
-    monkeypatch.setattr(loop, "train_step", broken)
+    monkeypatch.setattr(atomic_dir, "write_atomic_dir", slow_write)
+    monkeypatch.setattr(loop, "train_step", failing)
     with pytest.raises(OSError, match="gone"):
         train(state)
     assert newest_checkpoint(state.run_dir).name == "step-00000001"

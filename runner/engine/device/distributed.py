@@ -51,14 +51,20 @@ class DistributedConfig:
         for key, minimum in (("nnodes", 1), ("max_restarts", 0), ("shard", 0), ("replicate", 1)):
             check_at_least(f"distributed.{key}", getattr(self, key), minimum, minimum)
         if not self.timeout > 0:
-            raise UserError(f"distributed.timeout must be above 0 minutes, got {self.timeout}", f"distributed.timeout={self.timeout}", "e.g. distributed.timeout=10")
+            raise UserError(
+                f"distributed.timeout must be above 0 minutes, got {self.timeout}", f"distributed.timeout={self.timeout}", "e.g. distributed.timeout=10"
+            )
         if self.nproc != "auto":
             if not (self.nproc.isdigit() and int(self.nproc)):
-                raise UserError(f"distributed.nproc must be auto or at least 1, got {self.nproc}", f"distributed.nproc={self.nproc}", "e.g. distributed.nproc=2")
+                raise UserError(
+                    f"distributed.nproc must be auto or at least 1, got {self.nproc}", f"distributed.nproc={self.nproc}", "e.g. distributed.nproc=2"
+                )
             self.check_shares(int(self.nproc) * self.nnodes)
         if self.name == "single" and (self.nproc != "1" or self.nnodes != 1):
             raise UserError(
-                "distributed=single is one process", f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}", "add distributed=ddp or distributed=fsdp"
+                "distributed=single is one process",
+                f"distributed.nproc={self.nproc} distributed.nnodes={self.nnodes}",
+                "add distributed=ddp or distributed=fsdp",
             )
 
     def check_device(self, device_type: str) -> None:
@@ -244,7 +250,9 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
     if kind == "cpu":
         return torch.device(device)
     if index and local_rank is not None:
-        raise UserError(f"device={device} names one GPU, but the run has several ranks", f"device={device}", "device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES")
+        raise UserError(
+            f"device={device} names one GPU, but the run has several ranks", f"device={device}", "device=cuda, and choose GPUs by CUDA_VISIBLE_DEVICES"
+        )
     number, available = int(index or 0) if local_rank is None else local_rank, torch.cuda.device_count()
     if number >= available:
         fix = "device=cpu or device=auto" if local_rank is None or not available else f"distributed.nproc={available}"

@@ -54,7 +54,7 @@ class Objective:
         return {}
 
     def uniform_loss(self, vocab_size: int) -> float | None:
-        """Return the loss of a model that gives every token the same probability, or None if it says nothing about divergence."""
+        """Return the loss of a model that gives every token the same probability, or None if it is no measure of divergence."""
         return None
 
     @property

@@ -12,7 +12,7 @@ An optimizer is one file: `lion.py` in this folder, or a module that the user na
 
             return [Lion(groups.decay + groups.no_decay, lr=self.lr, betas=self.betas)]
 
-Its values stand in conf/optimizer/lion.yaml; without such a file, every field has a default in the class. `import torch` belongs into build().
+Its values are in conf/optimizer/lion.yaml; without such a file, every field has a default in the class. `import torch` belongs into build().
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class OptimizerConfig:
         check_at_least("optimizer.grad_clip", self.grad_clip, 0, 1.0)
         if not 0 < self.layer_decay <= 1:
             raise UserError(
-                f"optimizer.layer_decay must be in (0, 1], got {self.layer_decay}", f"optimizer.layer_decay={self.layer_decay}", "e.g. optimizer.layer_decay=0.9"
+                f"optimizer.layer_decay must be in (0, 1], got {self.layer_decay}",
+                f"optimizer.layer_decay={self.layer_decay}",
+                "e.g. optimizer.layer_decay=0.9",
             )
 
     def build(self, groups: ParamGroups) -> list[Optimizer]:

@@ -56,7 +56,9 @@ class DecayConfig(ScheduleConfig):
         super().__post_init__()
         if not 0 <= self.min_lr_ratio <= 1:
             raise UserError(
-                f"schedule.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}", f"schedule.min_lr_ratio={self.min_lr_ratio}", "e.g. schedule.min_lr_ratio=0.1"
+                f"schedule.min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}",
+                f"schedule.min_lr_ratio={self.min_lr_ratio}",
+                "e.g. schedule.min_lr_ratio=0.1",
             )
 
     def lr_factor(self, progress: float) -> float:
