@@ -177,6 +177,29 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomic_file(path, f"{text}\n".encode("utf-8", "backslashreplace"))
 
 
+def dump_sealed_json(body: dict[str, Any]) -> bytes:
+    """Return `body` as JSON with an additional field `sha256`, the checksum of the other fields."""
+    return _indented_json({**body, "sha256": hashlib.sha256(_indented_json(body)).hexdigest()})
+
+
+def load_sealed_json(raw: bytes) -> dict[str, Any]:
+    """Return the body. Raises ValueError unless `raw` is exactly what `dump_sealed_json` wrote."""
+    try:
+        body = json.loads(raw)
+        intact = _indented_json(body) == raw  # also detects changed whitespace
+        digest = body.pop("sha256")
+        intact &= hashlib.sha256(_indented_json(body)).hexdigest() == digest
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError("not a manifest") from error
+    if not intact:
+        raise ValueError("changed after it was written")
+    return body
+
+
+def _indented_json(body: Any) -> bytes:
+    return json.dumps(body, indent=1, allow_nan=False).encode()
+
+
 def sha256_of(path: Path, size: int) -> str:
     """Return the sha256 of a regular file of `size` bytes. Raises OSError, without reading, if it has another size."""
     fd, actual = _open_regular(path)

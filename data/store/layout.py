@@ -9,10 +9,7 @@ MANIFEST.json  sizes of the files, crc32 of sequences.bin and rows.bin, metadata
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zlib
-from typing import Any
 
 import numpy as np
 
@@ -36,19 +33,3 @@ def row_checksum(row: np.ndarray, lengths: np.ndarray, span_counts: np.ndarray, 
 def sequence_sizes(offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of tokens and of spans of each sequence, int64."""
     return np.diff(offsets["token"].astype("<i8")), np.diff(offsets["span"].astype("<i8"))
-
-
-def dump_manifest(manifest: dict[str, Any]) -> bytes:
-    return json.dumps({**manifest, "sha256": _digest(manifest)}, ensure_ascii=False, indent=1).encode("utf-8", "surrogatepass")  # a path may have any bytes
-
-
-def load_manifest(raw: bytes) -> dict[str, Any]:
-    """Return the manifest without its sha256. Raises ValueError if it is damaged."""
-    manifest = json.loads(raw)
-    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
-        raise ValueError("the manifest is damaged")
-    return manifest
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import UserError
-from common.filesystem import crc32_of
+from common.filesystem import crc32_of, load_sealed_json
 from data.store.layout import (
     OFFSET_DTYPE,
     ROW_DTYPE,
@@ -28,7 +28,6 @@ from data.store.layout import (
     STORE_FORMAT,
     STORE_MANIFEST,
     TABLE_FILES,
-    load_manifest,
     row_checksum,
     sequence_sizes,
 )
@@ -66,7 +65,7 @@ class TokenStore:
         Raises UserError if it cannot be read for lack of permission.
         """
         try:
-            manifest = load_manifest((folder / STORE_MANIFEST).read_bytes())
+            manifest = load_sealed_json((folder / STORE_MANIFEST).read_bytes())
             if manifest["format"] != STORE_FORMAT:
                 return None
             files = {name: _file_id(folder / name) for name in STORE_FILES}

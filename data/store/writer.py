@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from common.filesystem import atomic_path, fs, remove_tree, sync_tree, write_all, write_new_file
-from data.store.layout import OFFSET_DTYPE, ROW_DTYPE, SPAN_DTYPE, STORE_FILES, STORE_FORMAT, STORE_MANIFEST, TABLE_FILES, dump_manifest, row_checksum
+from common.filesystem import atomic_path, dump_sealed_json, fs, remove_tree, sync_tree, write_all, write_new_file
+from data.store.layout import OFFSET_DTYPE, ROW_DTYPE, SPAN_DTYPE, STORE_FILES, STORE_FORMAT, STORE_MANIFEST, TABLE_FILES, row_checksum
 from data.tokenize.block import EncodedBlock, RowStats
 
 
@@ -101,7 +101,7 @@ class StoreWriter:
             "bytes": {name: os.fstat(fd).st_size for name, fd in self._fds.items()},
             "stats": vars(self.stats),
         }
-        write_new_file(self.folder / STORE_MANIFEST, dump_manifest(manifest))
+        write_new_file(self.folder / STORE_MANIFEST, dump_sealed_json(manifest))
 
     def close(self) -> None:
         for fd in self._fds.values():

@@ -7,8 +7,6 @@ fsync of the parent commit it. Readers trust the checksums only.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import re
 import stat
@@ -20,6 +18,8 @@ from common import filesystem
 from common.filesystem import (
     Chunks,
     as_chunks,
+    dump_sealed_json,
+    load_sealed_json,
     make_dirs,
     read_bounded,
     remove_quietly,
@@ -84,7 +84,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
             need = max(need, written)
             _require_space(parent, _payload_bytes(data))
             entries[file] = write_new_file(temp / file, data)
-        write_new_file(temp / MANIFEST_FILE, _dump_manifest({**manifest, "files": entries}))
+        write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
         sync_dir(temp)
         filesystem.fs.rename(temp, target)
         sync_dir(parent)  # the commit point
@@ -101,7 +101,7 @@ def verify_dir(folder: Path) -> str | None:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return "not a folder"
-        entries = _load_manifest(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
         for problem, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
             if names:
@@ -161,26 +161,13 @@ def write_pointer(parent: Path, kind: str, name: str) -> None:
     write_atomic_file(parent / kind, f"{name}\n".encode())
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode()
-
-
-def _dump_manifest(body: dict[str, Any]) -> bytes:
-    return _canonical({**body, "sha256": hashlib.sha256(_canonical(body)).hexdigest()})
-
-
-def _load_manifest(raw: bytes) -> dict[str, dict[str, Any]]:
-    """Return the field `files` of a manifest. Raises ValueError unless it is exactly what `_dump_manifest` wrote."""
+def _load_entries(raw: bytes) -> dict[str, dict[str, Any]]:
+    """Return the field `files` of a manifest. Raises ValueError if the manifest is damaged or not one of `write_atomic_dir`."""
+    body = load_sealed_json(raw)
     try:
-        body = json.loads(raw)
-        intact = _canonical(body) == raw  # also detects changed whitespace
-        digest = body.pop("sha256")
-        intact &= hashlib.sha256(_canonical(body)).hexdigest() == digest
         entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a manifest") from error
-    if not intact:
-        raise ValueError("changed after it was written")
     if not all(FILE_NAME.fullmatch(file) for file in entries):
         raise ValueError("contains file names outside its folder")
     return entries

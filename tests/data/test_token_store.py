@@ -233,8 +233,7 @@ def test_store_with_a_flipped_bit_in_the_manifest_is_not_opened(tmp_path):
         damaged = bytearray(raw)
         damaged[i] ^= 1
         path.write_bytes(damaged)
-        store = TokenStore.open(tmp_path / "key")
-        assert store is None or raw[i : i + 1].isspace(), raw[i - 10 : i + 10]
+        assert TokenStore.open(tmp_path / "key") is None, raw[i - 10 : i + 10]
 
 
 @pytest.mark.parametrize("name", TABLE_FILES)
