@@ -177,9 +177,9 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
         "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
         "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
-        "step": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),
+        "batch": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),
         "steps": f"{state.total_steps:,} ({state.loader.steps_per_epoch:,} per epoch)",
-        "computes": f"{cfg.precision.name} on {state.dist.device}, {torch.get_num_threads()} threads, compile {state.compile_decision.reason}"
+        "device": f"{state.dist.device}, {cfg.precision.name}, {torch.get_num_threads()} threads, compile {state.compile_decision.reason}"
         + (f", {cfg.distributed.name}" if ranks > 1 else ""),
     }
     return summary | ({"resumed": f"at step {state.progress.step} (attempt {state.attempt})"} if state.progress.step else {})
