@@ -1,4 +1,4 @@
-"""Read metrics.jsonl, JSON and YAML files of a run. A missing or damaged file gives fewer values, or none, and never raises."""
+"""Read metrics.jsonl and the overrides of a run. A missing or damaged file gives fewer values, or none, and never raises."""
 
 from __future__ import annotations
 
@@ -34,15 +34,6 @@ class RunMetrics:
     @property
     def last(self) -> LossPoint | None:
         return max((points[-1] for points in (self.train, self.eval) if points), key=lambda point: (point.step, point.time), default=None)
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, or {}."""
-    try:
-        content = json.loads(read_bounded(path, MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def read_override_list(path: Path) -> list[str]:

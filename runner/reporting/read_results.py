@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
+from common.filesystem import read_json_object
 from runner.reporting.aggregate import result_rows
-from runner.reporting.metrics_reader import LossPoint, finite_number, read_json_object, read_override_list, read_run_metrics
+from runner.reporting.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
 from runner.reporting.results import JOB_STATUSES, SEED_KEY, JobResult, SweepResults
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import is_alive
