@@ -7,12 +7,8 @@ A model family is a module of families/ with its settings and config.json, and a
     class RwkvConfig(ModelConfig):
         head_size: int  # width of a head
 
+        model_class = "my_package.Rwkv"
         hf_model_types = ("rwkv7",)
-
-        def build(self) -> LanguageModel:
-            from my_package import Rwkv
-
-            return Rwkv(self)
 
 conf/model/*.yaml set family: rwkv and its values.
 """
@@ -31,8 +27,6 @@ from common.settings import IGNORED
 if TYPE_CHECKING:
     import torch
 
-    from models.language_model import LanguageModel
-
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
 
 MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families")
@@ -50,6 +44,7 @@ class ModelConfig:
     max_position_embeddings: int  # longest sequence (tokens)
     tie_word_embeddings: bool  # the output layer shares its weight with the embedding
 
+    model_class: ClassVar[str]  # module and name of the LanguageModel; imported when a model is created, because it imports torch
     hf_model_types: ClassVar[tuple[str, ...]]  # values of model_type in config.json that from_hf_config reads
 
     def __post_init__(self) -> None:
@@ -63,10 +58,6 @@ class ModelConfig:
 
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UserError if the model cannot be computed on this device in this dtype of autocast."""
-
-    def build(self) -> LanguageModel:
-        """Return a model with random weights from torch's global generator. Imports torch inside."""
-        raise NotImplementedError
 
     def to_hf_config(self) -> dict[str, Any]:
         """Return the content of config.json."""

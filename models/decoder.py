@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import activation_checkpointing
 from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
+from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm
 from models.layers.chunked_loss import LMHead
-from models.layers.moe import DocumentIndex
+from models.layers.mlp import DocumentIndex
 from models.layers.rope import rope_frequencies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,3 +62,10 @@ class LanguageModel(nn.Module):
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> Cache:
         """Return an empty key/value cache for `rows` sequences of up to `max_length` tokens."""
         raise NotImplementedError
+
+
+def create_model(cfg: ModelConfig) -> LanguageModel:
+    """Return a model with random weights from torch's global generator, on torch's default device."""
+    module, _, name = cfg.model_class.rpartition(".")
+    model: LanguageModel = getattr(importlib.import_module(module), name)(cfg)
+    return model

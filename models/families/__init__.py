@@ -1,1 +1,1 @@
-"""Model families, one module each: a config class registered in MODELS, found by `model.family`. Imports models.config and common; torch in functions only."""
+"""Model families, one module each: a config class registered in MODELS, found by `model.family`. Imports models.config and common only."""

@@ -15,8 +15,6 @@ from models.config import ModelConfig, check_required_values, register_model
 if TYPE_CHECKING:
     import torch
 
-    from models.language_model import LanguageModel
-
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
@@ -81,6 +79,7 @@ class DecoderConfig(ModelConfig):
     router_aux_loss_coef: float  # weight of the load-balancing loss
     attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
 
+    model_class = "models.decoder.Decoder"
     hf_model_types = tuple(ARCHITECTURES)
 
     def __post_init__(self) -> None:
@@ -134,11 +133,6 @@ class DecoderConfig(ModelConfig):
             raise UserError(
                 f"model.attention=flash on a GPU computes in 16 bits only, got {dtype}", "model.attention=flash", "precision=bf16, or model.attention=efficient"
             )
-
-    def build(self) -> LanguageModel:
-        from models.decoder import Decoder
-
-        return Decoder(self)
 
     def to_hf_config(self) -> dict[str, Any]:
         """For transformers 4 and 5, which have different names for the rotary settings and the dtype."""

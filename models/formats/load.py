@@ -12,7 +12,7 @@ from models.config import MODELS, ModelConfig
 from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
 from models.formats.minimind import read_pth
 from models.formats.peft import base_model_of, is_adapter_dir, merge_adapter_into, read_adapter
-from models.language_model import LanguageModel
+from models.language_model import LanguageModel, create_model
 from models.lora import add_lora, load_adapter, merge_adapters
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
@@ -32,7 +32,7 @@ def load_model(source: Path) -> LanguageModel:
         except KeyError as error:
             raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
     else:
-        model = read_model_config(folder).build()
+        model = create_model(read_model_config(folder))
         load_into(model, load_weights(folder), str(folder))
     return model.eval()
 

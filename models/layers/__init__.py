@@ -1,1 +1,1 @@
-"""Layers of the decoder and their operators. Imports torch, models.config and models.activation_checkpointing only."""
+"""Layers of the decoder and their operators. Imports torch, models.families and models.config only."""

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import activation_checkpointing
 from models.families.decoder import DecoderConfig
+from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, attention
 from models.layers.fused_linear import compute_dtype, fused_projection
-from models.layers.mlp import MLP
-from models.layers.moe import DocumentIndex, MoE
+from models.layers.mlp import MLP, DocumentIndex, MoE
 from models.layers.rope import apply_rope
 
 WEIGHT_INIT_STD = 0.02

@@ -1,6 +1,12 @@
-"""SwiGLU feed-forward network. Shapes: B rows, T tokens, D hidden size, F width of the network."""
+"""Feed-forward layers: the SwiGLU network, and mixtures of them.
+
+Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, F width of a network, E experts,
+k experts per token.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,3 +42,56 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
+
+
+class DocumentIndex(NamedTuple):
+    """The document of each token of a batch."""
+
+    ids: Tensor  # (B, T), S for padding
+    lengths: Tensor  # (S,) tokens
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over the tokens of each document: (B, T, E) -> (S, E)."""
+        S, E = len(self.lengths), values.shape[-1]
+        sums = values.new_zeros(S + 1, E).index_add(0, self.ids.flatten(), values.reshape(-1, E))[:S]
+        return sums / self.lengths.clamp(min=1).unsqueeze(-1)
+
+
+class MoE(nn.Module):
+    """Feed-forward experts, each token routed to its top k (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
+
+    def __init__(self, cfg: DecoderConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
+
+    def forward(self, x: Tensor, documents: DocumentIndex | None) -> tuple[Tensor, Tensor]:
+        """x: (B, T, D) -> the weighted sum of expert outputs (B, T, D) and the load-balancing loss of each document (S,)."""
+        B, T, D = x.shape
+        flat = x.reshape(-1, D)
+        probs = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
+        weights, chosen = probs.topk(self.cfg.num_experts_per_tok, dim=-1)  # (B*T, k)
+        if self.cfg.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
+        return y.view(B, T, D), self._load_balancing_loss(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
+
+    def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
+        """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
+
+        index_select is deterministic on the CPU in both directions; the gradient of flat[tokens] is not. An expert without tokens runs on
+        an empty batch, so that its weights get a gradient, which the other ranks wait for.
+        """
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        groups = flat.index_select(0, order // chosen.shape[1]).split(experts.bincount(minlength=len(self.experts)).tolist())
+        outputs = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
+
+    def _load_balancing_loss(self, probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
+        """E * sum_e f_e P_e (Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4) of each document, as in DeepSeek-V2
+        (https://arxiv.org/abs/2405.04434, section 2.2.3): sums over documents add up over micro-batches, ranks and packed rows."""
+        fractions = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(probs.dtype) / chosen.shape[-1]  # (B, T, E)
+        f, p = (values.mean(1) if documents is None else documents.mean(values) for values in (fractions, probs))  # (S, E)
+        return self.cfg.num_experts * (f * p).sum(-1)

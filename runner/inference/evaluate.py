@@ -1,16 +1,50 @@
-"""Evaluate a trained model on data files: settings, and the record that is written. The metrics are in metrics.py."""
+"""Evaluate a trained model on data files: settings, the registry of metrics, and the record that is written.
+
+A metric is one file: `top5_accuracy.py` in metrics/, or a module that the user names in `plugins=[...]`:
+
+    @register_metric("top5_accuracy", reads=("text", "chat"))
+    def top5_accuracy(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
+        for batch in examples.batches(trained, cfg.batch_size):
+            ...
+        return {"top5_accuracy": correct / tokens, "loss_tokens": tokens}
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from common.checks import check_at_least
-from runner.inference.evaluation_data import EvaluationData, open_evaluation_set
-from runner.inference.load import load_trained
-from runner.inference.metrics import METRICS, MetricResults
+from common.errors import UserError
+from common.registry import Registry
+from runner.inference.evaluation_data import EvaluationData, EvaluationSet
+from runner.inference.load import LoadedModel, load_trained
+
+if TYPE_CHECKING:
+    from data.sources.files import Source
+
+MetricResults = dict[str, float]
+ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
+
+
+@dataclass(frozen=True)
+class Metric:
+    compute: ComputeMetric
+    data_formats: tuple[str, ...]  # formats that it reads (text, chat, preference), tried in this order
+
+
+METRICS: Registry[Metric] = Registry("metric", "runner.inference.metrics")
+
+
+def register_metric(name: str, reads: tuple[str, ...]) -> Callable[[ComputeMetric], ComputeMetric]:
+    def register(compute: ComputeMetric) -> ComputeMetric:
+        METRICS.register(name)(Metric(compute, reads))
+        return compute
+
+    return register
 
 
 @dataclass
@@ -35,13 +69,39 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`."""
     import torch
 
-    metric = METRICS.get(cfg.metric)
     examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
-        results = metric.compute(trained, examples, cfg)
+        results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **results}, ensure_ascii=False)
     print(line)
     with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
     return results
+
+
+def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
+    """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
+    from data.schemas.registry import SCHEMAS, schema_of_source
+    from data.sources.files import resolve_sources
+
+    sources, errors = resolve_sources([data.path])[0], []
+    data_formats = METRICS.get(metric).data_formats
+    for data_format in data_formats:
+        try:
+            return EvaluationSet(data, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources])
+        except UserError as error:
+            errors.append(error)
+    first = errors[0]
+    others = [name for name, entry in METRICS.entries().items() if name != metric and any(_has_format(sources[0], other) for other in entry.data_formats)]
+    fix = f"metric={others[0]} reads this file" if others else first.fix
+    raise UserError(f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix) from first
+
+
+def _has_format(source: Source, data_format: str) -> bool:
+    from data.schemas.registry import schema_of_source
+
+    try:
+        return bool(schema_of_source(source, data_format))
+    except UserError:
+        return False

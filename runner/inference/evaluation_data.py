@@ -1,4 +1,4 @@
-"""Data of an evaluation: files in a data format that the metric reads, as examples and as batches."""
+"""Data of an evaluation: files of one data format, as examples and as batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from common.checks import check_at_least
 from common.errors import UserError
-from runner.inference.metrics import METRICS
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch
@@ -68,32 +67,3 @@ class EvaluationSet:
         for step in loader.iter_epoch(epoch=0):
             for batch in step:
                 yield batch.to(trained.device)
-
-
-def open_evaluation_set(cfg: EvaluationData, metric: str) -> EvaluationSet:
-    """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
-    from data.schemas.registry import SCHEMAS, schema_of_source
-    from data.sources.files import resolve_sources
-
-    sources, errors = resolve_sources([cfg.path])[0], []
-    data_formats = METRICS.get(metric).data_formats
-    for data_format in data_formats:
-        try:
-            return EvaluationSet(cfg, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources])
-        except UserError as error:
-            errors.append(error)
-    first = errors[0]
-    others = [
-        name for name, entry in METRICS.entries().items() if name != metric and any(_has_format(sources[0], data_format) for data_format in entry.data_formats)
-    ]
-    fix = f"metric={others[0]} reads this file" if others else first.fix
-    raise UserError(f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix) from first
-
-
-def _has_format(source: Source, data_format: str) -> bool:
-    from data.schemas.registry import schema_of_source
-
-    try:
-        return bool(schema_of_source(source, data_format))
-    except UserError:
-        return False

@@ -10,6 +10,7 @@ import torch
 
 from models.families.decoder import DecoderConfig
 from models.formats.save import save_model
+from models.language_model import create_model
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
@@ -44,7 +45,7 @@ def small_config() -> DecoderConfig:
 def write(folder: Path, seed: int, std: float = 0.02) -> Path:
     """`std`: of the weights; with a large one the probabilities are far from uniform."""
     torch.manual_seed(seed)
-    model = small_config().build()
+    model = create_model(small_config())
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)

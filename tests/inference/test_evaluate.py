@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from common.errors import UserError
-from runner.inference.evaluate import EvaluateConfig, evaluate
+from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, register_metric
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import load_trained
-from runner.inference.metrics import METRICS, register_metric
 
 TEXTS = ["Ludo lives in Sarro.", "托洛最喜欢棕色。", "The opposite of loud is quiet, and the opposite of north is south.", "é 🙂"]
 
@@ -141,7 +140,7 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
 
 
 def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(METRICS, "_entries", dict(METRICS.entries()))
+    monkeypatch.setattr(METRICS, "_entries", METRICS.entries())
     register_metric("rows", reads=("text",))(lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))})
     data = write(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
     assert evaluate(evaluate_config("rows", data), hf_folder) == {"rows": 4.0}

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.decoder import Decoder
 from models.families.decoder import DecoderConfig
 from models.generate import generate
+from models.language_model import create_model
 from models.layers.chunked_loss import IGNORE_LABEL
 from runner.config.compose import compose_config
 
@@ -49,7 +50,7 @@ def transformers_model(cfg: DecoderConfig, weights: dict[str, Tensor]) -> torch.
 @pytest.mark.parametrize("name", [path.stem for path in sorted(MODELS.glob("*.yaml"))])
 def test_model_option_has_the_parameter_count_of_its_name(name: str) -> None:
     with torch.device("meta"):
-        model = compose_config([f"model={name}"]).model.build()
+        model = create_model(compose_config([f"model={name}"]).model)
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 

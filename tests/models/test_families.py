@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from tiny_models import DENSE
+from tiny_models import Gpt9
 
 from common.errors import UserError
 from models.config import MODELS, ModelConfig, register_model
-from models.decoder import Decoder
 from models.formats.load import read_model_config
+from models.language_model import create_model
 
 
 @pytest.fixture
@@ -25,10 +25,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelConfig]]:
     @register_model("gpt9")
     @dataclass
     class Gpt9Config(ModelConfig):
+        model_class = "tiny_models.Gpt9"
         hf_model_types = ("gpt9",)
-
-        def build(self) -> Decoder:
-            return Decoder(DENSE)
 
         @classmethod
         def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
@@ -41,7 +39,7 @@ def test_model_family_is_found_by_name_and_by_the_type_in_config_json(registered
     assert MODELS.get("gpt9") is registered and MODELS.names() == ["decoder", "gpt9"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9", "vocab_size": 7}))
     cfg = read_model_config(tmp_path)
-    assert isinstance(cfg, registered) and cfg.vocab_size == 7 and isinstance(cfg.build(), Decoder)
+    assert isinstance(cfg, registered) and cfg.vocab_size == 7 and isinstance(create_model(cfg), Gpt9)
 
 
 def test_model_family_settings_in_yaml_are_those_of_its_class(registered: type[ModelConfig], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.config import ModelConfig
 from models.decoder import Decoder
 from models.families.decoder import DecoderConfig, RopeScaling
 
@@ -69,6 +70,13 @@ def packed(B: int, T: int) -> dict[str, Tensor]:
     """Inputs of B packed rows with a document every 20 tokens."""
     positions = torch.arange(T).expand(B, T)
     return {"document_ids": positions // 20, "position_ids": positions % 20}
+
+
+class Gpt9(Decoder):
+    """Model of the family in test_families.py."""
+
+    def __init__(self, cfg: ModelConfig) -> None:
+        super().__init__(config(vocab_size=cfg.vocab_size))
 
 
 def max_difference(a: Tensor, b: Tensor) -> float:
