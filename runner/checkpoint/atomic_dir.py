@@ -18,11 +18,11 @@ from common import filesystem
 from common.filesystem import (
     Chunks,
     as_chunks,
+    atomic_path,
     dump_sealed_json,
     load_sealed_json,
     make_dirs,
     read_bounded,
-    remove_quietly,
     remove_tree,
     sha256_of,
     sync_dir,
@@ -65,7 +65,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names that could not be read back: {list(files)}"
     assert not manifest.keys() & {"files", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
-    target, temp = parent / name, parent / temp_name("tmp", name)
+    target = parent / name
     written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
     try:
         if os.path.lexists(target):
@@ -75,25 +75,21 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
             discard_dir(target)
         make_dirs(parent)
         _require_space(parent, need)
-        filesystem.fs.mkdir(temp)
-        entries = {}
-        for file, data in files.items():
-            if callable(data):
-                data = data()
-            written += _payload_bytes(data)
-            need = max(need, written)
-            _require_space(parent, _payload_bytes(data))
-            entries[file] = write_new_file(temp / file, data)
-        write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
-        sync_dir(temp)
-        filesystem.fs.rename(temp, target)
-        sync_dir(parent)  # the commit point
+        with atomic_path(target) as temp:
+            filesystem.fs.mkdir(temp)
+            entries = {}
+            for file, data in files.items():
+                if callable(data):
+                    data = data()
+                written += _payload_bytes(data)
+                need = max(need, written)
+                _require_space(parent, _payload_bytes(data))
+                entries[file] = write_new_file(temp / file, data)
+            write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
+            sync_dir(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
-    except BaseException as error:
-        remove_quietly(temp)
-        if isinstance(error, OSError):
-            raise SaveError(error, target, need) from error
-        raise
+    except OSError as error:
+        raise SaveError(error, target, need) from error
 
 
 def verify_dir(folder: Path) -> str | None:
