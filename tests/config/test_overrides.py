@@ -1,4 +1,4 @@
-"""What a user types: right words compose and are typed, wrong ones are refused with the place and the nearest right one."""
+"""Overrides: valid ones compose to typed settings; invalid ones are refused by name, with the nearest valid one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from common.errors import UserError, did_you_mean_path, report_user_error
 from common.paths import CONF_DIR
 from models.config import LoraConfig
 from runner.cli import help
-from runner.config import flags, overrides, schema
-from runner.config.compose import compose_config
-from runner.config.schema import config_groups
+from runner.config import overrides
+from runner.config.compose import compose_config, source_files
+from runner.config.schema import config_groups, config_schema
 from runner.engine.config import Config
 
-OWN = ["data.path=rows.jsonl"]
+OWN_DATA = ["data.path=rows.jsonl"]
 
 UNKNOWN = [
     ("optimizer.lrr=1", "optimizer.lr"),
@@ -38,7 +38,7 @@ UNKNOWN = [
     ("init_form=scratch", "init_from"),
 ]
 
-WRONG = [  # words, where it is said to be wrong
+INVALID = [  # overrides, and the setting that the error names
     (["train.epochs=abc"], "train.epochs=abc"),
     (["train.epochs=1.5"], "train.epochs=1.5"),
     (["train.activation_checkpointing=3x"], "train.activation_checkpointing=3x"),
@@ -66,7 +66,7 @@ WRONG = [  # words, where it is said to be wrong
     (["model.num_key_value_heads=3"], "model.num_key_value_heads=3"),
     (["data.max_length=4096"], "data.max_length=4096"),
     (["data.path=???"], "data.path"),
-    (["tracker.mode=never"], "tracker.mode=never"),
+    (["tracker=swanlab", "tracker.mode=never"], "tracker.mode=never"),
     (["stage.data_format=preference"], "stage.data_format=preference stage.objective=next_token"),
     (["stage=lora", "stage.lora={rankk: 2}"], "stage.lora.rankk"),
     (["stage=lora", "stage.lora.rank=0"], "stage.lora.rank=0"),
@@ -78,51 +78,70 @@ WRONG = [  # words, where it is said to be wrong
 ]
 
 
-def refused(*said: str) -> tuple[str, str, str]:
-    with pytest.raises(ValueError) as caught:
-        compose_config(list(said))
-    assert isinstance(caught.value, UserError), caught.value
-    return caught.value.args
+def refused(*typed: str) -> UserError:
+    with pytest.raises(UserError) as error:
+        compose_config(list(typed))
+    return error.value
 
 
-@pytest.mark.parametrize(("word", "meant"), UNKNOWN)
-def test_an_unknown_word_is_refused_with_the_nearest_known_one(word: str, meant: str) -> None:
-    what, where, fix = refused(word)
-    assert what == "no such word" and where == word.lstrip("+").split("=")[0]
-    assert f"did you mean {meant}?" in fix
+@pytest.mark.parametrize(("override", "nearest"), UNKNOWN)
+def test_unknown_setting_is_refused_with_the_nearest_known_one(override: str, nearest: str) -> None:
+    error, key = refused(override), override.lstrip("+").split("=")[0]
+    assert error.message == f"unknown setting {key}" and error.setting == key
+    assert f"did you mean {nearest}?" in error.fix
 
 
-@pytest.mark.parametrize(("said", "where"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_a_wrong_word_is_refused_by_its_dotted_name(said: list[str], where: str) -> None:
-    assert refused(*said)[1] == where
+@pytest.mark.parametrize(("typed", "setting"), INVALID, ids=[" ".join(typed) for typed, _ in INVALID])
+def test_invalid_override_is_refused_by_its_dotted_name(typed: list[str], setting: str) -> None:
+    assert refused(*typed).setting == setting
 
 
-def test_a_section_that_is_null_is_not_made_of_one_word() -> None:
-    assert refused("stage.lora={rank: 2}")[1] in ("stage.lora={rank: 2}", "stage.lora.alpha")  # omegaconf 2.3; 2.4 asks for the rest
+@pytest.mark.parametrize("old", overrides.RENAMED_SETTINGS)
+def test_renamed_setting_is_refused_with_its_new_name(old: str) -> None:
+    new = overrides.RENAMED_SETTINGS[old]
+    error = refused(old if "=" in old else f"{old}=value")
+    assert new in error.message and error.fix == (new if "=" in new else f"{new}=value")
+    assert new.partition("=")[0] in config_schema() and old not in config_schema()
 
 
-def test_every_section_has_an_unknown_word_above() -> None:
-    sections = {field.name for field in dataclasses.fields(Config)} - {"device", "resume", "seed", "init_from", "train"}
-    tried = {word.lstrip("+").split(".")[0] for word, _ in UNKNOWN}
-    assert sections <= tried
+def test_renamed_value_is_refused_among_the_values_of_a_sweep() -> None:
+    with pytest.raises(UserError, match="data.packing=best_fit"):
+        overrides.check_overrides(["data.packing=none,pack"])
 
 
-@pytest.mark.parametrize(("group", "option"), [(group, option) for group, options in config_groups().items() for option in options])
-def test_every_file_of_conf_composes_and_is_typed(group: str, option: str) -> None:
-    config = compose_config([f"{group}={option}", *OWN])
-    assert group == "experiment" or getattr(config, group).name == option
+def test_section_that_is_null_cannot_be_set_by_one_key() -> None:
+    assert refused("stage.lora={rank: 2}").setting in ("stage.lora={rank: 2}", "stage.lora.alpha")  # omegaconf 2.3; 2.4 asks for the other keys
+
+
+def test_every_section_has_an_unknown_setting_above() -> None:
+    sections = {field.name for field in dataclasses.fields(Config)} - {"device", "resume", "seed", "init_from", "train", "plugins"}
+    assert sections <= {override.lstrip("+").split(".")[0] for override, _ in UNKNOWN}
+
+
+INDEPENDENT = ("model", "optimizer", "schedule", "precision", "distributed", "tracker")  # groups whose options go together
+
+
+@pytest.mark.parametrize("number", range(max(len(config_groups()[group]) for group in INDEPENDENT)))
+def test_every_option_of_independent_groups_composes(number: int) -> None:
+    options = {group: config_groups()[group][number % len(config_groups()[group])] for group in INDEPENDENT}
+    config = compose_config([f"{group}={option}" for group, option in options.items()])
+    assert {group: getattr(config, group).name for group in INDEPENDENT} == options
 
 
 @pytest.mark.parametrize("stage", config_groups()["stage"])
-def test_a_stage_brings_its_data_and_the_user_may_choose_others(stage: str) -> None:
-    assert compose_config([f"stage={stage}"]).data.name == {"lora": "lora_identity", "dpo_lora": "dpo"}.get(stage, stage)
-    after = compose_config([f"stage={stage}", "data=own", *OWN])
-    before = compose_config(["data=own", f"stage={stage}", *OWN])
-    assert after == before and after.data.name == "own" and after.stage.name == stage
+def test_every_stage_chooses_its_data(stage: str) -> None:
+    config = compose_config([f"stage={stage}"])
+    assert (config.stage.name, config.data.name) == (stage, {"lora": "lora_identity", "dpo_lora": "dpo"}.get(stage, stage))
 
 
-def test_a_word_of_the_user_stands_above_stage_and_experiment() -> None:
-    config = compose_config(["optimizer.lr=0.5", "train.epochs=7", "experiment=minimind_sft", "stage=lora", *OWN])
+@pytest.mark.parametrize("typed", [["stage=lora", "data=own"], ["data=own", "stage=lora"]], ids=" ".join)
+def test_typed_data_wins_over_that_of_the_stage_in_any_order(typed: list[str]) -> None:
+    config = compose_config([*typed, *OWN_DATA])
+    assert (config.stage.name, config.data.name) == ("lora", "own")
+
+
+def test_typed_override_wins_over_stage_and_experiment() -> None:
+    config = compose_config(["optimizer.lr=0.5", "train.epochs=7", "experiment=minimind_sft", "stage=lora", *OWN_DATA])
     assert (config.optimizer.lr, config.train.epochs, config.stage.name, config.train.batch_size) == (0.5, 7, "lora", 16)
 
 
@@ -135,8 +154,8 @@ MINIMIND = {  # epochs, rows, lr, accumulation, length, stage
 
 
 @pytest.mark.parametrize("name", MINIMIND)
-def test_the_presets_are_minimind_s_own_settings(name: str) -> None:
-    c = compose_config([f"experiment={name}", *OWN])
+def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
+    c = compose_config([f"experiment={name}", *OWN_DATA])
     assert (c.train.epochs, c.train.batch_size, c.optimizer.lr, c.train.accumulation_steps, c.data.max_length, c.stage.name) == MINIMIND[name]
     assert (c.schedule.name, c.schedule.warmup_steps, c.schedule.min_lr_ratio, c.optimizer.grad_clip, c.precision.name) == ("cosine", 0, 0.1, 1.0, "bf16")
     assert (c.model.name, c.optimizer.weight_decay, c.optimizer.betas, c.data.val_path, c.data.val_fraction) == ("minimind_64m", 0.01, [0.9, 0.999], None, 0.0)
@@ -146,42 +165,35 @@ def test_the_presets_are_minimind_s_own_settings(name: str) -> None:
         assert c.stage.beta == 0.15
 
 
-def test_a_whole_number_may_be_written_with_an_exponent() -> None:
+def test_integer_may_be_written_with_an_exponent() -> None:
     config = compose_config(["train.max_steps=1e3", "optimizer.lr=1e-3"])
     assert config.train.max_steps == 1000 and config.optimizer.lr == 1e-3
     assert overrides.normalize_int("train.max_steps=1e3,2e3,x") == "train.max_steps=1000,2000,x"
     assert overrides.normalize_int("optimizer.lr=1e3") == "optimizer.lr=1e3"
 
 
-@pytest.mark.parametrize(
-    ("flag", "word"),
-    [("--epochs", "train.epochs"), ("--batch-size=8", "train.batch_size=8"), ("--optimizer.lr=1", "optimizer.lr=1"), ("--stage=sft", "stage=sft")],
-)
-def test_words_written_as_flags_are_refused_with_how_we_write_them(flag: str, word: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        flags.check_no_dashed_settings([flag])
-    assert word in caught.value.args[2]
-
-
-def test_hydra_s_own_flags_pass() -> None:
-    flags.check_no_dashed_settings(["--cfg", "job", "-m", "--multirun", "--info", "--resolve", "--config-name=x"])
-
-
-def test_interpolations_that_change_with_time_stand_only_under_hydra() -> None:
+def test_conf_has_interpolations_of_time_and_environment_under_hydra_only() -> None:
     for path in CONF_DIR.rglob("*.yaml"):
-        own = path.read_text().split("\nhydra:")[0]
-        assert "${now" not in own and "${oc." not in own and "${run_id" not in own, path.name
+        settings = path.read_text().split("\nhydra:")[0]
+        assert "${now" not in settings and "${oc." not in settings and "${run_id" not in settings, path.name
 
 
-def test_paths_mean_the_same_wherever_the_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    odd = tmp_path / "it's a=b, {c}.jsonl"
-    odd.touch()
+def test_source_files_are_those_that_the_overrides_compose_from() -> None:
+    files = source_files(["stage=sft", "schedule=linear"])
+    assert {"config.yaml", "stage/sft.yaml", "data/sft.yaml", "data/base/rows.yaml", "schedule/linear.yaml", "optimizer/muon.yaml"} <= files.keys()
+    assert not {"stage/pretrain.yaml", "data/pretrain.yaml", "schedule/cosine.yaml"} & files.keys()
+    assert all(path == CONF_DIR / name for name, path in files.items())
+
+
+def test_typed_path_with_special_characters_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "it's a=b, {c}.jsonl"
+    path.touch()
     monkeypatch.chdir(tmp_path)
-    assert compose_config(overrides.absolutize_paths([f"data.path={odd.name}"])).data.path == str(odd)
+    assert compose_config(overrides.absolutize_paths([f"data.path={path.name}"])).data.path == str(path)
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "expected"),
     [
         ("a.jsonl,b.jsonl", "{}/a.jsonl,{}/b.jsonl"),
         ("choice(a.jsonl,b.jsonl)", "{}/a.jsonl,{}/b.jsonl"),
@@ -189,44 +201,45 @@ def test_paths_mean_the_same_wherever_the_run_is_continued(tmp_path: Path, monke
         ("a.jsonl,hub:x/y,${oc.env:HOME}", "{}/a.jsonl,hub:x/y,${oc.env:HOME}"),
     ],
 )
-def test_each_of_several_paths_means_the_same_wherever_the_sweep_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, meant: str) -> None:
+def test_swept_paths_and_lists_of_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, expected: str) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert overrides.absolutize_paths([f"data.path={typed}"]) == [f"data.path={meant}".replace("{}", str(tmp_path))]
+    assert overrides.absolutize_paths([f"data.path={typed}"]) == [f"data.path={expected}".replace("{}", str(tmp_path))]
 
 
-def test_the_folder_of_a_job_can_be_typed_though_its_name_is_full_of_signs(tmp_path: Path) -> None:
+def test_directory_of_a_sweep_s_job_can_be_typed_as_init_from(tmp_path: Path) -> None:
     job = tmp_path / "optimizer.lr=0.001,train.accumulation_steps=4"
     job.mkdir()
     assert compose_config(overrides.absolutize_paths([f"init_from={job}"])).init_from == str(job)
 
 
-def test_a_path_is_compared_by_its_name_with_what_stands_beside_it(tmp_path: Path) -> None:
+def test_path_hint_compares_file_names_in_the_same_folder(tmp_path: Path) -> None:
     for name in ("opt", "pretrain_512.jsonl"):
         (tmp_path / name).touch()
     assert str(tmp_path / "pretrain_512.jsonl") in did_you_mean_path(tmp_path / "pretrain_521.jsonl")
-    for stranger in (tmp_path / "nope", tmp_path / "nowhere" / "opt"):
-        assert "did you mean" not in did_you_mean_path(stranger)
+    for unlike in (tmp_path / "nope", tmp_path / "nowhere" / "opt"):
+        assert "did you mean" not in did_you_mean_path(unlike)
 
 
-def test_of_a_word_that_is_said_twice_the_wrong_one_is_shown() -> None:
-    assert refused("train.max_steps=40", "train.max_steps=x")[1] == "train.max_steps=x"
-    assert refused("train.max_steps=x", "train.max_steps=40")[1] == "train.max_steps=x"
+def test_key_given_twice_is_refused_by_the_invalid_override() -> None:
+    assert refused("train.max_steps=40", "train.max_steps=x").setting == "train.max_steps=x"
+    assert refused("train.max_steps=x", "train.max_steps=40").setting == "train.max_steps=x"
 
 
 @pytest.mark.parametrize("values", ["1,2", "range(1,3)", "choice(1,2)"])
-def test_several_values_for_one_run_are_refused_however_they_are_written(values: str) -> None:
-    assert refused("seed=3", f"train.epochs={values}", "stage=sft")[:2] == ("several values for one run", f"train.epochs={values}")
+def test_several_values_for_one_run_are_refused_in_every_notation(values: str) -> None:
+    error = refused("seed=3", f"train.epochs={values}", "stage=sft")
+    assert (error.message, error.setting) == ("several values for one run", f"train.epochs={values}")
 
 
-def test_the_help_page_gives_no_value_as_if_it_were_the_default() -> None:
-    for word, _ in help.COMMON_SETTINGS:
-        name, stands_for = word.split("=")
-        assert name in schema.config_schema() or name.startswith("hydra.")
-        assert stands_for.isupper(), word
+def test_common_settings_of_help_exist_and_are_described() -> None:
+    page = help.train_help([CONF_DIR])
+    for key, placeholder in help.COMMON_SETTINGS.items():
+        line = next(line for line in page.splitlines() if line.startswith(f"  {key}={placeholder}"))
+        assert key in config_schema() and len(line.split()) > 2, line
 
 
-def test_a_refusal_is_three_lines_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_error_is_printed_in_three_lines_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_user_error(UserError("it is wrong", "here", "do this")) == 2
     assert capsys.readouterr().err.splitlines() == ["error: it is wrong", "  where: here", "  fix:   do this"]
