@@ -27,11 +27,11 @@ runner.sweep > runner.sweep.backends
 runner.launch | runner.reporting
 runner.run_dir
 runner.config
-runner.inference
+runner.inference.metrics > runner.inference
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
 runner.checkpoint | runner.tracking.trackers > runner.tracking
-data.batching > data.store > data.tokenize > data.config > data.schemas > data.sources > data | models.formats > models.families > models > models.layers > models.config
+data.batching > data.store > data.tokenize > data.config > data.schemas > data.sources > data | models.formats > models > models.layers > models.families > models.config
 common
 """
 # Packages besides the standard library that a folder and the folders below it may import.
@@ -67,6 +67,7 @@ IMPORTS_BY_NAME = {  # modules that import a module whose name is not written th
     "common.registry",  # modules of a package of this checkout
     "data.schemas",  # its own modules
     "lm_runner",  # the commands of this checkout
+    "models.language_model",  # the model of a registered config class
 }
 
 
@@ -205,8 +206,9 @@ def settings_with_values() -> list[str]:
     for node in classes:
         for item in node.body:
             value = item.value if isinstance(item, ast.AnnAssign) else None
+            is_setting = isinstance(item, ast.AnnAssign) and not ast.unparse(item.annotation).startswith("ClassVar")
             is_metadata = isinstance(value, ast.Call) and ast.unparse(value.func) == "field" and keywords(value).keys() == {"metadata"}
-            if value is not None and not is_metadata and node.name not in NOT_SETTINGS:
+            if is_setting and value is not None and not is_metadata and node.name not in NOT_SETTINGS:
                 found.append(f"{node.name}: {ast.unparse(item)}")
     return found
 

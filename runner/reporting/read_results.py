@@ -58,7 +58,7 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     job.data_identity = _data_identity(metadata)
     job.metrics = read_run_metrics(folder / name / "metrics.jsonl")
     _set_losses(job, metadata)
-    has_diverged = metadata.get("outcome") == Outcome.DIVERGED or recorded.get("loss") in ("inf", "Infinity")
+    has_diverged = Outcome.DIVERGED in (metadata.get("outcome"), recorded.get("outcome")) or recorded.get("loss") in ("inf", "Infinity")
     job.diverged = job.final.get("validation", job.final.get("training")) == math.inf or (has_diverged and job.status in ("completed", "failed"))
     return job
 

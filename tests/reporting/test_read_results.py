@@ -116,11 +116,10 @@ def test_tokens_with_a_label_and_all_tokens_are_read_apart(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["completed", "failed"])
-@pytest.mark.parametrize("recorded_in", ["sweep.json", "run.json"])
-def test_diverged_outcome_counts_whatever_the_last_record_is(tmp_path: Path, status: str, recorded_in: str) -> None:
-    folder = write_sweep(tmp_path, [job({LR: "5"}, training(2.0), status=status, loss="inf" if recorded_in == "sweep.json" else None)])
-    if recorded_in == "run.json":
-        (folder / f"{LR}=5" / "run.json").write_text(json.dumps({"status": status, "outcome": "diverged"}))
+@pytest.mark.parametrize(("in_sweep_json", "in_run_json"), [({"loss": "inf"}, {}), ({"outcome": "diverged"}, {}), ({}, {"outcome": "diverged"})])
+def test_diverged_job_is_not_ranked_whatever_its_last_record_is(tmp_path: Path, status: str, in_sweep_json: dict, in_run_json: dict) -> None:
+    folder = write_sweep(tmp_path, [job({LR: "5"}, training(2.0), status=status, **in_sweep_json)])
+    (folder / f"{LR}=5" / "run.json").write_text(json.dumps({"status": status} | in_run_json))
     (row,) = rows_of(folder)
     assert row.diverged == 1 and row.rank is None and row.final is None
 
