@@ -20,7 +20,7 @@ conf/stage/kto.yaml sets objective: kto and its values; without such a file, eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.checks import check_choice
 from common.errors import UserError
@@ -48,8 +48,8 @@ class StageConfig:
     lora: Optional[LoraConfig]  # train adapters of these settings; null: train all parameters
     init_from_stage: Optional[str] = field(metadata=IGNORED)  # init_from=auto takes the newest finished run of this stage; null: random weights
 
-    data_formats = DATA_FORMATS  # those that the objective reads
-    needs_reference = False  # the objective compares with the weights that the run starts from
+    data_formats: ClassVar[tuple[str, ...]] = DATA_FORMATS  # those that the objective reads
+    needs_reference: ClassVar[bool] = False  # the objective compares with the weights that the run starts from
 
     def __post_init__(self) -> None:
         check_choice("stage.data_format", self.data_format, DATA_FORMATS)
