@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from common.errors import UserError
 from common.file_lock import FileLock
-from common.filesystem import read_json_object, remove_tree, write_json
+from common.filesystem import atomic_path, read_json_object, remove_tree
 from data.schemas.registry import SCHEMAS
 from data.sources.files import COMPRESSED, Source
 from data.store.layout import STORE_FORMAT
@@ -189,7 +189,8 @@ def file_sha256_cached(path: Path, cache: Path) -> str:
         raise _changed_error(path)
     if started - max(signature[1:3]) > MTIME_GRANULARITY:
         record.parent.mkdir(exist_ok=True)
-        write_json(record, {"path": str(real), "signature": signature, "sha256": content})
+        with atomic_path(record) as temp:  # not synced: a damaged record is ignored
+            temp.write_text(json.dumps({"path": str(real), "signature": signature, "sha256": content}), encoding="utf-8")
     return content
 
 
