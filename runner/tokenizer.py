@@ -14,11 +14,11 @@ from data.tokenize.tokenizer_corpus import TokenizerConfig
 from runner.cli.subcommand import run_subcommand
 
 
-def train_tokenizer(cfg: TokenizerConfig) -> None:
+def train_or_compare(cfg: TokenizerConfig) -> None:
     from data.tokenize.train import train_tokenizer
 
     train_tokenizer(cfg)
 
 
 if __name__ == "__main__":
-    run_subcommand("tokenizer", TokenizerConfig, train_tokenizer)
+    run_subcommand("tokenizer", TokenizerConfig, train_or_compare)

@@ -27,7 +27,7 @@ from data.store.writer import write_store
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig, sequences_per_row
 
-CHUNK_ROWS, CHUNK_BYTES = 512, 1 << 20  # a chunk ends at the limit that it reaches first
+MAX_CHUNK_ROWS, MAX_CHUNK_BYTES = 512, 1 << 20  # a chunk ends at the first limit it reaches
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
@@ -128,7 +128,7 @@ def _build_store(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
     with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
         last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _chunks(source), num_workers):
+        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers):
             writer.append(block)
             if time.monotonic() - last_report >= REPORT_EVERY:
                 last_report = time.monotonic()
@@ -138,7 +138,7 @@ def _build_store(
     progress(source.size, source.size, writer.stats.read)
 
 
-def _chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
+def _source_chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
     """Yield (items, bytes of the file read so far). The chunks depend on the items alone, not on the number of workers."""
     bytes_read = 0
 
@@ -161,7 +161,7 @@ def _chunks(source: Source) -> Iterator[tuple[Chunk, int]]:
             break
         chunk.append(item)
         size += _size_of(item[1])
-        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
+        if len(chunk) == MAX_CHUNK_ROWS or size >= MAX_CHUNK_BYTES:
             yield chunk, bytes_read
             chunk, size = [], 0
     yield chunk, bytes_read

@@ -62,7 +62,7 @@ def load(tmp_path, tokenizer):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(cache_module, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(cache_module, "MAX_CHUNK_ROWS", 8)
     monkeypatch.setattr(cache_module, "REPORT_EVERY", 0)
 
 
@@ -76,7 +76,7 @@ from data.store.cache import load_or_build, no_progress
 from data.sources.files import Source
 from data.types import EncodingConfig
 from data.tokenize.tokenizer import Tokenizer
-cache_module.CHUNK_ROWS, cache_module.REPORT_EVERY = 20, 0
+cache_module.MAX_CHUNK_ROWS, cache_module.REPORT_EVERY = 20, 0
 {before}
 encoding = EncodingConfig("text", "text", Path({str(SHIPPED)!r}), max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
 store = load_or_build(Source.open({str(path)!r}), encoding, Tokenizer.load(encoding.tokenizer), Path({str(cache)!r}), {progress}, {num_workers})
