@@ -54,20 +54,12 @@ def make_dirs(path: Path) -> None:
     except FileExistsError:  # created by another process meanwhile
         if not path.is_dir():
             raise
-    sync_dir(path.parent)
+    sync_path(path.parent)
 
 
-def sync_dir(path: Path) -> None:
-    _sync(path, os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file that another library has written."""
-    _sync(path, os.O_NOFOLLOW)
-
-
-def _sync(path: Path, kind: int) -> None:
-    fd = fs.open(path, os.O_RDONLY | kind)
+def sync_path(path: Path) -> None:
+    """Sync a folder's entries, or a file that another library has written."""
+    fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     try:
         fs.fsync(fd)
     finally:
@@ -77,11 +69,8 @@ def _sync(path: Path, kind: int) -> None:
 def sync_tree(folder: Path) -> None:
     """Sync the files that another library has written, and their folders."""
     for path in folder.iterdir():
-        if path.is_dir():
-            sync_tree(path)
-            continue
-        _sync(path, 0)
-    sync_dir(folder)
+        (sync_tree if path.is_dir() else sync_path)(path)
+    sync_path(folder)
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
@@ -120,7 +109,13 @@ def write_new_file(path: Path, data: Chunks) -> dict[str, Any]:
     except RuntimeError:  # Python 3.12 starts no thread during shutdown
         update_digest()
     try:
-        _write_and_sync(path, views)
+        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            for view in views:
+                write_all(fd, view)
+            fs.fsync(fd)
+        finally:
+            fs.close(fd)
     finally:
         if hashing.ident is not None:
             hashing.join()
@@ -131,16 +126,6 @@ def as_chunks(data: Chunks) -> list[memoryview]:
     """Return byte views: len() of each is its size in bytes."""
     parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
     return [memoryview(part).cast("B") for part in parts]
-
-
-def _write_and_sync(path: Path, views: list[memoryview]) -> None:
-    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for view in views:
-            write_all(fd, view)
-        fs.fsync(fd)
-    finally:
-        fs.close(fd)
 
 
 def write_all(fd: int, data: Bytes) -> None:
@@ -159,7 +144,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield temp
         fs.rename(temp, path)
-        sync_dir(path.parent)
+        sync_path(path.parent)
     except BaseException:
         remove_quietly(temp)
         raise

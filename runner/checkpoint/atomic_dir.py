@@ -25,7 +25,7 @@ from common.filesystem import (
     read_bounded,
     remove_tree,
     sha256_of,
-    sync_dir,
+    sync_path,
     temp_name,
     write_atomic_file,
     write_new_file,
@@ -70,7 +70,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
     try:
         if os.path.lexists(target):
             if verify_dir(target) is None:
-                sync_dir(parent)  # its writer may have been killed between the rename and the sync
+                sync_path(parent)  # its writer may have been killed between the rename and the sync
                 return
             discard_dir(target)
         make_dirs(parent)
@@ -86,7 +86,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 _require_space(parent, _payload_bytes(data))
                 entries[file] = write_new_file(temp / file, data)
             write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
-            sync_dir(temp)
+            sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
     except OSError as error:
         raise SaveError(error, target, need) from error
@@ -139,7 +139,7 @@ def discard_dir(folder: Path) -> None:
     """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name."""
     trash = folder.parent / temp_name("del", folder.name)
     filesystem.fs.rename(folder, trash)
-    sync_dir(folder.parent)
+    sync_path(folder.parent)
     _verified.pop(str(folder), None)
     remove_tree(trash)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from common.filesystem import sync_dir, sync_tree
+from common.filesystem import sync_path, sync_tree
 from models.formats import save
 from models.language_model import LanguageModel
 from runner.checkpoint.format import read_checkpoint_tensors
@@ -33,7 +33,7 @@ def export_model(state: TrainState) -> None:
     if target.exists():
         target.rename(old)
     new.rename(target)
-    sync_dir(state.run_dir)
+    sync_path(state.run_dir)
     shutil.rmtree(old, ignore_errors=True)
 
 

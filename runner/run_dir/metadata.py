@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
-from common.filesystem import read_bounded, read_json_object, sync_dir, sync_file, write_json
+from common.filesystem import read_bounded, read_json_object, sync_path, write_json
 from runner.checkpoint.atomic_dir import STEP_NAME, remove_temp
 from runner.run_dir import provenance
 from runner.run_dir.lock import MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
@@ -205,9 +205,9 @@ def _sync_hydra_dir(folder: Path) -> None:
     hydra_dir = folder / HYDRA_DIR
     if hydra_dir.is_dir():
         for path in hydra_dir.glob("*.yaml"):
-            sync_file(path)
-        sync_dir(hydra_dir)
-        sync_dir(folder)
+            sync_path(path)
+        sync_path(hydra_dir)
+        sync_path(folder)
 
 
 def _load_fields(path: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def forward(run: swanlab.Run, message: dict[str, Any]) -> None:
         run.log_text(key="samples", data=[sample["answer"] for sample in samples], caption=[sample["prompt"] for sample in samples], step=message["step"])
 
 
-def main() -> None:
+def forward_stdin() -> None:
     console = sys.stdout
     sys.stdout = sys.stderr  # SwanLab's own output goes to the log file; what this process prints to `console` is shown by the run
     run, location = open_experiment(json.loads(sys.stdin.readline()))
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    forward_stdin()
