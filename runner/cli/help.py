@@ -82,6 +82,7 @@ def train_help(config_dirs: Sequence[Path]) -> str:
 def subcommand_help(name: str, schema: type, with_train_config: bool) -> str:
     """Return the page of a command beside train.py: its docstring, and its settings with their default values and comments."""
     comments = _comments(schema)
+    comments |= {key: f"{comments[key]}: {', '.join(registry.names())}" for key, registry in getattr(schema, "REGISTRIES", {}).items()}
     settings = [(f"{key}={'...' if value == '???' else _as_typed(value)}", comments.get(key, "")) for key, value in default_settings(name).items()]
     flags = "Every setting of train.py may be given, too: python runner/train.py --help" if with_train_config else _two_columns("Flags", SUBCOMMAND_FLAGS)
     pages = [command_docs()[name].replace("`", ""), _two_columns("Settings and their defaults; one with ... must be given", settings), flags]

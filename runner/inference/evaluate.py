@@ -50,13 +50,15 @@ def register_metric(name: str, reads: tuple[str, ...]) -> Callable[[ComputeMetri
 @dataclass
 class EvaluateConfig:
     run: str  # run directory, Hugging Face or PEFT folder, or last: the newest finished run
-    metric: str  # perplexity (text, chat data), exact_match (chat), preference, or a metric of a plugin
+    metric: str  # what to measure
     data: EvaluationData
     batch_size: int  # examples per batch
     max_new_tokens: int  # exact_match: length limit of an answer (tokens)
     show: int  # exact_match: number of wrong answers to print
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
     device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+
+    REGISTRIES = {"metric": METRICS}  # --help lists their names
 
     def __post_init__(self) -> None:
         METRICS.get(self.metric)
