@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import runpy
 import shutil
@@ -66,16 +67,19 @@ def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call(*argv)` executes train.py in this process."""
     from runner.train import main
 
-    def call(*argv: str) -> Ended:
-        capsys.readouterr()
-        code = 0
-        try:
-            main(list(argv))
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 0
-        return Ended(code, *capsys.readouterr())
+    return lambda *argv: _ended(lambda: main(list(argv)), capsys)
 
-    return call
+
+def _ended(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> Ended:
+    capsys.readouterr()
+    handlers, code = logging.root.handlers[:], 0
+    try:
+        command()
+    except SystemExit as exit:
+        code = exit.code if isinstance(exit.code, int) else 0
+    finally:
+        logging.root.handlers[:] = handlers  # Hydra's --info adds one that writes to the captured stdout
+    return Ended(code, *capsys.readouterr())
 
 
 @pytest.fixture
@@ -83,15 +87,9 @@ def call_command(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     """`call_command("chat.py", *argv)` executes a file of runner/ in this process."""
 
     def call_command(command: str, *argv: str) -> Ended:
-        capsys.readouterr()
         monkeypatch.setattr(sys, "argv", [command, *argv])
         monkeypatch.setattr(sys, "path", [str(ROOT / "runner"), *sys.path])  # as Python does for a script
-        code = 0
-        try:
-            runpy.run_path(str(ROOT / "runner" / command), run_name="__main__")
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 0
-        return Ended(code, *capsys.readouterr())
+        return _ended(lambda: runpy.run_path(str(ROOT / "runner" / command), run_name="__main__"), capsys)
 
     return call_command
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -24,6 +25,9 @@ def parse_argv(argv: list[str], settings: Iterable[str]) -> tuple[list[str], lis
         raise UserError(f"invalid flag: {message}", " ".join(argv), "--hydra-help lists the flags and their values, e.g. --cfg=job")
 
     parser.error = fail  # type: ignore[method-assign]  # the parser would print a usage text
+    for index, (arg, following) in enumerate(itertools.pairwise(argv)):
+        if arg in ("--info", "-i") and "=" in following:  # the parser would take the override for the topic of --info
+            argv = [*argv[:index], "--info=all", *argv[index + 1 :]]
     args, unknown = parser.parse_known_intermixed_args(argv)
     for flag in unknown:
         name, _, value = flag.lstrip("-").partition("=")

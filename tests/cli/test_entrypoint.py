@@ -75,7 +75,7 @@ REFUSED = [
     ["resume=last"],
     ["--epochs", "3"],
     ["--no-such-flag"],
-    ["--info", "stage=sft"],
+    ["--info", "job"],
     ["-m", "seed=1,2", "--cfg", "job"],
     ["distributed.nnodes=2", "distributed=ddp"],
     ["hydra.run.dir="],

@@ -15,6 +15,7 @@ SPLIT = [
     (["-cjob", "a=-1"], ["a=-1"], ["--cfg=job"]),
     (["--multi", "~x", "+y=2"], ["~x", "+y=2"], ["--multirun"]),
     (["--info"], [], ["--info=all"]),
+    (["a=1", "--info", "b=2"], ["a=1", "b=2"], ["--info=all"]),
     (["-i", "defaults-tree", "a=1"], ["a=1"], ["--info=defaults-tree"]),
     (["-cd", "my dir", "--config-name=x"], [], ["--config-name=x", "--config-dir=my dir"]),
     (["-sc", "query=bash"], ["query=bash"], ["--shell-completion"]),
@@ -44,7 +45,7 @@ def test_setting_given_as_a_flag_is_refused_with_the_override(argv: list[str], f
     assert error.value.fix == fix
 
 
-@pytest.mark.parametrize("argv", [["--cfg", "no"], ["--cfg"], ["--co"], ["-x"], ["--info", "a=1"], ["--nothing=3"]], ids=" ".join)
+@pytest.mark.parametrize("argv", [["--cfg", "no"], ["--cfg"], ["--co"], ["-x"], ["--info", "job"], ["--nothing=3"]], ids=" ".join)
 def test_invalid_flag_is_refused_without_a_usage_text(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="flag"):
         parse_argv(argv, SETTINGS)
