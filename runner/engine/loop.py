@@ -18,8 +18,8 @@ from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.state import TrainState
-from runner.engine.step_metrics import StepOutput, StepResult, Throughput, flush_steps, should_flush
+from runner.engine.state import StepOutput, TrainState
+from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.errors import UserError
 from runner.engine.config import Config
@@ -16,7 +16,7 @@ from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.mesh import distribute_like, full_tensor
-from runner.engine.device.precision import Precision
+from runner.engine.device.precision import GradStats, Precision
 from runner.engine.optim.groups import OptimizerGroup
 from runner.tracking.logger import RunLogger
 
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
     from models.language_model import LanguageModel
     from runner.checkpoint.manager import CheckpointManager
-    from runner.engine.objectives.objective import Objective
-    from runner.engine.step_metrics import StepOutput
+    from runner.engine.objectives.objective import LossSums, Objective
 
 
 @dataclass
@@ -48,6 +47,19 @@ class Progress:
     eval_loss: float | None = None  # the newest
     evaluated_step: int = 0  # the last step whose evaluation and samples are done: a resumed run does not repeat them
     recent_losses: list[float | None] = field(default_factory=list)  # None: not finite
+
+
+class StepOutput(NamedTuple):
+    """One step, on the device."""
+
+    step: int
+    names: list[str]  # file:line of this rank's examples
+    items: int  # divisor of `sums`, over all ranks
+    loss_tokens: int  # tokens with a label, over all ranks
+    tokens: int  # all tokens computed, without padding, over all ranks
+    examples: int  # over all ranks
+    sums: LossSums  # of the objective, over this rank's micro-batches
+    gradients: GradStats
 
 
 @dataclass

@@ -15,28 +15,13 @@ import torch
 
 from common.errors import DivergedError
 from common.filesystem import write_json
-from runner.engine.device.precision import GradStats
-from runner.engine.state import TrainState, finite_or_none
+from runner.engine.state import StepOutput, TrainState, finite_or_none
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch
-    from runner.engine.objectives.objective import LossSums
 
 MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
 RECENT_LOSSES = 50  # losses that diagnosis.json shows
-
-
-class StepOutput(NamedTuple):
-    """One step, on the device."""
-
-    step: int
-    names: list[str]  # file:line of this rank's examples
-    items: int  # divisor of `sums`, over all ranks
-    loss_tokens: int  # tokens with a label, over all ranks
-    tokens: int  # all tokens computed, without padding, over all ranks
-    examples: int  # over all ranks
-    sums: LossSums  # of the objective, over this rank's micro-batches
-    gradients: GradStats
 
 
 class StepResult(NamedTuple):

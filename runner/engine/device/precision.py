@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from common.checks import check_choice
 from common.errors import UserError
@@ -12,9 +12,7 @@ from runner.engine.device.mesh import full_tensor, local_shard
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-
-    from runner.engine.optim.groups import OptimizerGroup
+    from torch import Tensor, nn
 
 MIN_LOSS_SCALE = 1.0  # a smaller scale no longer helps; at 0 the next finite step would write NaN into every weight
 
@@ -69,6 +67,17 @@ class GradStats(NamedTuple):
         return bool(self.norm.isfinite())
 
 
+class Optimizers(Protocol):
+    """What `Precision.step` needs of optim.groups.OptimizerGroup."""
+
+    parts: list[Any]  # torch optimizers
+    names: dict[nn.Parameter, str]
+
+    def step(self, found_inf: Tensor) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
 class Precision:
     """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the others."""
 
@@ -99,7 +108,7 @@ class Precision:
         one = loss.detach() * 0 + 1  # or NaN; multiplied, because passing it to backward() imports torch's symbolic shapes (1 s)
         self.scaler.scale(loss * one).backward()
 
-    def step(self, optimizers: OptimizerGroup, clip: float) -> GradStats:
+    def step(self, optimizers: Optimizers, clip: float) -> GradStats:
         """Unscale and clip the gradients, update the parameters, clear the gradients.
 
         If a gradient is not finite the update is skipped, because clipping by such a norm would make every weight NaN. That is decided
@@ -113,7 +122,7 @@ class Precision:
         norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # what torch.nn.utils.get_total_norm computes, but does not return
         norm = full_tensor(torch.linalg.vector_norm(norms))
         if clip:
-            torch.nn.utils.clip_grads_with_norm_(optimizers.parameters, clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(list(optimizers.names), clip, norm)
         optimizers.step(found_inf=(~norm.isfinite()).float())
         optimizers.zero_grad()
         stats = GradStats(norm, local_shard(norms), [*gradients])

@@ -20,10 +20,6 @@ class OptimizerGroup:
     def __init__(self, parts: list[Optimizer], names: dict[nn.Parameter, str]) -> None:
         self.parts, self.names = parts, names
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return list(self.names)
-
     def set_lr(self, lr: float) -> None:
         for part in self.parts:
             for group in part.param_groups:
