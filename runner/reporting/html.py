@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -37,6 +38,7 @@ def sweep_page(sweep: SweepResults) -> str:
     )
 
 
+@cache
 def _load_template() -> jinja2.Template:
     import jinja2
     from markupsafe import Markup, escape

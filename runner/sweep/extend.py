@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.plugins import check_imported
 from common.settings import iter_settings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
-from runner.config.overrides import check_overrides, is_hydra_override
+from runner.config.compose import compose_tree
+from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
 from runner.engine.config import Config, TrainConfig
 from runner.run_dir import resume
 from runner.run_dir.metadata import RunMetadata, has_started
@@ -43,6 +45,7 @@ class Additions:
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
     validation.check_stored_overrides(state)
+    check_imported(plugins_of([*state.overrides, *typed]))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
     shared, swept, _ = grid.split_swept(typed, conf)
     swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}
@@ -68,12 +71,11 @@ def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
     shared = grid.merge_overrides(state.overrides, additions.shared)
     swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
     composer = PointComposer(shared, conf)
-    tree = composer.tree(state.jobs[0].overrides if state.jobs else {})
-    validation.hydra_options(tree)
+    validation.hydra_options(compose_tree(shared, conf))
     if not additions:
         return
     new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
-    points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
+    points = grid.cartesian_points(new_values, composer.tree(state.jobs[0].overrides).sweep.zip) if additions.swept else []
     open_jobs = [job for job in state.jobs if not job.is_diverged]
     configs = validation.checked_configs(composer, points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_rows, swept)

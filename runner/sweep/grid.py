@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from common import paths
 from common.errors import UserError
-from runner.config import overrides as overrides_module
-from runner.config import schema
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.overrides import canonical_value, check_overrides, config_dirs, normalize_int
+from runner.config.schema import config_groups
 from runner.engine.config import Config
 
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
@@ -55,7 +55,7 @@ def split_swept(overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges
             continue
         key = override.get_key_element()
         if isinstance(pattern := override.value(), Glob):
-            swept[key] = pattern.filter(schema.config_groups(conf).get(key, []))
+            swept[key] = pattern.filter(config_groups(*config_dirs(overrides, conf)).get(key, []))
             if not swept[key]:
                 raise UserError(f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>")
         elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
@@ -77,8 +77,8 @@ def canonicalize(key: str, values: Iterable[str], known: Iterable[str] = ()) -> 
     """Return `values`, each in the spelling that is `known` or came first. Duplicates stay: sweep.zip pairs them with different values."""
     spelling: dict[object, str] = {}
     for value in known:
-        spelling.setdefault(overrides_module.canonical_value(key, value), value)
-    return [spelling.setdefault(overrides_module.canonical_value(key, value), value) for value in values]
+        spelling.setdefault(canonical_value(key, value), value)
+    return [spelling.setdefault(canonical_value(key, value), value) for value in values]
 
 
 def cartesian_points(swept: Mapping[str, list[str]], zipped: Iterable[str] = ()) -> list[GridPoint]:
@@ -108,7 +108,8 @@ class PointComposer:
 
     def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR) -> None:
         self.shared, self.conf = shared, conf
-        self._trees: dict[tuple[str, ...], DictConfig] = {}
+        self._trees: dict[tuple[str, ...], DictConfig] = {}  # by the group overrides of a point
+        self._configs: dict[tuple[str, ...], Config] = {}  # by all its overrides
 
     @property
     def group_choices(self) -> list[tuple[str, ...]]:
@@ -117,16 +118,21 @@ class PointComposer:
 
     def config(self, point: Mapping[str, str]) -> Config:
         """Return the config of the job of `point`. Raises UserError."""
-        return to_config(without_hydra(self.tree(point)))
+        overrides = tuple(f"{key}={value}" for key, value in point.items())
+        if overrides not in self._configs:
+            with translating_hydra_errors([*self.shared, *overrides]):
+                self._configs[overrides] = to_config(self.tree(point))
+        return self._configs[overrides]
 
     def tree(self, point: Mapping[str, str]) -> DictConfig:
-        """Return Hydra's config of the job of `point`, with the section `hydra`."""
+        """Return the composed config of the job of `point`, interpolations unresolved."""
         overrides = [f"{key}={value}" for key, value in point.items()]
-        groups = tuple(override for override in overrides if override.partition("=")[0] in schema.config_groups(self.conf))
-        values = [overrides_module.normalize_int(override) for override in overrides if override not in groups]
-        overrides_module.check_overrides(values, self.conf)
+        known_groups = config_groups(*config_dirs(self.shared, self.conf))
+        groups = tuple(override for override in overrides if override.partition("=")[0] in known_groups)
+        values = [normalize_int(override) for override in overrides if override not in groups]
+        check_overrides(values, self.conf)
         if groups not in self._trees:
-            self._trees[groups] = compose_tree([*self.shared, *groups], self.conf)
+            self._trees[groups] = without_hydra(compose_tree([*self.shared, *groups], self.conf))
         tree = copy.deepcopy(self._trees[groups])
         with translating_hydra_errors([*self.shared, *overrides]):
             for override in OverridesParser.create().parse_overrides(values):

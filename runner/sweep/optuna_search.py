@@ -67,7 +67,9 @@ class OptunaOptions(SweeperOptions):
         """Return points with every choice and both ends of every interval: their configs are checked before the first job."""
         axes = [parse_axis(key, values) for key, values in swept.items()]
         if self.sampler == "grid" and (axis := next((axis for axis in axes if not axis.values()), None)):
-            raise UserError("hydra.sweeper.sampler=grid needs lists or ranges of values", f"{axis.key}={','.join(swept[axis.key])}", "choose sampler=qmc or list values")
+            raise UserError(
+                "hydra.sweeper.sampler=grid needs lists or ranges of values", f"{axis.key}={','.join(swept[axis.key])}", "choose sampler=qmc or list values"
+            )
         first = {axis.key: axis.ends()[0] for axis in axes}
         return [first, *({**first, axis.key: value} for axis in axes for value in axis.ends()[1:])]
 
@@ -146,9 +148,9 @@ class OptunaSearch:
     def _open_study(self) -> Any:
         import optuna
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+        from optuna.storages.journal import JournalFileBackend
 
-        class HeldLock(BaseJournalFileLock):
+        class HeldLock:
             """The sweep directory is locked by this process; Optuna's own lock file would outlive a kill."""
 
             def acquire(self) -> bool:

@@ -19,7 +19,7 @@ from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
 from runner.run_dir.lock import is_locked
-from runner.run_dir.metadata import RunMetadata, has_diverged, timestamp
+from runner.run_dir.metadata import RunMetadata, has_diverged, has_started, timestamp
 from runner.sweep.backends.base import Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob
@@ -102,18 +102,19 @@ class SweepScheduler:
 
     def _take_job(self) -> SweepJob | None:
         """Return a job that no other process trains. One that a killed sweep has left behind still saves; the others go first."""
-        for job in self.waiting:
-            if not is_locked(self.session.run_dir(job)):
-                self.waiting.remove(job)
-                return job
+        for waiting in self.waiting:
+            if not is_locked(self.session.run_dir(waiting)):
+                self.waiting.remove(waiting)
+                return waiting
         while (job := self.next_job()) and is_locked(self.session.run_dir(job)):
             self.waiting.append(job)
         return job
 
     def _start(self, job: SweepJob) -> None:
         self.tries[job.name] += 1
-        fields = {"status": "running", "outcome": None, "error": None, "loss": None, "started": timestamp(), "ended": None, "last_lines": []}
+        fields: dict[str, Any] = {"status": "running", "outcome": None, "error": None, "loss": None, "started": timestamp(), "ended": None, "last_lines": []}
         self.state.update_job(job, attempt=job.attempt + 1, **fields)
+        verb = "continues" if has_started(RunMetadata.read(self.session.run_dir(job))) else "starts"
         try:
             arguments = self.session.prepare(job)
             handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], _plugin_env() | torchrun.begin_job())
@@ -121,7 +122,7 @@ class SweepScheduler:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         log = self.backend.logs(handle)
         self.running.append(RunningJob(job, handle, log, log.stat().st_size if log.exists() else 0))
-        print(f"[{self._number(job)}] {job.name} {'continues' if job.attempt > 1 else 'starts'}", flush=True)
+        print(f"[{self._number(job)}] {job.name} {verb}", flush=True)
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
@@ -134,7 +135,7 @@ class SweepScheduler:
         elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
             job.status = "running"
             self.state.refresh_job(job)
-            self.state.update_job(job, outcome=Outcome.INTERRUPTED if job.status == "interrupted" else None, ended=timestamp())
+            job.ended = timestamp()
             self._finish(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []

@@ -11,10 +11,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from common import paths
-from common.exit_codes import FAILED, INTERRUPTED
 from common.errors import resume_command
+from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
-from runner.config.compose import without_hydra
 from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.engine.config import Config
 from runner.launch import torchrun
@@ -32,9 +31,10 @@ STATUSES = ("new", "interrupted", "failed", "completed")
 class SweepSession:
     """A sweep with its lock held. `conf` is the directory that job configs are composed from: the sweep's own copy of conf/."""
 
-    def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR) -> None:
+    def __init__(self, state: SweepState, conf: Path = paths.CONF_DIR, composer: PointComposer | None = None) -> None:
         self.state, self.conf = state, conf
-        self.composer = PointComposer(state.overrides, conf)
+        self.composer = composer or PointComposer(state.overrides)
+        self.composer.conf = conf
         self._derived: dict[str, dict[str, str]] = {}  # by job name
         self._report_failed = False
 
@@ -77,7 +77,7 @@ class SweepSession:
         run_dir = self.run_dir(job)
         if has_started(RunMetadata.read(run_dir)):
             return [f"resume={run_dir}", *job.pending_overrides]
-        overrides, tree = self.job_overrides(job), without_hydra(self.composer.tree(job.overrides | self.derived_overrides(job)))
+        overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides | self.derived_overrides(job))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with RunMetadata.open(run_dir):
             make_dirs(run_dir / ".hydra")
@@ -130,9 +130,12 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
     Everything is checked before the sweep directory exists; sweep.json with all its jobs is written before the first of them starts.
     """
     sweeper, launcher = validation.hydra_options(config)
-    state = SweepState.open(Path(config.hydra.sweep.dir).absolute()) if sweeper.resume else _create_state(config, overrides, sweeper, launcher)
+    if sweeper.resume:
+        state, composer = SweepState.open(Path(config.hydra.sweep.dir).absolute()), None
+    else:
+        state, composer = _create_state(config, overrides, sweeper, launcher)
     with state, config_snapshot.as_config_dir(state.folder) as conf:
-        session = SweepSession(state, conf)
+        session = SweepSession(state, conf, composer)
         for job in state.jobs if not sweeper.resume else ():
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)
@@ -146,12 +149,11 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
             session.finish(stopped=False)
 
 
-def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions) -> SweepState:
+def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOptions, launcher: LauncherOptions) -> tuple[SweepState, PointComposer]:
     params = [f"{key}={value}" for key, value in sweeper.params.items()]
-    shared, swept, is_finite = split_swept(merge_overrides(params, overrides), expand_ranges=sweeper.is_grid)
-    validation.check_sweep(config, sweeper, is_finite)
     hydra_overrides = [override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)]
-    shared = [*hydra_overrides, *shared]
+    shared, swept, is_finite = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid)
+    validation.check_sweep(config, sweeper, is_finite)
     composer = PointComposer(shared)
     points = sweeper.points(swept, config.sweep.zip)
     configs = validation.checked_configs(composer, points)
@@ -171,4 +173,4 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     for groups in composer.group_choices:
         config_snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
     state.write()
-    return state
+    return state, composer

@@ -162,7 +162,8 @@ def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
     if status == "failed":
         loss = INFINITE if has_diverged(run) else None
         return {"status": status, "outcome": run.get("outcome"), "error": run.get("error"), "loss": loss, "ended": run.get("ended")}
-    return {"status": "interrupted" if has_started(run) else "new", "outcome": None, "loss": None, "ended": None}
+    outcome = run.get("outcome") if status == "interrupted" else None
+    return {"status": "interrupted" if has_started(run) else "new", "outcome": outcome, "loss": None, "ended": None}
 
 
 def _set_fields(job: SweepJob, fields: Mapping[str, Any]) -> None:

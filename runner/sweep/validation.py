@@ -9,8 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean
-from runner.config.overrides import config_dirs, is_hydra_override, key_of
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.overrides import config_dirs, is_hydra_override, key_of
 from runner.engine.config import Config
 from runner.launch import preflight, torchrun
 from runner.run_dir import initial_weights
@@ -65,7 +65,9 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
             fix = f"'{key}=[{value}]'" if key == "hydra.launcher.devices" else f"give {key} one value"
             raise UserError(f"{key} takes one value: only training settings can be swept", override, fix)
         if key == "hydra.sweep.subdir":
-            raise UserError("hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, "hydra.sweep.dir=DIR places the sweep")
+            raise UserError(
+                "hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, "hydra.sweep.dir=DIR places the sweep"
+            )
 
 
 def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:

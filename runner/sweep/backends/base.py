@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
+import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,7 +98,9 @@ def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, li
             process = subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
         if received:  # arrived while the process was being started
             process.terminate()
-        return process.wait(), received
+        while process.poll() is None:  # not wait(): Ray sets the signal within the process, which interrupts no system call
+            time.sleep(subprocesses.POLL_SECONDS)
+        return process.returncode, received
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
