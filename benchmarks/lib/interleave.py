@@ -130,6 +130,7 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
     import torch
 
     from data.tokenize.tokenizer import Tokenizer
+    from models.language_model import create_model
     from runner.config.compose import compose_config
     from runner.engine.data_pipeline import build_data_pipeline
 
@@ -141,5 +142,5 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
     config = compose_config(overrides)
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in config.model.build().parameters())
+        parameters = sum(p.numel() for p in create_model(config.model).parameters())
     return {"overrides": overrides, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "rows": rows, "length": length}
