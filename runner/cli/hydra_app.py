@@ -36,7 +36,6 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
     `flags` are those of `parse_argv`; one that prints, such as --cfg, starts nothing. `config_dir` replaces conf/. Returns the result of the task.
     """
     register_configs(config_dirs(typed, config_dir or CONF_DIR))
-    naming.register_resolvers()
     conf = str(config_dir or CONF_DIR)
     if has_flag(flags, *PRINT_FLAGS):
         os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
@@ -65,14 +64,14 @@ class RunDirCallback(Callback):
             job_config = to_config(without_hydra(config))
             preflight.check_inputs(job_config)
             check_init_from(job_config)
-            is_placed = any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra)
-            if is_placed:
-                resolve.check_not_inside_run(Path(config.hydra.run.dir).absolute())
+            folder = Path(config.hydra.run.dir).absolute()
+            if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
+                resolve.check_not_inside_run(folder)
             else:
-                naming.create_unique(sweep=False)
-            metadata = RunMetadata.open(Path(config.hydra.run.dir))
+                folder = naming.create_unique(folder)
+            RunMetadata.open(folder)
             with read_write(config.hydra):
-                config.hydra.run.dir = str(metadata.folder)
+                config.hydra.run.dir = str(folder)
 
 
 def train_in_run_dir(cfg: DictConfig) -> float:

@@ -69,11 +69,11 @@ def changed_files(folder: Path, dirs: Iterable[Path] = (CONF_DIR,)) -> list[str]
 def _describe_change(name: str, own: dict[str, Any], dirs: Iterable[Path]) -> str:
     file = next((folder / name for folder in dirs if (folder / name).exists()), None)
     if file is None:
-        return "does not exist any more"
+        return "is not in conf/ or a --config-dir"
     try:
         current = _without_hydra(load_yaml(file) or {})
     except (OSError, ValueError, AttributeError):
-        return "cannot be read any more"
+        return "cannot be read"
     changed = [key for key in own.keys() | current.keys() if own.get(key) != current.get(key)]
     return f"has changed ({', '.join(sorted(map(str, changed)))})" if changed else ""
 

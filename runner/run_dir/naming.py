@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from common.paths import outputs_dir
-from runner.config.compose import register_resolver
-
 NAME_LENGTH = 120  # characters of a job's directory name; file systems allow 255 bytes
 
-_created: list[str] = []  # <date>/<time> of the directory that this process has created
 
-
-def register_resolvers() -> None:
-    """Register the interpolation of conf/config.yaml that places a run or a sweep."""
-    register_resolver("run_id", run_id)
-
-
-def run_id() -> str:
-    """Return <date>/<time>: of the directory that `create_unique` has created, otherwise of now."""
-    return _created[0] if _created else datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-
-
-def create_unique(sweep: bool) -> None:
-    """Create a new directory in outputs/ and make it the `run_id`. The later of two launches in one second gets a suffix."""
-    root = outputs_dir() / "multirun" if sweep else outputs_dir()
-    now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+def create_unique(folder: Path) -> Path:
+    """Create the directory `folder`, with a suffix (-2, -3, ...) if it exists: the later of two launches in one second gets one. Return it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
-        name = now if number == 1 else f"{now}-{number}"
-        os.makedirs((root / name).parent, exist_ok=True)
+        unique = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         try:
-            os.mkdir(root / name)
+            unique.mkdir()
         except FileExistsError:
             continue
-        _created[:] = [name]
-        return
+        return unique
+    raise AssertionError("count() ends never")
 
 
 def job_dirname(swept: Mapping[str, str]) -> str:

@@ -163,10 +163,11 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base_rows, swept)
     stored = validation.storable_overrides(shared)
-    if "${run_id:}" in str(config.hydra.sweep._get_node("dir")._value()):
-        naming.create_unique(sweep=True)
+    folder = Path(config.hydra.sweep.dir).absolute()
+    if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
+        folder = naming.create_unique(folder)
     names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
-    state = SweepState.create(Path(config.hydra.sweep.dir).absolute(), overrides=stored, swept=swept, base_rows=base_rows, **names)
+    state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base_rows, **names)
     for point in points if sweeper.is_grid else ():
         state.add_job(point)
     config_snapshot.save_snapshot(state.folder, shared)

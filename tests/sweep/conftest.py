@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from runner.cli.hydra_app import run_hydra
-from runner.run_dir import naming
 from runner.sweep import command, scheduler
 
 HEAD = """
@@ -84,9 +83,8 @@ def exit_code(action: Callable[[], Any]) -> int:
 
 
 @pytest.fixture
-def sweep(tmp_path: Path, fake_jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def sweep(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., int]:
     """`sweep("seed=1,2")` starts a sweep in tmp_path/sweep; returns the exit code."""
-    monkeypatch.setattr(naming, "outputs_dir", lambda: tmp_path / "outputs")
     return lambda *overrides: exit_code(lambda: command.start_sweep([*overrides, f"hydra.sweep.dir={tmp_path / 'sweep'}"], ["--multirun"], run_sweep))
 
 

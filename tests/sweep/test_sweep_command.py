@@ -72,9 +72,7 @@ assert sorted(os.listdir(".hydra")) == ["conf", "config.yaml", "overrides.yaml"]
 def test_sweep_without_a_directory_is_placed_in_outputs(fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.config import compose
 
-    monkeypatch.setattr(naming, "outputs_dir", lambda: tmp_path / "outputs")
     monkeypatch.setattr(compose, "workspace_dir", lambda: tmp_path)
-    monkeypatch.setattr(naming, "_created", [])
     command.start_sweep(["seed=1,2"], ["--multirun"], run_sweep)
     assert len(list((tmp_path / "outputs" / "multirun").glob("*/*/sweep.json"))) == 1
 

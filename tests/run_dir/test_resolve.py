@@ -1,0 +1,88 @@
+"""Which directory `resume=` and `run=` mean, and where a new run may be placed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from runner.checkpoint.atomic_dir import write_atomic_dir
+from runner.run_dir import naming
+from runner.run_dir.resolve import check_not_inside_run, is_sweep_dir, resolve_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    return folder
+
+
+def test_run_is_found_by_any_path_inside_it(run: Path) -> None:
+    inside = run / "model" / "config.json"
+    inside.parent.mkdir()
+    inside.touch()
+    assert resolve_run(str(run)) == resolve_run(str(inside)) == resolve_run(str(run / "run.json")) == run
+
+
+def test_missing_path_inside_a_run_is_refused(run: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        resolve_run(str(run / "typo" / "nothing.here"))
+
+
+def test_checkpoint_must_be_valid_and_the_newest(run: Path) -> None:
+    older, newest = (run / "checkpoints" / f"step-{step:08d}" for step in (10, 20))
+    for folder in (older, newest):
+        write_atomic_dir(folder.parent, folder.name, {"state.json": b"{}"}, {})
+    assert resolve_run(str(newest)) == run
+    with pytest.raises(UserError, match="newer ones: step-00000020"):
+        resolve_run(str(older))
+    (newest / "state.json").write_bytes(b"[]")
+    with pytest.raises(UserError, match="damaged"):
+        resolve_run(str(newest))
+
+
+def test_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not in a run directory"):
+        resolve_run(str(tmp_path))
+
+
+def test_file_in_a_sweep_means_its_job_or_the_sweep(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    (tmp_path / "report.html").touch()
+    assert resolve_run(str(run / "run.json")) == run
+    assert resolve_run(str(tmp_path)) == resolve_run(str(tmp_path / "report.html")) == tmp_path and is_sweep_dir(tmp_path)
+
+
+def test_last_is_the_run_that_was_started_last(workspace: Path) -> None:
+    single, job = workspace / "outputs" / "day" / "time", workspace / "outputs" / "multirun" / "day" / "time" / "seed=1"
+    for folder, started in ((job, "2026-01-02T00:00:00+00:00"), (single, "2026-01-01T00:00:00+00:00")):  # the older one is written last
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps({"status": "completed", "started": started}))
+    assert resolve_run("last") == job
+
+
+def test_new_run_is_not_placed_inside_a_run_or_sweep(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="inside a run"):
+        check_not_inside_run(run / "checkpoints" / "new")
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a sweep"):
+        check_not_inside_run(tmp_path)
+    with pytest.raises(UserError, match="inside a sweep"):
+        check_not_inside_run(tmp_path / "seed=3")  # a job of the sweep may be placed there
+
+
+def test_launches_in_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "2026-01-01" / "10-00-00"
+    assert [naming.create_unique(folder).name for _ in range(3)] == ["10-00-00", "10-00-00-2", "10-00-00-3"]
+    assert len(list(folder.parent.iterdir())) == 3
+
+
+def test_job_directory_is_named_by_its_swept_values_in_any_order() -> None:
+    values = {"optimizer.lr": "0.1", "seed": "3"}
+    assert naming.job_dirname(values) == naming.job_dirname(dict(reversed(values.items()))) == "optimizer.lr=0.1,seed=3"
+    first, second = (naming.job_dirname({"optimizer.lr": "0.1", "data.path": f"/a/{'long/' * 60}{end}.jsonl"}) for end in "xy")
+    assert first != second and max(len(first), len(second)) <= naming.NAME_LENGTH and "/" not in first
