@@ -56,7 +56,9 @@ def _select_job(state: SweepState, values: dict[str, str]) -> SweepJob:
     job = next((job for job in state.jobs if job.needs_run), state.jobs[0] if state.jobs else None)
     if job is None:
         shared = shlex.join(override for override in state.overrides if not is_hydra_override(override))
-        raise UserError("the sampler has drawn no job of this sweep yet", f"resume={state.folder}", f"what all jobs share: python runner/train.py {shared} --cfg job")
+        raise UserError(
+            "the sampler has drawn no job of this sweep yet", f"resume={state.folder}", f"what all jobs share: python runner/train.py {shared} --cfg job"
+        )
     return state.add_job(job.overrides | values)
 
 

@@ -138,7 +138,9 @@ def _config_dir_url(name: str) -> str:
         return name
     folder = Path(name.removeprefix("file://")).expanduser().absolute()
     if not folder.is_dir():
-        raise UserError(f"the folder of config groups {name} does not exist", f"{SEARCHPATH_KEY}=[{name}]", "--config-dir=DIR, where DIR holds e.g. model/mine.yaml")
+        raise UserError(
+            f"the folder of config groups {name} does not exist", f"{SEARCHPATH_KEY}=[{name}]", "--config-dir=DIR, where DIR holds e.g. model/mine.yaml"
+        )
     return f"file://{folder}"
 
 

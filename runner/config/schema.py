@@ -52,9 +52,7 @@ def default_values(section: str, name: str) -> dict[str, Any] | None:
     """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a setting has no default."""
     key, registry = REGISTERED_SECTIONS[section]
     fields = {field.name: field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)}
-    values = {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields.values()
-    }
+    values = {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields.values()}
     return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
 
 

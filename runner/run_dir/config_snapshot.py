@@ -54,7 +54,11 @@ def extend_snapshot(folder: Path, typed: list[str], conf: Path) -> list[Path]:
 
 def changed_files(folder: Path, dirs: Iterable[Path] = (CONF_DIR,)) -> list[str]:
     """Return a message for each YAML file in `dirs`, and each plugin source, that differs from the run's copy."""
-    notes = [f"conf/{name} {change}: the run keeps its own copy" for name, (_, own) in _read_snapshot(folder).items() if (change := _describe_change(name, own, dirs))]
+    notes = [
+        f"conf/{name} {change}: the run keeps its own copy"
+        for name, (_, own) in _read_snapshot(folder).items()
+        if (change := _describe_change(name, own, dirs))
+    ]
     for plugin in imported_plugins():
         for name, file in plugin_files(plugin).items():
             try:
@@ -108,7 +112,9 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
         tree = load_yaml(path) or {}
         package = PACKAGE.match(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"the run's copy of conf/ cannot be read: {error}", str(path), "delete the file: the file of this name in conf/ is used instead") from error
+        raise UserError(
+            f"the run's copy of conf/ cannot be read: {error}", str(path), "delete the file: the file of this name in conf/ is used instead"
+        ) from error
     if not isinstance(tree, dict) or _has_outside_defaults(tree.get("defaults")) or (package and HYDRA_KEY.search(package[1])):
         raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
     reject_interpolations(_drop_strings(tree), "", path)

@@ -43,7 +43,9 @@ def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]
 def check_init_from(config: Config) -> None:
     """Raise UserError if init_from is a path that does not exist."""
     if config.init_from not in ("auto", "scratch") and not Path(config.init_from).exists():
-        raise UserError(f"init_from must be auto, scratch or an existing path, got {config.init_from}", f"init_from={config.init_from}", did_you_mean_path(config.init_from))
+        raise UserError(
+            f"init_from must be auto, scratch or an existing path, got {config.init_from}", f"init_from={config.init_from}", did_you_mean_path(config.init_from)
+        )
 
 
 def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:
@@ -51,9 +53,7 @@ def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, 
     if stage is None:
         return "scratch"
     candidates = [*find_runs(outputs_dir()), *(file.parent for file in folder.parent.glob(f"*/{RUN_FILE}"))]
-    found = [
-        (fields["ended"], run) for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()
-    ]
+    found = [(fields["ended"], run) for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()]
     if not found:
         print(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
         return "scratch"

@@ -41,7 +41,9 @@ def acquire_rank(folder: Path, rank: int) -> FileLock:
 
 
 def busy_error(folder: Path) -> UserError:
-    return UserError(f"this run is being trained by {describe_holder(folder)}", str(folder), "wait for it to end; hydra.run.dir=DIR places a new run in another directory")
+    return UserError(
+        f"this run is being trained by {describe_holder(folder)}", str(folder), "wait for it to end; hydra.run.dir=DIR places a new run in another directory"
+    )
 
 
 def unusable_error(folder: Path, error: OSError) -> UserError:

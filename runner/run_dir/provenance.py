@@ -65,7 +65,9 @@ def library_versions() -> dict[str, str]:
 
 def _git(root: Path, *arguments: str) -> bytes | None:
     try:
-        result = subprocess.run(["git", "-C", str(root), *arguments], check=False, capture_output=True, timeout=5, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"})
+        result = subprocess.run(
+            ["git", "-C", str(root), *arguments], check=False, capture_output=True, timeout=5, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout if result.returncode == 0 else None

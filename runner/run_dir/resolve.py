@@ -83,7 +83,9 @@ def check_not_inside_run(folder: Path) -> None:
         problem = "this directory holds a sweep" if sweep == folder else "this directory is inside a sweep"
         raise UserError(problem, str(folder), f"resume={sweep} continues the sweep; hydra.run.dir=DIR places the run in another directory")
     if run := next((parent for parent in folder.parents if (parent / RUN_FILE).is_file()), None):
-        raise UserError("this directory is inside a run", str(folder), f"resume={run} continues that run; hydra.run.dir=DIR places the run in another directory")
+        raise UserError(
+            "this directory is inside a run", str(folder), f"resume={run} continues that run; hydra.run.dir=DIR places the run in another directory"
+        )
 
 
 def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:

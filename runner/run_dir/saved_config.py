@@ -57,7 +57,9 @@ def reject_interpolations(value: Any, key: str, path: Path) -> Any:
     environment, and for a key such as `_target_`, which could name code."""
     if isinstance(value, dict):
         if special := next((name for name in value if str(name).startswith("_") and str(name).endswith("_")), None):
-            raise UserError(f"the saved config has the key {special}, which names code", f"{path}: {key}.{special}", "do not resume this directory; nothing was run")
+            raise UserError(
+                f"the saved config has the key {special}, which names code", f"{path}: {key}.{special}", "do not resume this directory; nothing was run"
+            )
         return {name: reject_interpolations(item, f"{key}.{name}".lstrip("."), path) for name, item in value.items()}
     if isinstance(value, list):
         return [reject_interpolations(item, key, path) for item in value]

@@ -72,7 +72,9 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(plugins.PLUGINS_ENV, raising=False)
 
 
-@pytest.mark.parametrize("given", [["--config-dir", "my conf"], ["hydra.searchpath=['file://my conf']"], ["hydra.searchpath=[my conf]"]], ids=lambda argv: argv[0])
+@pytest.mark.parametrize(
+    "given", [["--config-dir", "my conf"], ["hydra.searchpath=['file://my conf']"], ["hydra.searchpath=[my conf]"]], ids=lambda argv: argv[0]
+)
 def test_config_dir_options_compose_like_those_of_conf(call: Call, config_dir: Path, given: list[str]) -> None:
     ended = call(*given, "model=mine", "optimizer=slow_adamw", "--cfg", "job")
     config = yaml.safe_load(ended.stdout)

@@ -1,67 +1,84 @@
-"""start(): what a launch leaves in the folder of its run."""
+"""run(): what a launch leaves in the run directory."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from command_fixtures import TINY_RUN
 
+from common.errors import UserError
 from runner.config.compose import compose_config
+from runner.engine.config import Config
 from runner.launch.run import run
 from runner.run_dir.initial_weights import resolve_init_from
 from runner.run_dir.metadata import RunMetadata
 
-WORDS = ["model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", "model.num_key_value_heads=1", "model.head_dim=8", "model.intermediate_size=16", "train.max_steps=2",
-         "train.eval_every=0", "train.sample_every=0", "train.save_every=0", "tracker.console=quiet", "data.val_path=null"]  # fmt: skip
+Launch = Callable[..., Path]
 
 
 @pytest.fixture
-def launch(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{i} goats sing"}) + "\n" for i in range(40)))
+def config(rows: str) -> Config:
+    return compose_config([*TINY_RUN, rows, "tracker.console=quiet"])
 
-    def go(*words, name="run"):
-        folder = tmp_path / name
-        with RunMetadata.open(folder, resume=(folder / "run.json").exists()) as record:
-            run(compose_config([f"data.path={rows}", *WORDS, *words]), record)
+
+@pytest.fixture
+def launch(workspace: Path) -> Launch:
+    """`launch(config, name)` runs `config` in the directory `name`, resumed if it holds a run."""
+
+    def launch(config: Config, name: str = "run") -> Path:
+        folder = workspace / name
+        with RunMetadata.open(folder, resume=(folder / "run.json").exists()) as metadata:
+            run(config, metadata)
         return folder
 
-    return go
+    return launch
 
 
-def test_a_finished_run_says_so_with_all_its_fingerprints(launch):
-    record = json.loads((launch() / "run.json").read_text())
-    assert record["status"] == "completed" and record["step"] == 2 and record["stage"] == "pretrain"
-    assert record["fingerprints"].keys() == {"model", "tokenizer", "data"}
+def fields_of(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
 
 
-@pytest.mark.parametrize("word", ["seed=7", "model.hidden_size=32", "train.batch_size=3", "train.max_steps=1"])
-def test_a_refused_launch_leaves_every_byte_of_the_run_as_it_was(launch, word):
-    folder = launch()
-
-    def content():
-        return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", ".owner.json")}
-
-    before = content()
-    with pytest.raises(ValueError):
-        launch(word)
-    assert content() == before
+def contents(folder: Path) -> dict[str, bytes]:
+    names = (".lock", ".owner.json")
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name not in names}
 
 
-def test_a_proof_is_not_taken_for_a_trained_model(launch, tmp_path):
-    launch("train.verify_resume=true", name="proof")
-    record = json.loads((tmp_path / "proof" / "run.json").read_text())
-    config = dataclasses.replace(compose_config(["stage=sft", "tracker.console=quiet"]), init_from="auto")
-    assert resolve_init_from(config, tmp_path / "next", record["fingerprints"]) == "scratch"
+def with_train(config: Config, **changes: object) -> Config:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
-def test_weights_that_were_moved_are_found_where_the_words_say(launch, tmp_path):
-    base = launch(name="base")
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(
-        "".join(json.dumps({"conversations": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "goats"}]}) + "\n" for i in range(20))
-    )
-    adapters = ["stage=lora", f"data.path={chats}", "train.eval_every=0"]
-    launch(*adapters, f"init_from={base}", name="run")
-    base.rename(tmp_path / "moved")
-    launch(*adapters, f"init_from={tmp_path / 'moved'}", "train.max_steps=3", name="run")
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["init_from"] == str(tmp_path / "moved")
+def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, config: Config) -> None:
+    fields = fields_of(launch(config))
+    assert (fields["status"], fields["outcome"], fields["step"], fields["stage"]) == ("completed", "completed", 2, "pretrain")
+    assert fields["fingerprints"].keys() == {"model", "tokenizer", "data"}
+
+
+def test_refused_launch_leaves_every_byte_of_the_run(launch: Launch, config: Config) -> None:
+    folder = launch(config)
+    before = contents(folder)
+    wider = dataclasses.replace(config.model, hidden_size=64)
+    for changed in (dataclasses.replace(config, seed=7), dataclasses.replace(config, model=wider), with_train(config, max_steps=1)):
+        with pytest.raises(UserError):
+            launch(changed)
+        assert contents(folder) == before
+
+
+def test_verified_resume_is_not_taken_for_a_trained_model(launch: Launch, config: Config, workspace: Path) -> None:
+    fingerprints = fields_of(launch(with_train(config, verify_resume=True), "verified"))["fingerprints"]
+    sft = compose_config(["stage=sft"])
+    assert resolve_init_from(sft, workspace / "next", fingerprints) == "scratch"
+
+
+def test_moved_initial_weights_are_found_under_the_typed_path(launch: Launch, config: Config, workspace: Path) -> None:
+    base = launch(config, "base")
+    chats = [{"conversations": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "goats"}]} for number in range(20)]
+    (workspace / "chats.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    lora = compose_config([*TINY_RUN, "stage=lora", f"data.path={workspace / 'chats.jsonl'}", f"init_from={base}", "tracker.console=quiet"])
+    launch(lora)
+    base.rename(workspace / "moved")
+    folder = launch(dataclasses.replace(with_train(lora, max_steps=3), init_from=str(workspace / "moved")))
+    assert fields_of(folder)["init_from"] == str(workspace / "moved")

@@ -1,4 +1,4 @@
-"""run.json tells the truth about a run, and one process at a time may change it."""
+"""run.json and the lock: what they record about a run, and that one launch at a time changes it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from common import filesystem
-from common.errors import Outcome
+from common.errors import Outcome, UserError
 from runner.run_dir import provenance
-from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.metadata import RunMetadata, has_diverged
 
 ROOT = Path(__file__).parents[2]
 
 
-def said(folder: Path) -> dict:
+def fields_of(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
@@ -34,9 +34,9 @@ def snapshot(folder: Path) -> dict[str, tuple]:
     }
 
 
-def start(program: str, *args: object) -> subprocess.Popen:
-    prelude = f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\nfrom runner.run_dir.metadata import RunMetadata\nfolder = Path(sys.argv[1])\n"
-    return subprocess.Popen([sys.executable, "-c", prelude + program, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def start(script: str, *args: object) -> subprocess.Popen:
+    prelude = f"import os, sys, time; from pathlib import Path; sys.path.insert(0, {str(ROOT)!r})\nfrom common.errors import UserError\nfrom runner.run_dir.metadata import RunMetadata\nfolder = Path(sys.argv[1])\n"
+    return subprocess.Popen([sys.executable, "-c", prelude + script, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 HOLD = """
@@ -49,7 +49,7 @@ time.sleep(60)
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that trains in tmp_path / "run"."""
+    """A process that holds the lock of tmp_path / "run"."""
     child = start(HOLD, tmp_path / "run")
     assert child.stdout.readline() == "trains\n"
     yield child
@@ -57,40 +57,39 @@ def holder(tmp_path):
     child.communicate()
 
 
-def test_a_run_goes_from_new_through_running_to_completed(tmp_path):
+def test_metadata_goes_from_new_through_running_to_completed(tmp_path):
     with RunMetadata.open(tmp_path / "a" / "run") as metadata:
         folder = metadata.folder
-        assert said(folder)["status"] == metadata.status == "new" and metadata.attempt == 0
+        assert fields_of(folder)["status"] == metadata.status == "new" and metadata.attempt == 0
         metadata.mark_running(init_from=tmp_path)
-        assert said(folder)["status"] == metadata.status == "running" and metadata.attempt == 1
-        assert (said(folder)["pid"], said(folder)["init_from"], said(folder)["exact"]) == (os.getpid(), str(tmp_path), True)
+        assert fields_of(folder)["status"] == metadata.status == "running" and metadata.attempt == 1
+        assert (fields_of(folder)["pid"], fields_of(folder)["init_from"], fields_of(folder)["exact"]) == (os.getpid(), str(tmp_path), True)
         metadata.update(step=7, tokens=900)
-        assert (said(folder)["step"], said(folder)["tokens"], said(folder)["status"]) == (7, 900, "running")
+        assert (fields_of(folder)["step"], fields_of(folder)["tokens"], fields_of(folder)["status"]) == (7, 900, "running")
         metadata.finish(Outcome.COMPLETED, metrics={"loss": 1.5})
-    assert said(folder)["status"] == "completed" and said(folder)["metrics"] == {"loss": 1.5} and "ended" in said(folder)
+    assert fields_of(folder)["status"] == "completed" and fields_of(folder)["metrics"] == {"loss": 1.5} and "ended" in fields_of(folder)
     assert not (folder / ".owner.json").exists()
 
 
-def test_what_json_cannot_say_is_null(tmp_path):
+def test_metadata_writes_null_for_nan_and_infinity(tmp_path):
     with RunMetadata.open(tmp_path) as metadata:
         metadata.update(metrics={"loss": float("nan"), "norms": (float("inf"), 1.0)})
-    assert said(tmp_path)["metrics"] == {"loss": None, "norms": [None, 1.0]}
+    assert fields_of(tmp_path)["metrics"] == {"loss": None, "norms": [None, 1.0]}
 
 
-def test_a_second_process_is_refused_and_changes_no_byte(tmp_path, holder):
+def test_open_in_a_second_process_is_refused_and_changes_nothing(tmp_path, holder):
     before = snapshot(tmp_path / "run")
     for resume in (False, True):
-        with pytest.raises(ValueError) as refusal:
+        with pytest.raises(UserError) as refusal:
             RunMetadata.open(tmp_path / "run", resume=resume)
-        what, where, fix = refusal.value.args
-        assert f"process {holder.pid} on {provenance.process_id()['host']} since " in what
-        assert where == str(tmp_path / "run") and "hydra.run.dir=" in fix
+        assert f"process {holder.pid} on {provenance.process_id()['host']} since " in refusal.value.message
+        assert refusal.value.setting == str(tmp_path / "run") and "hydra.run.dir=" in refusal.value.fix
     assert snapshot(tmp_path / "run") == before
 
 
-def test_a_second_start_in_the_same_process_is_refused_and_does_not_free_the_lock(tmp_path):
+def test_second_open_in_one_process_is_refused_and_keeps_the_lock(tmp_path):
     with RunMetadata.open(tmp_path):
-        with pytest.raises(ValueError, match="being trained by process"):
+        with pytest.raises(UserError, match="being trained by process"):
             RunMetadata.open(tmp_path)
         other = start(HOLD, tmp_path)
         assert other.communicate()[0] == "" and other.returncode != 0
@@ -98,14 +97,14 @@ def test_a_second_start_in_the_same_process_is_refused_and_does_not_free_the_loc
         pass
 
 
-def test_a_kill_frees_the_folder_and_the_run_counts_as_interrupted(tmp_path, holder):
+def test_killed_run_is_unlocked_and_counts_as_interrupted(tmp_path, holder):
     holder.kill()
     holder.wait()
-    assert said(tmp_path / "run")["status"] == "running"
+    assert fields_of(tmp_path / "run")["status"] == "running"
     with RunMetadata.open(tmp_path / "run", resume=True) as metadata:
         assert metadata.status == "interrupted" and metadata.attempt == 1
         metadata.mark_running()
-        assert metadata.status == "running" and said(tmp_path / "run")["attempt"] == 2
+        assert metadata.status == "running" and fields_of(tmp_path / "run")["attempt"] == 2
 
 
 RANK = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nprint(metadata.attempt, flush=True)\ntime.sleep(60)"
@@ -113,7 +112,7 @@ RANK = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nprint(metadata.
 
 @pytest.fixture
 def launch(tmp_path):
-    """A launch of two ranks, all in processes of their own; the first of the three is the one that started them."""
+    """A launcher and its two ranks, each a process; the launcher is the first."""
     share = HOLD.replace("metadata.mark_running()", "metadata.mark_running(); metadata.allow_ranks()").replace(
         "time.sleep(60)", "metadata.set_rank_pids([int(sys.stdin.readline()), int(sys.stdin.readline())]); print('named', flush=True); time.sleep(60)"
     )
@@ -132,9 +131,9 @@ def launch(tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_a_folder_is_held_until_the_last_process_of_its_launch_is_gone(tmp_path, launch, order):
+def test_lock_is_held_until_the_last_process_of_a_launch_ends(tmp_path, launch, order):
     for number in order:
-        with pytest.raises(ValueError, match="being trained by process"):
+        with pytest.raises(UserError, match="being trained by process"):
             RunMetadata.open(tmp_path / "run", resume=True)
         launch[number].kill()
         launch[number].wait()
@@ -142,47 +141,45 @@ def test_a_folder_is_held_until_the_last_process_of_its_launch_is_gone(tmp_path,
         assert metadata.status == "interrupted"
 
 
-def test_whoever_is_refused_is_told_which_ranks_are_left(tmp_path, launch):
+def test_refusal_names_the_ranks_that_outlive_their_launcher(tmp_path, launch):
     for number in (0, 1):
         launch[number].kill()
         launch[number].wait()
-    with pytest.raises(ValueError, match=f"being trained by process {launch[2].pid} on .* its launcher is gone"):
+    with pytest.raises(UserError, match=f"being trained by process {launch[2].pid} on .* ranks whose launcher has died"):
         RunMetadata.open(tmp_path / "run", resume=True)
 
 
-def test_a_rank_that_comes_too_late_finds_the_folder_taken(tmp_path, holder):
+def test_rank_cannot_lock_a_directory_that_allows_no_ranks(tmp_path, holder):
     late = start(RANK, tmp_path / "run", 0)
     assert late.communicate()[0] == "" and late.returncode != 0
 
 
-def test_the_first_rank_alone_writes(tmp_path, launch):
+def test_metadata_is_written_by_rank_0_only(tmp_path, launch):
     before = snapshot(tmp_path / "run")
     writes = "metadata = RunMetadata.attach(folder, int(sys.argv[2]))\nmetadata.update(step=int(sys.argv[2]))\nmetadata.close()"
     launch[2].kill(), launch[2].wait()
     assert start(writes, tmp_path / "run", 1).wait() == 0 and snapshot(tmp_path / "run") == before
     launch[1].kill(), launch[1].wait()
-    assert start(writes.replace("=int", "=7 + int"), tmp_path / "run", 0).wait() == 0 and said(tmp_path / "run")["step"] == 7
-    assert (tmp_path / "run" / ".owner.json").exists(), "it is another's"
+    assert start(writes.replace("=int", "=7 + int"), tmp_path / "run", 0).wait() == 0 and fields_of(tmp_path / "run")["step"] == 7
+    assert (tmp_path / "run" / ".owner.json").exists(), "the launcher removes it"
 
 
-def test_workers_that_outlive_a_killed_trainer_do_not_hold_its_folder(tmp_path):
+def test_lock_is_not_held_by_data_workers_of_a_killed_trainer(tmp_path):
     forks = "metadata = RunMetadata.open(folder)\nworker = os.fork()\nif worker == 0:\n    time.sleep(60)\nprint(worker, flush=True)\ntime.sleep(60)"
     trainer = start(forks, tmp_path)
     worker = int(trainer.stdout.readline())
     try:
         trainer.kill()
         trainer.wait()
-        started = time.monotonic()
         RunMetadata.open(tmp_path).close()
-        assert time.monotonic() - started < 1
-        os.kill(worker, 0)  # it was alive all the while
+        os.kill(worker, 0)  # it is still alive
     finally:
         os.kill(worker, signal.SIGKILL)
         trainer.communicate()
 
 
-def test_of_twenty_starts_at_once_exactly_one_trains(tmp_path):
-    """They wait for the same moment; whoever gets in stays until all have tried."""
+def test_of_many_launches_at_one_moment_exactly_one_trains(tmp_path):
+    """All wait for the same moment; the one that gets the lock keeps it until all have tried."""
     race = """
 while time.time() < float(sys.argv[2]):
     pass
@@ -191,71 +188,79 @@ try:
     metadata.mark_running()
     print("trains", flush=True)
     sys.stdin.read()
-except ValueError as refusal:
-    print(refusal.args[0], flush=True)
+except UserError as error:
+    print(error.message, flush=True)
 """
-    at = time.time() + 2
-    starts = [start(race, tmp_path / "run", at) for _ in range(20)]
-    answers = [child.stdout.readline().strip() for child in starts]
-    for child in starts:
-        child.communicate(timeout=60)  # closes its stdin, which lets the one that got in leave
+    launches = [start(race, tmp_path / "run", time.time() + 1) for _ in range(8)]
+    answers = [child.stdout.readline().strip() for child in launches]
+    for child in launches:
+        child.communicate(timeout=120)  # closes its stdin, on which the one with the lock waits
     assert answers.count("trains") == 1, answers
-    assert sum("being trained by" in answer for answer in answers) == 19, answers
-    assert said(tmp_path / "run")["attempt"] == 1
+    assert sum("being trained by" in answer for answer in answers) == 7, answers
+    assert fields_of(tmp_path / "run")["attempt"] == 1
 
 
-def test_a_plain_start_does_not_fall_into_a_run_that_is_there(tmp_path):
+def test_open_without_resume_refuses_a_directory_with_a_run(tmp_path):
     with RunMetadata.open(tmp_path) as metadata:
         metadata.mark_running()
-        metadata.finish(Outcome.FAILED, error="diverged", step=40)
+        metadata.finish(Outcome.DIVERGED, error="the loss is not finite", step=40)
     before = snapshot(tmp_path)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as refusal:
         RunMetadata.open(tmp_path)
-    what, where, fix = refusal.value.args
-    assert "failed, step 40" in what and where == str(tmp_path) and f"resume={tmp_path}" in fix
+    error = refusal.value
+    assert "failed, step 40" in error.message and error.setting == str(tmp_path) and f"resume={tmp_path}" in error.fix
     assert snapshot(tmp_path) == before
 
 
-def test_checkpoints_without_a_run_json_are_a_run_too(tmp_path):
+def test_open_refuses_checkpoints_without_a_run_json(tmp_path):
     (tmp_path / "checkpoints" / "step-00000010").mkdir(parents=True)
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(UserError, match="already holds a run"):
         RunMetadata.open(tmp_path)
 
 
-def test_a_start_that_never_trained_leaves_the_folder_free(tmp_path):
+def test_launch_that_never_trained_leaves_the_directory_free(tmp_path):
     RunMetadata.open(tmp_path).close()
     with RunMetadata.open(tmp_path) as metadata:
         assert metadata.status == "new"
 
 
-def test_resuming_what_is_not_there_is_refused_and_makes_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="there is no run here"):
+def test_resume_of_a_missing_run_is_refused_and_creates_nothing(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
         RunMetadata.open(tmp_path / "typo", resume=True)
     assert not (tmp_path / "typo").exists()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"status": "done", "attempt": 1, "step": 0}', '{"status": "running", "attempt": "x", "step": 0}', "[" * 100_000]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"status": "done", "outcome": null, "attempt": 1, "step": 0}',
+        '{"status": "running", "outcome": null, "attempt": "x", "step": 0}',
+        "[" * 100_000,
+    ],
+    ids=["empty", "torn", "list", "status", "attempt", "deep"],
 )
-def test_a_broken_run_json_is_refused_and_kept(text, tmp_path):
+def test_damaged_run_json_is_refused_and_kept(text, tmp_path):
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as refusal:
         RunMetadata.open(tmp_path, resume=True)
-    assert refusal.value.args[1] == str(tmp_path / "run.json") and len(refusal.value.args) == 3
+    assert refusal.value.setting == str(tmp_path / "run.json")
     assert (tmp_path / "run.json").read_text() == text
     (tmp_path / "run.json").unlink()
-    RunMetadata.open(tmp_path).close()  # the refusal let go of the lock
+    RunMetadata.open(tmp_path).close()  # the refusal has released the lock
 
 
-def test_a_run_json_that_leads_elsewhere_is_not_followed(tmp_path):
+def test_run_json_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "secret").write_text('{"status": "completed", "attempt": 1, "step": 0}')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match="no run.json of ours"):
+    with pytest.raises(UserError, match="run.json cannot be read"):
         RunMetadata.open(tmp_path / "run", resume=True)
 
 
-def test_opening_sweeps_what_a_killed_writer_left(tmp_path):
+def test_open_removes_temporary_files_of_a_killed_writer(tmp_path):
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa" / "model").write_bytes(b"half")
     (tmp_path / ".tmp-run.json-1-aa").write_bytes(b"half")
@@ -263,7 +268,7 @@ def test_opening_sweeps_what_a_killed_writer_left(tmp_path):
     assert not list(tmp_path.glob(".tmp-*")) and not list(tmp_path.glob("checkpoints/.tmp-*"))
 
 
-def test_a_full_disk_delays_an_update_and_stops_nothing(tmp_path, monkeypatch):
+def test_update_on_a_full_disk_is_written_with_the_next(tmp_path, monkeypatch):
     class Full(filesystem.FileSystem):
         @staticmethod
         def write(fd, data):
@@ -272,22 +277,22 @@ def test_a_full_disk_delays_an_update_and_stops_nothing(tmp_path, monkeypatch):
     with RunMetadata.open(tmp_path) as metadata:
         monkeypatch.setattr(filesystem, "fs", Full())
         metadata.update(degraded="step 40 could not be saved")
-        assert said(tmp_path)["degraded"] is None
+        assert fields_of(tmp_path)["degraded"] is None
         monkeypatch.undo()
         metadata.update(step=50)
-    assert said(tmp_path)["degraded"] == "step 40 could not be saved" and not list(tmp_path.glob(".tmp-*"))
+    assert fields_of(tmp_path)["degraded"] == "step 40 could not be saved" and not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_place_where_no_folder_can_be_made_is_refused(tmp_path):
+def test_open_refuses_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(UserError) as refusal:
         RunMetadata.open(tmp_path / "file" / "run")
-    assert "a run cannot live here" in refusal.value.args[0] and len(refusal.value.args) == 3
+    assert "cannot be used" in refusal.value.message
 
 
-def test_the_code_is_told_by_commit_and_changes(tmp_path):
-    def git(*words):
-        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True)
+def test_git_state_is_the_commit_and_a_hash_of_changes(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True)
 
     assert provenance.git_state(tmp_path) == {"commit": None, "dirty": None}  # no repository
     git("init")
@@ -300,26 +305,26 @@ def test_the_code_is_told_by_commit_and_changes(tmp_path):
     (tmp_path / "a.py").write_text("2")
     assert provenance.git_state(tmp_path)["commit"] == clean["commit"] and len(provenance.git_state(tmp_path)["dirty"]) == 64
     (tmp_path / "inside").mkdir()
-    assert provenance.git_state(tmp_path / "inside") == {"commit": None, "dirty": None}  # somebody else's repository
+    assert provenance.git_state(tmp_path / "inside") == {"commit": None, "dirty": None}  # inside of another repository
 
 
-def test_without_git_the_code_is_unknown(tmp_path, monkeypatch):
+def test_git_state_without_git_is_unknown(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.git_state() == {"commit": None, "dirty": None}
 
 
-def test_a_process_is_told_from_a_later_one_of_the_same_number():
-    me = provenance.process_id()
-    assert provenance.is_alive(me)
-    if me["start_ticks"] is not None:  # where there is /proc
-        assert not provenance.is_alive({**me, "start_ticks": 1}) and not provenance.is_alive({**me, "boot_id": "another"})
+def test_process_is_told_from_a_later_one_with_the_same_pid():
+    this = provenance.process_id()
+    assert provenance.is_alive(this)
+    if this["start_ticks"] is not None:  # where there is /proc
+        assert not provenance.is_alive({**this, "start_ticks": 1}) and not provenance.is_alive({**this, "boot_id": "another"})
 
 
-def test_the_words_of_a_run_are_on_the_disk_before_it_trains(tmp_path, monkeypatch):
-    """Hydra writes them and syncs nothing: after a power cut there would be checkpoints that no word leads to."""
-    words = tmp_path / "run" / ".hydra"
-    words.mkdir(parents=True)
-    (words / "config.yaml").write_text("seed: 42\n")
+def test_files_of_hydra_are_synced_before_training_begins(tmp_path, monkeypatch):
+    """Hydra does not sync them: after a power cut there would be checkpoints without the overrides to resume them."""
+    hydra_dir = tmp_path / "run" / ".hydra"
+    hydra_dir.mkdir(parents=True)
+    (hydra_dir / "config.yaml").write_text("seed: 42\n")
     synced = []
 
     class Watched(filesystem.FileSystem):
@@ -331,5 +336,21 @@ def test_the_words_of_a_run_are_on_the_disk_before_it_trains(tmp_path, monkeypat
     with RunMetadata.open(tmp_path / "run") as metadata:
         monkeypatch.setattr(filesystem, "fs", Watched())
         metadata.mark_running()
-    begun = next(at for at, path in enumerate(synced) if ".tmp-run.json" in path)
-    assert {str(words / "config.yaml"), str(words), str(tmp_path / "run")} <= set(synced[:begun])
+    first_write = next(index for index, path in enumerate(synced) if ".tmp-run.json" in path)
+    assert {str(hydra_dir / "config.yaml"), str(hydra_dir), str(tmp_path / "run")} <= set(synced[:first_write])
+
+
+def test_finish_records_outcome_and_status(tmp_path):
+    for outcome, status in ((Outcome.DIVERGED, "failed"), (Outcome.INTERRUPTED, "interrupted"), (Outcome.COMPLETED, "completed")):
+        with RunMetadata.open(tmp_path / outcome) as metadata:
+            metadata.mark_running()
+            metadata.finish(outcome)
+        fields = RunMetadata.read(tmp_path / outcome)
+        assert (fields["outcome"], fields["status"], has_diverged(fields)) == (outcome, status, outcome == Outcome.DIVERGED)
+
+
+def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path):
+    with RunMetadata.open(tmp_path) as metadata:
+        assert RunMetadata.opened(tmp_path) is metadata
+    with pytest.raises(KeyError):
+        RunMetadata.opened(tmp_path)
