@@ -25,7 +25,7 @@ def state_after_a_step(run_dir: Path) -> Any:
     import torch
 
     state = build_state(["model=minimind_64m", "optimizer=adamw", "init_from=scratch", "device=cpu", *NO_EXTRAS], run_dir)
-    for parameter in state.optimizers.parameters:
+    for parameter in state.optimizers.names:
         parameter.grad = torch.randn_like(parameter)
     state.optimizers.step(torch.zeros(()))
     state.optimizers.zero_grad()
