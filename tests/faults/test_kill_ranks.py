@@ -131,4 +131,4 @@ def test_random_kills_of_ranks_and_parent_change_no_bit(kills: int, epochs: int,
             assert diff_run_dirs(uninterrupted, run_dir) == []
             assert (saved_steps(run_dir)[-1], last_logged_step(run_dir), temp_files(run_dir)) == (total, total, [])
     print(f"{runs} runs, {dict(counts)}, {total} steps")
-    assert counts["without progress"] <= counts["kills"]
+    assert kills == 2 or counts["without progress"] < counts["kills"], "no launch made progress between two kills"
