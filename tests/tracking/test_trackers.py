@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from runner.config.compose import compose_config
 from runner.tracking import tracker_process
 from runner.tracking.config import TRACKERS, TrackerConfig, require_package
 from runner.tracking.logger import RunLogger
@@ -59,6 +60,13 @@ def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
 def test_tracker_none_has_no_settings_of_other_trackers() -> None:
     names = {name: {field.name for field in dataclasses.fields(TRACKERS.get(name))} for name in ("none", "swanlab")}
     assert names == {"none": {"name", "console"}, "swanlab": {"name", "console", "project", "mode"}}
+
+
+def test_compose_selects_the_config_class_of_the_tracker() -> None:
+    config = compose_config(["tracker=swanlab", "tracker.project=letters"]).tracker
+    assert type(config) is TRACKERS.get("swanlab") and vars(config)["project"] == "letters"
+    with pytest.raises(UserError, match="tracker.project is not read by tracker=none"):
+        compose_config(["tracker=none", "tracker.project=letters"])
 
 
 def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
