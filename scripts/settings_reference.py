@@ -58,6 +58,9 @@ def described_fields(cls: type) -> Iterator[tuple[str, Any, str]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         yield field.name, hints[field.name], comments.get(field.name, "")
+        for kind in (hints[field.name], *typing.get_args(hints[field.name])):
+            if dataclasses.is_dataclass(kind):  # a section within the section, such as stage.lora
+                yield from ((f"{field.name}.{name}", inner, text) for name, inner, text in described_fields(typing.cast(type, kind)))
 
 
 def type_name(kind: Any) -> str:
@@ -65,6 +68,8 @@ def type_name(kind: Any) -> str:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         return f"list of {type_name(arguments[0])}"
+    if dataclasses.is_dataclass(kind):
+        return "section"
     if type(None) in arguments:
         return " or ".join([*(type_name(part) for part in arguments if part is not type(None)), "null"])
     return "any" if kind is Any else getattr(kind, "__name__", str(kind))
@@ -103,15 +108,13 @@ def show(value: Any) -> str:
 
 
 def section_classes() -> dict[str, dict[str, type]]:
-    """Return {section: {option or "": config class}}; sections with a registry have a class for each of its entries."""
-    from runner.config.schema import section_registries
-    from runner.engine.config import Config
+    """Return {section: {option: config class}}; a section without a registry has one class, under the empty name."""
+    from runner.engine.config import REGISTERED_SECTIONS, Config
 
     classes: dict[str, dict[str, type]] = {}
-    registries = section_registries()
     for name, kind in typing.get_type_hints(Config).items():
-        if name in registries:
-            classes[name] = dict(registries[name])
+        if name in REGISTERED_SECTIONS:
+            classes[name] = dict(REGISTERED_SECTIONS[name][1].entries())
         elif dataclasses.is_dataclass(kind):
             classes[name] = {"": typing.cast(type, kind)}
     return classes
@@ -125,7 +128,7 @@ def reference() -> str:
     parts = [
         INTRODUCTION,
         "## Top level\n",
-        table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name not in sections),
+        table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name.partition(".")[0] not in sections),
     ]
     for section, classes in sections.items():
         options = option_values(section) if (CONF_DIR / section).is_dir() else {}
@@ -134,7 +137,11 @@ def reference() -> str:
         for option, cls in classes.items():
             for name, kind, text in described_fields(cls):
                 readers.setdefault(name, []).append(option)
-                default = show(defaults[f"{section}.{name}"]) if f"{section}.{name}" in defaults else "; ".join(options.get(name, []))
+                default = (
+                    show(defaults[f"{section}.{name}"])
+                    if f"{section}.{name}" in defaults and not dataclasses.is_dataclass(kind)
+                    else "; ".join(options.get(name, []))
+                )
                 rows.setdefault(name, (f"{section}.{name}", kind, text, default))
         for name, given in readers.items():
             if len(given) < len(classes):

@@ -104,10 +104,10 @@ def without_hydra(tree: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
 
 
-def to_config(tree: DictConfig) -> Config:
-    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError."""
+def to_config(tree: DictConfig | dict[str, Any]) -> Config:
+    """Return the settings in `tree` as dataclasses, whose own checks run here. Raises UserError. A plain dict has no interpolations."""
     check_imported(tree.get("plugins") or [])
-    values = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+    values = tree if isinstance(tree, dict) else cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
     check_all_read(values)
     merged = merge_into_schema(values)
     if missing := OmegaConf.missing_keys(merged):

@@ -9,10 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from common import exit_codes
 from common.errors import Interrupted, Outcome, TrainingError, UserError, report_user_error
+from runner.checkpoint.compatibility import DATA_FINGERPRINT
 from runner.config.compose import to_config
 from runner.engine.config import Config
 from runner.engine.state import TrainState
@@ -53,7 +52,7 @@ def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
 
 def config_from_json(values: Any, source: Path) -> Config:
     """Return the config that another process of the run has composed; `source` is named in errors. No interpolation is resolved."""
-    return to_config(OmegaConf.create(reject_interpolations(values, "", source)))
+    return to_config(reject_interpolations(values, "", source))
 
 
 def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcome.FAILED) -> None:
@@ -73,7 +72,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
 
     with _peer_errors(config):
         state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update)
-    metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility["content of the data"]})
+    metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     try:
         with _peer_errors(config):
             loss = train(state, stop)
