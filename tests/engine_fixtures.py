@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,8 +71,9 @@ def composed(*overrides: str) -> Config:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., TrainState]:
+def make_run(tmp_path: Path) -> Iterator[Callable[..., TrainState]]:
     torch.set_num_threads(1)
+    made: list[TrainState] = []
 
     def make(stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None) -> TrainState:
         run_dir = tmp_path / folder
@@ -83,9 +84,12 @@ def make_run(tmp_path: Path) -> Callable[..., TrainState]:
         if cfg.data.path == "default":
             cfg.data.path = str(write_examples(tmp_path, cfg.stage.data_format, rows))
         fields = {} if metadata is None else metadata  # what the run writes to run.json
-        return build_run(cfg, run_dir, attempt=attempt, update_metadata=lambda **changes: fields.update(changes))
+        made.append(build_run(cfg, run_dir, attempt=attempt, update_metadata=lambda **changes: fields.update(changes)))
+        return made[-1]
 
-    return make
+    yield make
+    for state in made:
+        state.logger.finish("completed", {})  # closes its files
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ def test_accumulation_changes_no_update_in_any_stage(make_run, stage, overrides)
 
 
 def test_accumulation_changes_no_update_of_packed_experts(make_run):
+    """The cell of the test above that is most likely to fail, in the fast suite."""
     assert_accumulation_changes_no_update(make_run, "sft", *MOE, *PACKED, rows=60)
 
 
@@ -97,7 +98,7 @@ def test_loss_of_dpo_at_its_reference_is_log_2(make_run, stage):
 @pytest.mark.parametrize("stage, rows", [("pretrain", 1), ("sft", 4), ("dpo", 4)])
 def test_loss_of_a_memorized_batch_goes_to_zero(make_run, stage, rows):
     """Pretraining on one row: the first token of several rows cannot be predicted."""
-    state = make_run(stage, "train.max_steps=40", "optimizer.lr=3e-2", "schedule=constant", rows=rows)
+    state = make_run(stage, "train.max_steps=40", "train.log_every=40", "optimizer.lr=3e-2", "schedule=constant", rows=rows)
     train(state)
     assert state.progress.recent_losses[-1] < 0.05
 
