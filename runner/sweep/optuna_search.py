@@ -230,7 +230,8 @@ class OptunaSearch:
         """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed job has none."""
         if not (job.status == "completed" or job.is_diverged) or job.loss is None:
             return [None]
-        record = {**_last_train_record(self.session.run_dir(job)), "loss": float(job.loss)}
+        metrics = self.session.run_dir(job) / "metrics.jsonl"
+        record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
         return [float(record[name]) if isinstance(record.get(name), int | float) else None for name in self.options.objectives]
 
     def write_results(self) -> None:
@@ -251,8 +252,8 @@ def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in params.items()}
 
 
-def _last_train_record(run_dir: Path) -> dict[str, Any]:
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+def _last_train_record(metrics: Path) -> dict[str, Any]:
+    lines = metrics.read_text(encoding="utf-8").splitlines()
     return next((record for record in map(json.loads, reversed(lines)) if record["kind"] == "train"), {})
 
 

@@ -154,6 +154,7 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     hydra_overrides = [override for override in config.hydra.overrides.hydra if not override.startswith(validation.LAUNCH_KEYS)]
     shared, swept, is_finite = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid)
     validation.check_sweep(config, sweeper, is_finite)
+    stored = validation.storable_overrides(shared)
     composer = PointComposer(shared)
     points = sweeper.points(swept, config.sweep.zip)
     configs = validation.checked_configs(composer, points)
@@ -162,7 +163,6 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
         budget.matching_overrides(job_config, base_rows, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base_rows, swept)
-    stored = validation.storable_overrides(shared)
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
         folder = naming.create_unique(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,9 @@ signal.signal(signal.SIGTERM, save)
 open('ready', 'w').close()
 time.sleep(60)
 """
+
+
+FINISHED = ("train.accumulation_steps=1,4", "train.max_steps=60", "train.eval_every=20", "hydra.launcher.workers=2")
 
 
 class FakeJobs:
@@ -80,6 +84,24 @@ def exit_code(action: Callable[[], Any]) -> int:
         assert isinstance(exit.code, int)
         return exit.code
     return 0
+
+
+@pytest.fixture(scope="session")
+def finished_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two completed jobs of train.max_steps=60 with 1 and 4 micro-batches per step; copy it."""
+    folder = tmp_path_factory.mktemp("finished")
+    jobs = FakeJobs(folder / "jobs")
+    jobs.set(default=GOOD.replace("metrics", "step=15 if os.path.basename(run_dir).endswith('4') else 60, metrics"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "TRAIN_SCRIPT", str(jobs.script))
+        command.start_sweep([*FINISHED, f"hydra.sweep.dir={folder / 'sweep'}"], ["--multirun"], run_sweep)
+    return folder / "sweep"
+
+
+@pytest.fixture
+def finished(finished_sweep: Path, tmp_path: Path) -> Path:
+    """A copy of `finished_sweep` in tmp_path/sweep, where `resume` continues it."""
+    return shutil.copytree(finished_sweep, tmp_path / "sweep")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Fairness between jobs, by numbers."""
+"""What the jobs of a sweep have in common, by numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from common.errors import UserError
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.sweep import budget
@@ -18,14 +19,14 @@ def base() -> Config:
     )
 
 
-def job(base: Config, **words: object) -> Config:
-    """`base` with words of train, and with `fix` and `lr_scale` of sweep."""
-    rules = {name: words.pop(name) for name in ("match_budget", "lr_scale") if name in words}
-    return dataclasses.replace(base, train=dataclasses.replace(base.train, **words), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]  # values of many types in one dict
+def job(base: Config, **values: object) -> Config:
+    """`base` with settings of the section train, and with match_budget and lr_scale of sweep."""
+    rules = {name: values.pop(name) for name in ("match_budget", "lr_scale") if name in values}
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, **values), sweep=dataclasses.replace(base.sweep, **rules))  # type: ignore[arg-type]  # values of many types in one dict
 
 
-def test_four_times_the_rows_of_a_step_take_a_quarter_of_the_steps(base: Config) -> None:
-    assert budget.matching_overrides(job(base, accumulation_steps=4), base=8, fix="tokens") == {
+def test_budget_four_times_the_rows_per_step_take_a_quarter_of_the_steps(base: Config) -> None:
+    assert budget.matching_overrides(job(base, accumulation_steps=4), 8, "tokens") == {
         "train.max_steps": "100",
         "train.log_every": "1",  # 2 / 4, but at least 1
         "train.eval_every": "25",
@@ -35,63 +36,57 @@ def test_four_times_the_rows_of_a_step_take_a_quarter_of_the_steps(base: Config)
     }
 
 
-def test_rows_come_from_batch_size_and_accumulation_alike(base: Config) -> None:
-    one, other = job(base, batch_size=32), job(base, accumulation_steps=4)
-    assert budget.matching_overrides(one, 8, "tokens") == budget.matching_overrides(other, 8, "tokens")
+def test_budget_counts_rows_of_batch_size_accumulation_and_ranks_alike(base: Config) -> None:
+    batch, accumulation = job(base, batch_size=32), job(base, accumulation_steps=4)
+    assert budget.matching_overrides(batch, 8, "tokens") == budget.matching_overrides(accumulation, 8, "tokens")
     assert budget.matching_overrides(job(base, batch_size=2, accumulation_steps=4), 8, "tokens") == {}
+    ranks = compose_config(["train.batch_size=8", "train.max_steps=400", "distributed=ddp", "distributed.nproc=2"])
+    assert budget.matching_overrides(ranks, 8, "tokens")["train.max_steps"] == "200"
 
 
-def test_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
+def test_budget_every_job_sees_the_same_rows_up_to_half_a_step(base: Config) -> None:
     for batch_size in range(1, 65):
-        found = budget.matching_overrides(job(base, batch_size=batch_size), 8, "tokens")
-        steps = int(found.get("train.max_steps", 400))
-        assert abs(steps * batch_size - 400 * 8) <= batch_size / 2
+        overrides = budget.matching_overrides(job(base, batch_size=batch_size), 8, "tokens")
+        assert abs(int(overrides.get("train.max_steps", 400)) * batch_size - 400 * 8) <= batch_size / 2
 
 
-def test_rows_that_cannot_be_made_equal_are_told_with_their_numbers(base: Config) -> None:
-    def told(*lengths: int, fix: str = "tokens") -> str | None:
-        return budget.budget_warning(
-            [job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=fix) for steps in lengths for rows in (1, 4, 16)], 1, []
-        )
+def test_budget_warning_names_the_numbers_of_jobs_that_cannot_be_equal(base: Config) -> None:
+    def warning(*lengths: int, rule: str = "tokens") -> str | None:
+        configs = [job(base, batch_size=1, accumulation_steps=rows, max_steps=steps, match_budget=rule) for steps in lengths for rows in (1, 4, 16)]
+        return budget.budget_warning(configs, 1, [])
 
-    assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(told(30))
-    assert told(30, fix="steps") is told(160) is told(160, 320) is told(1601) is told(0) is None
+    assert "30 x 1 = 30, 8 x 4 = 32, 2 x 16 = 32" in str(warning(30))
+    assert warning(30, rule="steps") is warning(160) is warning(160, 320) is warning(1601) is warning(0) is None
 
 
-def test_equal_steps_change_no_count(base: Config) -> None:
+def test_budget_rule_steps_changes_no_count(base: Config) -> None:
     assert budget.matching_overrides(job(base, accumulation_steps=4), 8, "steps") == {}
 
 
-def test_equal_epochs_scale_what_is_counted_in_steps(base: Config) -> None:
-    found = budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), 8, "epochs")
-    assert found["train.eval_every"] == "25" and "train.max_steps" not in found and "train.epochs" not in found
+def test_budget_rule_epochs_scales_intervals_counted_in_steps(base: Config) -> None:
+    overrides = budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), 8, "epochs")
+    assert overrides["train.eval_every"] == "25" and "train.max_steps" not in overrides and "train.epochs" not in overrides
 
 
-def test_a_length_that_cannot_be_kept_equal_is_refused(base: Config) -> None:
-    for fix, steps in (("steps", 0), ("epochs", 400)):
-        with pytest.raises(ValueError, match="cannot be kept equal"):
-            budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps), 8, fix)
-        assert budget.matching_overrides(job(base, max_steps=steps), 8, fix) == {}  # all jobs alike: nothing to keep
+@pytest.mark.parametrize(("rule", "steps"), [("steps", 0), ("epochs", 400)])
+def test_budget_refuses_a_rule_that_cannot_be_kept(base: Config, rule: str, steps: int) -> None:
+    with pytest.raises(UserError, match=f"sweep.match_budget={rule} needs train.max_steps"):
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps), 8, rule)
+    assert budget.matching_overrides(job(base, max_steps=steps), 8, rule) == {}  # all steps are alike
 
 
 @pytest.mark.parametrize(("how", "lr"), [("linear", 4e-3), ("sqrt", 2e-3)])
-def test_lr_grows_with_the_rows_of_a_step(base: Config, how: str, lr: float) -> None:
+def test_budget_lr_scale_follows_the_rows_per_step(base: Config, how: str, lr: float) -> None:
     assert float(budget.matching_overrides(job(base, accumulation_steps=4, lr_scale=how), 8, "steps")["optimizer.lr"]) == pytest.approx(lr)
 
 
-def test_auto_keeps_tokens_where_the_rows_of_a_step_are_swept() -> None:
-    assert (
-        budget.resolve_budget_rule("auto", ["optimizer.lr", "train.accumulation_steps"]) == budget.resolve_budget_rule("auto", ["train.batch_size"]) == "tokens"
-    )
+def test_budget_rule_auto_means_tokens_where_the_rows_per_step_are_swept() -> None:
+    assert budget.resolve_budget_rule("auto", ["optimizer.lr", "train.accumulation_steps"]) == "tokens"
+    assert budget.resolve_budget_rule("auto", ["train.batch_size"]) == "tokens"
     assert budget.resolve_budget_rule("auto", ["optimizer.lr"]) == "epochs" and budget.resolve_budget_rule("steps", ["train.batch_size"]) == "steps"
 
 
-def test_an_unknown_rule_is_refused() -> None:
-    for word in ("sweep.match_budget=rows", "sweep.lr_scale=cubic"):
-        with pytest.raises(ValueError, match="must be one of"):
-            compose_config([word])
-
-
-def test_twice_the_ranks_take_half_the_steps() -> None:
-    base, more = (compose_config(["train.batch_size=8", "train.max_steps=400", "distributed=ddp", f"distributed.nproc={ranks}"]) for ranks in (1, 2))
-    assert budget.matching_overrides(more, base=budget.rows_per_step(base), fix="tokens")["train.max_steps"] == "200"
+@pytest.mark.parametrize("override", ["sweep.match_budget=rows", "sweep.lr_scale=cubic"])
+def test_budget_refuses_an_unknown_rule(override: str) -> None:
+    with pytest.raises(UserError, match="must be one of"):
+        compose_config([override])

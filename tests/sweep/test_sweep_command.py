@@ -20,13 +20,14 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
 from common.errors import UserError
+from common.plugins import PLUGINS_ENV
+from runner.cli.show_config import show_sweep_config
+from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
-from runner.run_dir import initial_weights, naming
+from runner.run_dir import initial_weights
 from runner.sweep import command, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
-
-BUDGET = ("train.accumulation_steps=1,4", "train.max_steps=60", "train.eval_every=20")
 
 
 def statuses(folder: Path) -> dict[str, str]:
@@ -50,44 +51,41 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
 
 
 def test_sweep_runs_every_job_in_its_own_directory_and_writes_the_report(sweep: Any, tmp_path: Path) -> None:
-    assert sweep("optimizer.lr=1e-3,2e-3", "seed=1,2", "hydra.launcher.workers=2") == 0
+    assert sweep("optimizer.lr=1e-3,2e-3", "seed=1", "hydra.launcher.workers=2") == 0
     fields = read_sweep(tmp_path / "sweep")
-    assert fields["status"] == "completed" and fields["swept"] == {"optimizer.lr": ["0.001", "0.002"], "seed": ["1", "2"]}
-    assert statuses(tmp_path / "sweep") == {f"optimizer.lr={lr},seed={seed}": "completed" for lr in ("0.001", "0.002") for seed in (1, 2)}
+    assert fields["status"] == "completed" and fields["swept"] == {"optimizer.lr": ["0.001", "0.002"]}
+    assert statuses(tmp_path / "sweep") == {f"optimizer.lr={lr}": "completed" for lr in ("0.001", "0.002")}
     assert {(job["loss"], job["attempt"], job["outcome"]) for job in fields["jobs"]} == {(1.5, 1, "completed")}
     assert (tmp_path / "sweep" / "report.html").is_file() and (tmp_path / "sweep" / "leaderboard.csv").is_file()
 
 
-def test_sweep_json_and_the_run_directory_are_written_before_a_job_starts(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_sweep_json_and_the_run_directory_are_written_before_a_job_starts(sweep: Any, fake_jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLUGINS_ENV, "[]")
     fake_jobs.set(
         default=f"""
 state = json.load(open("../sweep.json"))
-assert [job["name"] for job in state["jobs"]] == ["seed=1", "seed=2", "seed=3"] and state["status"] == "running"
+assert [job["name"] for job in state["jobs"]] == ["seed=1", "seed=2"] and state["status"] == "running"
 assert sorted(os.listdir(".hydra")) == ["conf", "config.yaml", "overrides.yaml"] and not overrides
+assert os.environ[{PLUGINS_ENV!r}] == "[]"
 {GOOD}"""
     )
-    assert sweep("seed=1,2,3") == 0
+    assert sweep("seed=1,2") == 0
 
 
 def test_sweep_without_a_directory_is_placed_in_outputs(fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.config import compose
+    from runner.cli.show_config import show_sweep_config
+from runner.config import compose
 
     monkeypatch.setattr(compose, "workspace_dir", lambda: tmp_path)
     command.start_sweep(["seed=1,2"], ["--multirun"], run_sweep)
     assert len(list((tmp_path / "outputs" / "multirun").glob("*/*/sweep.json"))) == 1
 
 
-def test_sweep_with_larger_steps_takes_fewer_of_them(sweep: Any, tmp_path: Path) -> None:
-    assert sweep(*BUDGET) == 0
-    overrides = yaml.safe_load((tmp_path / "sweep" / "train.accumulation_steps=4" / ".hydra" / "overrides.yaml").read_text())
+def test_sweep_with_larger_steps_takes_fewer_of_them(finished: Path) -> None:
+    overrides = yaml.safe_load((finished / "train.accumulation_steps=4" / ".hydra" / "overrides.yaml").read_text())
     assert {"train.max_steps=15", "train.eval_every=5", "train.accumulation_steps=4"} <= set(overrides)
-    config = yaml.safe_load((tmp_path / "sweep" / "train.accumulation_steps=4" / ".hydra" / "config.yaml").read_text())
+    config = yaml.safe_load((finished / "train.accumulation_steps=4" / ".hydra" / "config.yaml").read_text())
     assert config["train"]["max_steps"] == 15 and config["train"]["accumulation_steps"] == 4
-
-
-def test_sweep_zip_pairs_values(sweep: Any, tmp_path: Path) -> None:
-    assert sweep("optimizer.lr=1e-3,2e-3", "seed=1,2", "sweep.zip=[optimizer.lr,seed]") == 0
-    assert statuses(tmp_path / "sweep").keys() == {"optimizer.lr=0.001,seed=1", "optimizer.lr=0.002,seed=2"}
 
 
 REFUSED = {
@@ -130,12 +128,11 @@ def test_sweep_accepts_the_options_of_the_local_launcher(typed: str) -> None:
     validation.hydra_options(compose_tree([typed]))
 
 
-def test_sweep_refuses_a_second_sweep_in_its_directory(sweep: Any, tmp_path: Path) -> None:
-    assert sweep("seed=1,2") == 0
-    before = files_of(tmp_path / "sweep")
+def test_sweep_refuses_a_second_sweep_in_its_directory(finished: Path, sweep: Any) -> None:
+    before = files_of(finished)
     with pytest.raises(UserError, match="already holds a sweep"):
         sweep("seed=3,4")
-    assert files_of(tmp_path / "sweep") == before
+    assert files_of(finished) == before
 
 
 def test_sweep_stores_no_hydra_setting_that_could_run_code(sweep: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -182,10 +179,9 @@ def test_resume_runs_failed_and_new_jobs_in_their_directories_and_no_completed_o
     assert [job["attempt"] for job in read_sweep(tmp_path / "sweep")["jobs"]] == [2, 1, 1, 1]
 
 
-def test_resume_of_a_completed_sweep_changes_no_file(sweep: Any, resume: Any, tmp_path: Path) -> None:
-    assert sweep("seed=1,2") == 0
-    before = files_of(tmp_path / "sweep")
-    assert resume() == 0 and files_of(tmp_path / "sweep") == before
+def test_resume_of_a_completed_sweep_changes_no_file(finished: Path, resume: Any) -> None:
+    before = files_of(finished)
+    assert resume() == 0 and files_of(finished) == before
 
 
 def test_resume_after_a_killed_driver_finds_what_its_jobs_have_done(fake_jobs: FakeJobs, resume: Any, tmp_path: Path) -> None:
@@ -206,41 +202,45 @@ runpy.run_path("runner/train.py", run_name="__main__")
     assert [read_run(tmp_path / "sweep" / f"seed={seed}")["attempt"] for seed in (1, 2, 3)] == [1, 2, 1]
 
 
-def test_resume_adds_points_and_leaves_the_others_alone(sweep: Any, resume: Any, tmp_path: Path) -> None:
-    assert sweep("optimizer.lr=1e-3,2e-3", *BUDGET) == 0
-    assert resume("optimizer.lr=0.0010,3e-3", "train.accumulation_steps=4") == 0
-    jobs = read_sweep(tmp_path / "sweep")["jobs"]
-    assert [job["name"] for job in jobs[4:]] == ["optimizer.lr=0.003,train.accumulation_steps=4"] and {job["attempt"] for job in jobs} == {1}
-    assert read_sweep(tmp_path / "sweep")["swept"]["optimizer.lr"] == ["0.001", "0.002", "0.003"]
-    assert "train.max_steps=15" in yaml.safe_load((tmp_path / "sweep" / jobs[4]["name"] / ".hydra" / "overrides.yaml").read_text())
+def test_resume_adds_points_and_leaves_the_others_alone(finished: Path, resume: Any) -> None:
+    assert resume("train.accumulation_steps=2,04") == 0
+    jobs = read_sweep(finished)["jobs"]
+    assert [job["name"] for job in jobs[2:]] == ["train.accumulation_steps=2"] and {job["attempt"] for job in jobs} == {1}
+    assert read_sweep(finished)["swept"] == {"train.accumulation_steps": ["1", "4", "2"]}
+    assert "train.max_steps=30" in yaml.safe_load((finished / jobs[2]["name"] / ".hydra" / "overrides.yaml").read_text())
 
 
-@pytest.mark.parametrize(("typed", "warning"), [("optimizer.lr=3e-3", ""), ("train.accumulation_steps=16", "60 x 16 = 960, 15 x 64 = 960, 4 x 256 = 1024")])
-def test_resume_warns_of_new_points_that_cannot_see_the_same_rows(sweep: Any, resume: Any, capsys: pytest.CaptureFixture, typed: str, warning: str) -> None:
-    assert sweep("optimizer.lr=1e-3,2e-3", *BUDGET, "train.batch_size=16") == 0
-    capsys.readouterr()
-    assert resume(typed) == 0
+@pytest.mark.parametrize(("value", "warning"), [("2", ""), ("16", "60 x 4 = 240, 15 x 16 = 240, 4 x 64 = 256")], ids=["equal", "unequal"])
+def test_resume_warns_of_new_points_that_cannot_see_the_same_rows(finished: Path, resume: Any, capsys: pytest.CaptureFixture, value: str, warning: str) -> None:
+    assert resume(f"train.accumulation_steps={value}") == 0
     stderr = capsys.readouterr().err
     assert warning in stderr and ("do not see the same number of rows" in stderr) == bool(warning)
 
 
-@pytest.mark.parametrize("typed", ["seed=1,2", "optimizer.lrr=1", "optimizer.lr=1e-3,x", "sweep.match_budget=steps", "hydra.sweep.dir=x", "train.max_steps=x"])
-def test_resume_refuses_what_a_sweep_cannot_take_and_changes_nothing(sweep: Any, resume: Any, tmp_path: Path, typed: str) -> None:
-    assert sweep("optimizer.lr=1e-3,2e-3") == 0
-    before = files_of(tmp_path / "sweep")
-    for extra in ([typed], [typed, "hydra.launcher.workers=2"]):
-        with pytest.raises(UserError):
-            resume(*extra)
-    with pytest.raises(UserError, match="must be at least 1"):
-        resume("optimizer.lr=3e-3", "hydra.launcher.workers=0")
-    assert files_of(tmp_path / "sweep") == before
+REFUSED_ADDITIONS = {
+    "seed=1,2": "seed is not swept here",
+    "optimizer.lrr=1": "unknown setting optimizer.lrr",
+    "train.accumulation_steps=2,x": "train.accumulation_steps",
+    "sweep.match_budget=steps": "cannot change",
+    "hydra.sweep.dir=x": "cannot change",
+    "train.max_steps=x": "train.max_steps",
+    "stage=sft train.epochs=2": "stage of a sweep that has begun cannot change",
+    "train.accumulation_steps=2 hydra.launcher.workers=0": "must be at least 1",
+}
+
+
+@pytest.mark.parametrize(("typed", "message"), REFUSED_ADDITIONS.items(), ids=REFUSED_ADDITIONS)
+def test_resume_refuses_what_a_sweep_cannot_take_and_changes_nothing(finished: Path, resume: Any, typed: str, message: str) -> None:
+    before = files_of(finished)
+    with pytest.raises(UserError) as error:
+        resume(*typed.split())
+    assert message in f"{error.value.message} {error.value.setting}" and files_of(finished) == before
 
 
 @pytest.mark.parametrize("override", ["hydra.callbacks.x._target_=os.system", "data.path=${oc.env:HOME}", "hydra.launcher.parameters={a: rm}"])
-def test_resume_refuses_a_sweep_json_that_could_run_code(sweep: Any, resume: Any, tmp_path: Path, override: str) -> None:
-    assert sweep("seed=1,2") == 0
-    fields = read_sweep(tmp_path / "sweep")
-    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({**fields, "overrides": [*fields["overrides"], override]}))
+def test_resume_refuses_a_sweep_json_that_could_run_code(finished: Path, resume: Any, override: str) -> None:
+    fields = read_sweep(finished)
+    (finished / "sweep.json").write_text(json.dumps({**fields, "overrides": [*fields["overrides"], override]}))
     with pytest.raises(UserError, match="that it may not hold"):
         resume()
 
@@ -258,16 +258,15 @@ def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: A
     assert yaml.safe_load((folder / "schedule=gone" / ".hydra" / "config.yaml").read_text())["schedule"]["name"] == "cosine"
 
 
-def test_jobs_are_composed_from_the_copy_of_the_sweep_when_conf_changes_while_it_runs(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_jobs_are_composed_as_checked_when_conf_changes_while_the_sweep_runs(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     """A job may start days after the first."""
-    copy = tmp_path / "sweep" / ".hydra" / "conf" / "optimizer" / "adamw.yaml"
-    assert sweep("optimizer=adamw", "seed=1,2") == 0
-    copy.write_text(copy.read_text().replace("weight_decay: 0.1", "weight_decay: 0.7"))
-    with SweepState.open(tmp_path / "sweep") as state:
-        from runner.run_dir.config_snapshot import as_config_dir
-
-        with as_config_dir(state.folder) as conf:
-            assert SweepSession(state, conf).composer.config({"seed": "1"}).optimizer.weight_decay == 0.7
+    conf = shutil.copytree(Path(__file__).parents[2] / "conf", tmp_path / "conf")
+    (conf / "schedule" / "mine.yaml").write_text((conf / "schedule" / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.2"))
+    change = f"open({str(conf / 'schedule' / 'mine.yaml')!r}, 'w').write('changed: 1')"
+    fake_jobs.set(default=f"{change}\n{GOOD}")
+    assert sweep("seed=1,2", "schedule=mine", f"hydra.searchpath=[file://{conf}]") == 0
+    configs = [yaml.safe_load((tmp_path / "sweep" / f"seed={seed}" / ".hydra" / "config.yaml").read_text()) for seed in (1, 2)]
+    assert [config["schedule"]["min_lr_ratio"] for config in configs] == [0.2, 0.2]
 
 
 def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
@@ -302,35 +301,18 @@ def test_continue_command_can_be_pasted_whatever_the_directory_is_called(tmp_pat
     assert shlex.split(line)[-1] == f"resume={folder}"
 
 
-def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(
-    sweep: Any, fake_jobs: FakeJobs, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    from runner.cli.show_config import show_sweep_config
+def test_show_config_prints_the_job_that_resume_would_run_and_writes_nothing(finished: Path, capsys: pytest.CaptureFixture) -> None:
+    shutil.rmtree(finished / "train.accumulation_steps=4")
+    before = files_of(finished)
 
-    folder = tmp_path / "sweep"
-    fake_jobs.set(default=FLAKY)
-    fake_jobs.set_all({"optimizer.lr=0.001,train.accumulation_steps=1": GOOD.replace("metrics", "step=60, metrics")})
-    assert sweep("optimizer.lr=1e-3,2e-3", *BUDGET) == 1
-    shutil.rmtree(folder / "optimizer.lr=0.001,train.accumulation_steps=4")
-    capsys.readouterr()
-    before = files_of(folder)
+    def shown(*typed: str) -> tuple[int, int]:
+        show_sweep_config(finished, list(typed), ["--cfg=job"], run_sweep)
+        train = yaml.safe_load(capsys.readouterr().out)["train"]
+        return train["accumulation_steps"], train["max_steps"]
 
-    def shown(*typed: str) -> tuple[float, int, int]:
-        show_sweep_config(folder, list(typed), ["--cfg=job"], run_sweep)
-        tree = yaml.safe_load(capsys.readouterr().out)
-        return tree["optimizer"]["lr"], tree["train"]["accumulation_steps"], tree["train"]["max_steps"]
-
-    assert shown() == (0.001, 4, 15)
-    assert shown("train.max_steps=80", "train.accumulation_steps=1") == (0.001, 1, 80)
-    assert shown("optimizer.lr=3e-3") == (0.003, 4, 15)
+    assert shown() == (4, 15)
+    assert shown("train.max_steps=80", "train.accumulation_steps=1") == (1, 80)
+    assert shown("train.accumulation_steps=2") == (2, 30)
     with pytest.raises(UserError):
         shown("model.hidden_sizes=2")
-    assert files_of(folder) == before
-
-
-def test_plugins_of_the_user_reach_the_environment_of_a_job(sweep: Any, fake_jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.plugins import PLUGINS_ENV
-
-    monkeypatch.setenv(PLUGINS_ENV, "[]")
-    fake_jobs.set(default=f"assert os.environ[{PLUGINS_ENV!r}] == '[]' and 'HYDRA_FULL_ERROR' not in os.environ\n{GOOD}")
-    assert sweep("seed=1,2") == 0
+    assert files_of(finished) == before

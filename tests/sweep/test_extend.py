@@ -1,0 +1,89 @@
+"""`resume=SWEEP train.max_steps=...`: which jobs that have begun take a new override, and which overrides are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import GOOD, FakeJobs, read_run, read_sweep
+
+from common.errors import UserError
+from runner.checkpoint.format import CHECKPOINT_FORMAT
+from runner.reporting.read_results import read_sweep_results
+from runner.run_dir import resume as resume_module
+
+NAMES = ("train.accumulation_steps=1", "train.accumulation_steps=4")
+
+
+def applied(sweep: Path) -> list[list[str]]:
+    return [job["applied_overrides"] for job in read_sweep(sweep)["jobs"]]
+
+
+def resume_alone(run_dir: Path, overrides: list[str], **fields: Any) -> None:
+    """Resume a job by itself, outside of its sweep."""
+    with resume_module.persisting_overrides(resume_module.plan_resume(run_dir, overrides)):
+        (run_dir / "run.json").write_text(json.dumps({**read_run(run_dir), **fields}))
+
+
+def test_extend_gives_each_job_its_share_of_more_steps(finished: Path, resume: Any) -> None:
+    assert resume("train.max_steps=80") == 0
+    assert [read_run(finished / name)["overrides"] for name in NAMES] == [["train.max_steps=80"], ["train.max_steps=20"]]
+    assert [job["attempt"] for job in read_sweep(finished)["jobs"]] == [2, 2]
+    assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [[], []]
+    assert "train.max_steps=80" in read_sweep(finished)["overrides"]
+
+
+def test_extend_keeps_pending_overrides_until_a_job_has_trained_with_them(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
+    fake_jobs.set(default="sys.exit(1)")
+    assert resume("train.max_steps=80") == 1
+    assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [["train.max_steps=80"], ["train.max_steps=20"]]
+    fake_jobs.set(default=GOOD)
+    assert resume("train.log_every=5") == 0
+    assert read_run(finished / NAMES[1])["overrides"] == ["train.max_steps=20", "train.log_every=1"]
+
+
+REFUSED = {
+    "train.max_steps=80 model.hidden_size=64": "model.hidden_size",
+    "data.max_length=16": "data.max_length",
+    "optimizer.weight_decay=0.2": "weight_decay",
+    "train.max_steps=60 optimizer.weight_decay=0.2": "weight_decay",  # names a length, but trains no further
+    "train.epochs=7 train.patience=3 optimizer.weight_decay=0.2": "",
+    "train.max_steps=40": "has already taken 60 steps",
+}
+
+
+@pytest.mark.parametrize(("typed", "message"), REFUSED.items(), ids=REFUSED)
+def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, resume: Any, typed: str, message: str) -> None:
+    before = (finished / "sweep.json").read_bytes()
+    with pytest.raises(UserError) as error:
+        resume(*typed.split())
+    assert message in f"{error.value.message} {error.value.setting}" and (finished / "sweep.json").read_bytes() == before
+
+
+def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_as_it_is(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
+    resume_alone(finished / NAMES[0], ["train.max_steps=90"], step=90)
+    assert resume("train.max_steps=80") == 0
+    assert applied(finished) == [[], ["train.max_steps=20"]]
+    assert "was resumed by itself up to step 90" in capsys.readouterr().err
+
+
+def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
+    resume_alone(finished / NAMES[0], ["train.patience=2"])
+    checkpoint = finished / NAMES[0] / "checkpoints" / "step-00000060"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"format": CHECKPOINT_FORMAT, "progress": {"step": 60, "evals_since_best": 2}}))
+    assert resume("train.max_steps=80") == 0
+    assert applied(finished) == [[], ["train.max_steps=20"]]
+    assert "was stopped by train.patience at step 60" in capsys.readouterr().err
+
+
+def test_report_names_overrides_of_a_job_resumed_by_itself_but_not_those_of_its_sweep(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
+    resume_alone(finished / NAMES[0], ["train.max_steps=70"], step=70)
+    assert resume() == 0
+    assert resume("train.max_steps=80") == 0
+    for name in NAMES:
+        resume_alone(finished / name, read_run(finished / name)["overrides"])
+    manual = {job.name: job.manual_overrides for job in read_sweep_results(finished).jobs}
+    assert manual == {NAMES[0]: ["train.max_steps=70"], NAMES[1]: []}

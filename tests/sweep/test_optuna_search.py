@@ -1,0 +1,171 @@
+"""Points that Optuna draws. Where Optuna is not installed, its options and search spaces are tested only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
+
+from common.errors import UserError
+from runner.sweep.optuna_search import OptunaOptions, parse_axis
+
+LOSS = "values = dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))\n"
+LOSS += "write('completed', 'completed', metrics={'loss': float(values['optimizer.lr']) * 1000})"
+SPACE = ("optimizer.lr=tag(log,interval(1e-4,1e-2))", "train.accumulation_steps=1,2")
+OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.seed=7")
+
+
+@pytest.fixture
+def optuna() -> Any:
+    return pytest.importorskip("optuna", reason="needs Optuna: pip install 'lm-runner[optuna]'")
+
+
+def trials(sweep: Path) -> list[Any]:
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return optuna.load_study(study_name="sweep", storage=JournalStorage(JournalFileBackend(str(sweep / "optuna.jsonl")))).get_trials()
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "expected"),
+    [
+        ("train.accumulation_steps", ["1", "2", "4"], {"choices": ["1", "2", "4"]}),
+        ("optimizer.lr", ["tag(log,interval(1e-5,1e-2))"], {"low": 1e-5, "high": 1e-2, "log": True, "is_int": False}),
+        ("optimizer.weight_decay", ["interval(0,1)"], {"low": 0.0, "high": 1.0, "is_int": False}),
+        ("train.batch_size", ["interval(1,16)"], {"low": 1, "high": 16, "is_int": True}),
+        ("seed", ["range(1,9,2)"], {"low": 1, "high": 7, "step": 2, "is_int": True}),
+        ("optimizer.lr", ["range(0.1,0.5,0.1)"], {"low": 0.1, "high": 0.4, "step": 0.1, "is_int": False}),
+        ("optimizer", ["adamw"], {"choices": ["adamw"]}),
+    ],
+)
+def test_search_space_of_an_override(key: str, values: list[str], expected: dict[str, Any]) -> None:
+    axis = parse_axis(key, values)
+    assert {name: getattr(axis, name) for name in expected} == expected and axis.key == key
+
+
+@pytest.mark.parametrize("text", ["interval(2,1)", "tag(log,interval(0,1))"])
+def test_search_space_refuses_an_empty_interval(text: str) -> None:
+    with pytest.raises(UserError, match="the interval of optimizer.lr must have"):
+        parse_axis("optimizer.lr", [text])
+
+
+INVALID: dict[str, dict[str, Any]] = {
+    "direction missing": {"objectives": ["loss", "tokens_per_second"]},
+    "objective missing": {"direction": ["minimize", "maximize"]},
+    "no objective": {"objectives": [], "direction": []},
+    "unknown direction": {"direction": "minimise"},
+    "no trials": {"n_trials": 0},
+    "sampler with pickles": {"sampler": "cmaes"},
+}
+
+
+@pytest.mark.parametrize("options", INVALID.values(), ids=INVALID)
+def test_options_of_optuna_are_refused(options: dict[str, Any]) -> None:
+    OptunaOptions(objectives=["loss", "tokens"], direction=["minimize", "maximize"])
+    with pytest.raises(UserError):
+        OptunaOptions(**options)
+
+
+def test_optuna_refuses_an_end_of_an_interval_that_no_job_could_take(optuna: Any, sweep: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="min_lr_ratio"):
+        sweep(*OPTUNA, "schedule.min_lr_ratio=interval(0,2)")
+    with pytest.raises(UserError, match="sampler=grid needs lists"):
+        sweep(*OPTUNA, *SPACE, "hydra.sweeper.sampler=grid")
+    with pytest.raises(UserError, match="sweep.zip needs hydra/sweeper=grid"):
+        sweep(*OPTUNA, *SPACE, "sweep.zip=[optimizer.lr]")
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_optuna_draws_points_and_reports_losses_to_its_study(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set(default=LOSS)
+    assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=4", "hydra.launcher.workers=2") == 0
+    jobs = read_sweep(tmp_path / "sweep")["jobs"]
+    assert [job["status"] for job in jobs] == ["completed"] * 4
+    assert [trial.value for trial in trials(tmp_path / "sweep")] == [job["loss"] for job in jobs]
+    best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
+    assert best["best_evaluated_value"] == min(job["loss"] for job in jobs)
+    assert resume() == 0 and len(read_sweep(tmp_path / "sweep")["jobs"]) == 4
+    assert resume("hydra.sweeper.n_trials=6") == 0
+    again = read_sweep(tmp_path / "sweep")["jobs"]
+    assert len({job["name"] for job in again}) == 6 and again[:4] == jobs  # the seed draws other points than before
+    with pytest.raises(UserError, match="search space of a study cannot change"):
+        resume("train.accumulation_steps=4")
+
+
+def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    """Job 1 ends only after three others have: a sampler that waits for a whole batch would wait forever."""
+    fake_jobs.set(default=f"""
+others = lambda: [job for job in json.load(open("../sweep.json"))["jobs"] if job["status"] == "completed"]
+first = json.load(open("../sweep.json"))["jobs"][0]["name"] == os.path.basename(run_dir)
+while first and len(others()) < 3: time.sleep(0.01)
+{LOSS}""")
+    assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=4", "hydra.launcher.workers=2") == 0
+    assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] * 4
+
+
+def test_optuna_continues_open_and_failed_trials_in_their_directories(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    """As after a kill: the first trial failed, the second one is open, half of a line is in the journal."""
+    fake_jobs.set(default=FLAKY)
+    assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=2") == 1
+    names = [job["name"] for job in read_sweep(tmp_path / "sweep")["jobs"]]
+    journal = tmp_path / "sweep" / "optuna.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join(lines[:-1]) + '\n{"op_co')  # without the end of the second trial
+    assert [trial.state.name for trial in trials_after_repair(journal)] == ["FAIL", "RUNNING"]
+    assert resume() == 0
+    jobs = read_sweep(tmp_path / "sweep")["jobs"]
+    assert [job["name"] for job in jobs[:2]] == names and [job["attempt"] for job in jobs[:2]] == [2, 2]
+    assert sum(trial.state.name == "COMPLETE" for trial in trials(tmp_path / "sweep")) == 2
+
+
+def trials_after_repair(journal: Path) -> list[Any]:
+    copy = journal.parent / "copy"
+    copy.mkdir()
+    (copy / "optuna.jsonl").write_bytes(journal.read_bytes().rpartition(b"\n")[0] + b"\n")
+    return trials(copy)
+
+
+def test_optuna_takes_a_diverged_point_as_infinitely_bad(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set_all({"optimizer.lr=1e+30": DIVERGED})
+    assert sweep("hydra/sweeper=optuna", "hydra.sweeper.sampler=grid", "optimizer.lr=1e-3,1e30", "hydra.launcher.workers=2") == 1
+    assert sorted(trial.value for trial in trials(tmp_path / "sweep")) == [1.5, float("inf")]
+
+
+def test_optuna_takes_several_objectives_from_the_metrics(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    records = [{"kind": "train", "tokens_per_second": 5.0}, {"kind": "train", "tokens_per_second": 7.0}, {"kind": "eval", "loss": 3.0}]
+    fake_jobs.set(default=f"open('metrics.jsonl', 'w').write({''.join(json.dumps(record) + chr(10) for record in records)!r})\n{LOSS}")
+    objectives = ("hydra.sweeper.objectives=[loss,tokens_per_second]", "hydra.sweeper.direction=[minimize,maximize]")
+    assert sweep(*OPTUNA, *SPACE, *objectives, "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler=nsgaii") == 0
+    assert [trial.values[1] for trial in trials(tmp_path / "sweep")] == [7.0, 7.0]
+    assert len(yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["solutions"]) == 1
+
+
+@pytest.mark.parametrize("sampler", ["random", "qmc"])
+def test_optuna_runs_with_every_sampler(optuna: Any, sweep: Any, tmp_path: Path, sampler: str) -> None:
+    if sampler == "qmc":
+        pytest.importorskip("scipy", reason="sampler=qmc needs SciPy")
+    assert sweep(*OPTUNA, *SPACE, f"hydra.sweeper.sampler={sampler}", "hydra.sweeper.n_trials=2") == 0
+    assert len(trials(tmp_path / "sweep")) == 2
+
+
+def test_optuna_search_space_may_be_in_a_yaml_file(optuna: Any, sweep: Any, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    search = {"hydra": {"sweeper": {"n_trials": 2, "params": {"optimizer.lr": "tag(log,interval(1e-5,1e-2))"}}}}
+    (tmp_path / "conf" / "experiment" / "search.yaml").write_text("# @package _global_\n" + yaml.safe_dump(search))
+    assert sweep("hydra/sweeper=optuna", "experiment=search", f"hydra.searchpath=[file://{tmp_path / 'conf'}]") == 0
+    assert len(trials(tmp_path / "sweep")) == 2
+
+
+def test_optuna_leaves_the_trial_of_an_interrupted_job_open(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set(default=f"if fields['attempt'] == 1: os.kill(os.getppid(), signal.SIGTERM)\n{SAVES}")
+    assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=1") == 75
+    assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["RUNNING"]
+    fake_jobs.set(default=LOSS)
+    assert resume() == 0
+    assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] and len(read_sweep(tmp_path / "sweep")["jobs"]) == 1
