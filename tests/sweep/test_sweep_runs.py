@@ -1,0 +1,190 @@
+"""Sweeps of real trainings: killed at any moment, continued, stopped, extended; every job ends in the bits of an undisturbed sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_fixtures import TINY_MODEL
+from conftest import read_run, read_sweep, wait_until
+
+from runner.engine.verify_resume import diff_run_dirs
+
+SETTINGS = [
+    *TINY_MODEL, "model.dropout=0.1", "data.max_length=32", "data.val_path=null", "data.val_fraction=0.2", "init_from=scratch", "train.batch_size=2",
+    "train.max_steps=60", "train.log_every=4", "train.save_every=8", "train.eval_every=20", "train.sample_every=0", "device=cpu", "tracker.console=quiet",
+]  # fmt: skip
+SWEPT = ["train.accumulation_steps=1,4"]
+SMALL_STEPS, LARGE_STEPS = "train.accumulation_steps=1", "train.accumulation_steps=4"
+WAIT = 300  # seconds; ten on a quiet machine
+
+Launch = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+    return file
+
+
+@pytest.fixture(scope="module")
+def launch(checkout: Path, rows: Path) -> Launch:
+    def launch(*argv: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, str(checkout / "runner" / "train.py"), *argv],
+            cwd=rows.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=open(rows.parent / "stderr", "w+"),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    return launch
+
+
+def arguments(folder: Path, rows: Path, *swept: str) -> list[str]:
+    return ["-m", *SETTINGS, f"data.path={rows}", *(swept or SWEPT), f"hydra.sweep.dir={folder}", "hydra.launcher.workers=2"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Launch, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep") / "undisturbed"
+    assert launch(*arguments(folder, rows)).wait(WAIT) == 0, (rows.parent / "stderr").read_text()
+    return folder
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {job["name"]: job["status"] for job in read_sweep(folder)["jobs"]}
+
+
+def steps(run_dir: Path) -> list[tuple[str, int]]:
+    file = run_dir / "metrics.jsonl"
+    return [(record["kind"], record["step"]) for record in map(json.loads, file.read_text().splitlines())] if file.exists() else []
+
+
+def assert_same_bits(undisturbed: Path, folder: Path) -> None:
+    """Every job of `folder` ended in the bits of the undisturbed one, and none of its steps was taken twice."""
+    assert statuses(folder) == statuses(undisturbed)
+    for name in statuses(undisturbed):
+        assert diff_run_dirs(undisturbed / name, folder / name) == []
+        assert steps(folder / name) == steps(undisturbed / name)
+
+
+def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undisturbed: Path) -> None:
+    sweep = read_sweep(undisturbed)
+    assert sweep["status"] == "completed" and set(statuses(undisturbed).values()) == {"completed"}
+    runs = {name: read_run(undisturbed / name) for name in (SMALL_STEPS, LARGE_STEPS)}
+    assert {job["name"]: job["loss"] for job in sweep["jobs"]} == {name: run["metrics"]["val_loss"] for name, run in runs.items()}
+    assert (runs[SMALL_STEPS]["step"], runs[LARGE_STEPS]["step"]) == (60, 15)
+    assert runs[LARGE_STEPS]["tokens"] == pytest.approx(runs[SMALL_STEPS]["tokens"], rel=0.05)
+
+
+def test_sweep_killed_and_resumed_ends_in_the_same_bits(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    driver = launch(*arguments(folder, rows))
+    wait_until(lambda: steps(folder / SMALL_STEPS))
+    driver.kill()
+    driver.wait()
+    assert "running" in statuses(folder).values()
+    assert launch(f"resume={folder}").wait(WAIT) == 0, (rows.parent / "stderr").read_text()
+    assert_same_bits(undisturbed, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_sweep_stopped_by_a_signal_saves_every_job_and_resumes(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path, number: int) -> None:
+    folder = tmp_path / "stopped"
+    driver = launch(*arguments(folder, rows))
+    wait_until(lambda: steps(folder / SMALL_STEPS))
+    driver.send_signal(number)
+    assert driver.wait(WAIT) == 75
+    assert f"resume={folder}" in (rows.parent / "stderr").read_text()
+    assert read_sweep(folder)["status"] == "interrupted" and set(statuses(folder).values()) <= {"interrupted", "new", "completed"}
+    assert launch(f"resume={folder}").wait(WAIT) == 0
+    assert_same_bits(undisturbed, folder)
+
+
+@pytest.mark.slow
+def test_sweep_resumed_with_more_steps_continues_every_job_by_its_share(launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    assert launch(*arguments(folder, rows), "schedule=constant").wait(WAIT) == 0
+    assert launch(f"resume={folder}", "train.max_steps=80").wait(WAIT) == 0
+    assert {name: read_run(folder / name)["step"] for name in statuses(folder)} == {SMALL_STEPS: 80, LARGE_STEPS: 20}
+
+
+@pytest.mark.slow
+def test_sweep_job_that_diverges_has_an_infinite_loss_and_is_not_retried(launch: Launch, rows: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    assert launch(*arguments(folder, rows, "optimizer.lr=1e-3,1e30"), "optimizer.grad_clip=0", "hydra.launcher.retries=2").wait(WAIT) == 1
+    good, bad = read_sweep(folder)["jobs"]
+    assert good["status"] == "completed"
+    assert (bad["status"], bad["outcome"], bad["loss"], bad["attempt"]) == ("failed", "diverged", "inf", 1) and bad["error"] and bad["last_lines"]
+    assert launch(f"resume={folder}").wait(WAIT) == 1
+    assert read_run(folder / bad["name"])["attempt"] == 1
+
+
+KILLS = 10
+
+
+@pytest.mark.slow
+def test_sweep_survives_ten_cold_kills_of_driver_job_or_both(launch: Launch, rows: Path, tmp_path: Path) -> None:
+    swept = ("optimizer.lr=1e-3,2e-3,3e-3", "train.accumulation_steps=1,4")
+    undisturbed, chance, seen = tmp_path / "undisturbed", random.Random(10), Counter[str]()
+    start = time.monotonic()
+    assert launch(*arguments(undisturbed, rows, *swept)).wait(WAIT) == 0
+    duration = time.monotonic() - start
+    while seen["kills"] < KILLS:
+        seen["sweeps"] += 1
+        folder = tmp_path / f"killed{seen['sweeps']}"
+        attempts: dict[str, int] = {}  # of the jobs that were completed at some time
+        while True:
+            driver = launch(*([f"resume={folder}"] if (folder / "sweep.json").exists() else arguments(folder, rows, *swept)))
+            try:
+                code = driver.wait(duration * chance.uniform(0.05, 0.4) if seen["kills"] < KILLS else WAIT)
+            except subprocess.TimeoutExpired:
+                who, jobs = ("driver", "job", "both")[seen["kills"] % 3], children_of(driver.pid)
+                victims = {"driver": [driver.pid], "job": jobs[:1], "both": [driver.pid, *jobs]}[who]
+                for pid in victims:
+                    os.kill(pid, signal.SIGKILL)
+                seen["kills"] += bool(victims)
+                seen[who] += bool(victims)
+                code = driver.wait(WAIT)  # a driver that lost a job goes on with the others, and fails
+            assert code in (0, 1, -9), (rows.parent / "stderr").read_text()
+            if (folder / "sweep.json").exists():
+                attempts = {name: read_run(folder / name)["attempt"] for name, status in statuses(folder).items() if status == "completed"} | attempts
+            if code == 0:
+                break
+        assert_same_bits(undisturbed, folder)
+        assert {name: read_run(folder / name)["attempt"] for name in attempts} == attempts, "a completed job was run again"
+    assert seen["driver"] and seen["job"] and seen["both"]
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_optuna_study_of_real_runs_continues_after_a_kill(checkout: Path, program: Any, tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="needs Optuna: pip install 'lm-runner[optuna]'")
+    optuna = ("hydra/sweeper=optuna", "hydra.sweeper.seed=7", "hydra.sweeper.n_trials=3", "optimizer.lr=tag(log,interval(1e-4,1e-2))", "train.batch_size=2,4")
+    folder = tmp_path / "sweep"
+    command = [sys.executable, str(checkout / "runner" / "train.py"), "-m", *SETTINGS, *optuna, f"hydra.sweep.dir={folder}"]
+    driver = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_until(lambda: (folder / "sweep.json").exists() and len(jobs := read_sweep(folder)["jobs"]) == 2 and steps(folder / jobs[1]["name"]))
+    driver.kill()
+    driver.wait()
+    names = [job["name"] for job in read_sweep(folder)["jobs"]]
+    done = program(f"resume={folder}")
+    assert done.returncode == 0, done.stderr
+    jobs = read_sweep(folder)["jobs"]
+    assert [job["name"] for job in jobs[:2]] == names and [read_run(folder / job["name"])["attempt"] for job in jobs] == [1, 2, 1]
