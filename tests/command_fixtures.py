@@ -31,15 +31,15 @@ TINY_RUN = [
 
 
 @dataclass
-class Ended:
-    """How a command ended."""
+class Result:
+    """Exit code and output of a command."""
 
     returncode: int
     stdout: str
     stderr: str
 
 
-Call = Callable[..., Ended]
+Call = Callable[..., Result]
 Program = Callable[..., subprocess.CompletedProcess]
 
 
@@ -67,10 +67,10 @@ def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call(*argv)` executes train.py in this process."""
     from runner.train import main
 
-    return lambda *argv: _ended(lambda: main(list(argv)), capsys)
+    return lambda *argv: _run(lambda: main(list(argv)), capsys)
 
 
-def _ended(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> Ended:
+def _run(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> Result:
     capsys.readouterr()
     handlers, code = logging.root.handlers[:], 0
     try:
@@ -79,22 +79,22 @@ def _ended(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> E
         code = exit.code if isinstance(exit.code, int) else 0
     finally:
         logging.root.handlers[:] = handlers  # Hydra's --info adds one that writes to the captured stdout
-    return Ended(code, *capsys.readouterr())
+    return Result(code, *capsys.readouterr())
 
 
 @pytest.fixture
 def call_command(workspace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """`call_command("chat.py", *argv)` executes a file of runner/ in this process."""
 
-    def call_command(command: str, *argv: str) -> Ended:
+    def call_command(command: str, *argv: str) -> Result:
         monkeypatch.setattr(sys, "argv", [command, *argv])
         monkeypatch.setattr(sys, "path", [str(ROOT / "runner"), *sys.path])  # as Python does for a script
-        return _ended(lambda: runpy.run_path(str(ROOT / "runner" / command), run_name="__main__"), capsys)
+        return _run(lambda: runpy.run_path(str(ROOT / "runner" / command), run_name="__main__"), capsys)
 
     return call_command
 
 
-def is_user_error(ended: Ended | subprocess.CompletedProcess) -> bool:
+def is_user_error(ended: Result | subprocess.CompletedProcess) -> bool:
     """Whether a command ended with exit code 2 and nothing but the three lines of a UserError."""
     return ended.returncode == 2 and not ended.stdout and [line.split(":")[0].strip() for line in ended.stderr.splitlines()] == ["error", "where", "fix"]
 

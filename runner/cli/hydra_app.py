@@ -19,8 +19,7 @@ from runner.cli.exit import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import config_dirs
-from runner.config.overrides import SEARCHPATH_KEY, key_of
+from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
 from runner.run_dir.initial_weights import check_init_from

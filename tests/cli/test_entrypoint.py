@@ -14,6 +14,7 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common.paths import CONF_DIR, REPO_ROOT
+from runner.cli import exit
 from runner.run_dir.naming import find_runs
 
 
@@ -29,7 +30,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 LIGHT = [["--cfg", "job"], ["--help"], ["--shell-completion", "query=bash"], ["-m", "train.epochs=1,x"], ["schedule.min_lr_ratio=4"], ["resume=nowhere"]]
 
 
-def test_printing_and_refusing_import_no_torch(checkout: Path) -> None:
+def test_printing_and_user_errors_import_no_torch(checkout: Path) -> None:
     script = f"""
 import sys
 from runner.train import main
@@ -64,12 +65,10 @@ def test_training_imports_only_what_it_uses(program: Program, tmp_path: Path, st
 REFUSED = [
     ["optimizer.lrr=1"],
     ["train.epochs=x"],
-    ["precision=fp4"],
     ["schedule.min_lr_ratio=4"],
     ["data.path=nowhere.jsonl"],
     ["data.tokenizer=nowhere"],
     ["init_from=nowhere"],
-    ["train.epochs=1,2"],
     ["-m", "optimizer.lr=1e-3,x"],
     ["resume=nowhere"],
     ["resume=last"],
@@ -90,46 +89,47 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
-def test_refusal_is_three_lines_and_leaves_nothing_behind(call: Call, workspace: Path, argv: list[str]) -> None:
-    ended = call(*argv)
-    assert is_user_error(ended), ended
+def test_user_error_is_three_lines_and_leaves_nothing_behind(call: Call, workspace: Path, argv: list[str]) -> None:
+    result = call(*argv)
+    assert is_user_error(result), result
     assert list(workspace.iterdir()) == []
 
 
-def test_refusal_shows_a_traceback_with_hydra_full_error(program: Program) -> None:
-    done = program("optimizer.lrr=1", HYDRA_FULL_ERROR="1")
-    assert done.returncode == 1 and "Traceback" in done.stderr and "UserError" in done.stderr
+def test_user_error_shows_a_traceback_with_hydra_full_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exit, "SHOW_TRACEBACKS", True)
+    result = call("optimizer.lrr=1")
+    assert result.returncode == 1 and "Traceback" in result.stderr and "UserError" in result.stderr
 
 
 def test_cfg_prints_the_composed_config_and_starts_nothing(call: Call, workspace: Path) -> None:
-    ended = call("stage=sft", "--cfg", "job")
-    assert ended.returncode == 0 and yaml.safe_load(ended.stdout)["stage"]["name"] == "sft"
+    result = call("stage=sft", "--cfg", "job")
+    assert result.returncode == 0 and yaml.safe_load(result.stdout)["stage"]["name"] == "sft"
     assert list(workspace.iterdir()) == []
 
 
 def test_overrides_and_flags_may_be_mixed(call: Call) -> None:
-    ended = call("seed=3", "--cfg", "job", "stage=sft", "--package", "stage")
-    assert ended.returncode == 0 and yaml.safe_load(ended.stdout)["name"] == "sft"
+    result = call("seed=3", "--cfg", "job", "stage=sft", "--package", "stage")
+    assert result.returncode == 0 and yaml.safe_load(result.stdout)["name"] == "sft"
 
 
 @pytest.mark.parametrize(("argv", "expected"), [(["--info"], "Config search path"), (["--info", "plugins"], "GridSweeper"), (["--hydra-help"], "hydra")])
 def test_hydra_flags_print_what_hydra_knows(call: Call, argv: list[str], expected: str) -> None:
-    ended = call(*argv)
-    assert ended.returncode == 0 and expected in ended.stdout + ended.stderr
+    result = call(*argv)
+    assert result.returncode == 0 and expected in result.stdout + result.stderr
 
 
 def test_typed_paths_become_absolute(call: Call, workspace: Path) -> None:
     (workspace / "optimizer.lr=0.1,seed=1").mkdir()
     (workspace / "rows.jsonl").touch()
-    ended = call("init_from=optimizer.lr=0.1,seed=1", "data.path=rows.jsonl", "--cfg", "job")
-    printed = yaml.safe_load(ended.stdout)
+    result = call("init_from=optimizer.lr=0.1,seed=1", "data.path=rows.jsonl", "--cfg", "job")
+    printed = yaml.safe_load(result.stdout)
     assert (printed["init_from"], printed["data"]["path"]) == (str(workspace / "optimizer.lr=0.1,seed=1"), str(workspace / "rows.jsonl"))
 
 
 def test_help_names_every_group_option_and_command(call: Call) -> None:
-    ended = call("--help")
-    page = ended.stdout
-    assert ended.returncode == 0, ended.stderr
+    result = call("--help")
+    page = result.stdout
+    assert result.returncode == 0, result.stderr
     options = [file.stem for group in CONF_DIR.iterdir() if group.is_dir() and group.name != "hydra" for file in group.glob("*.yaml")]
     commands = [file.name for file in (REPO_ROOT / "runner").glob("*.py") if file.stem != "__init__"]
     assert [name for name in [*options, *commands] if name not in page] == []
@@ -141,14 +141,15 @@ def test_completion_offers_options_and_settings(call: Call, monkeypatch: pytest.
     assert expected in call("--shell-completion", "query=bash").stdout.split()
 
 
+@pytest.mark.slow
 def test_train_runs_as_a_module(checkout: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "runner.train", "--cfg", "job"], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0 and "stage:" in done.stdout
 
 
 def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(call: Call, workspace: Path, rows: str) -> None:
-    ended = call(*TINY_RUN, rows)
-    assert ended.returncode == 0, ended.stderr
+    result = call(*TINY_RUN, rows)
+    assert result.returncode == 0, result.stderr
     (run,) = find_runs(workspace / "outputs")
     assert re.fullmatch(r"outputs/\d{4}-\d\d-\d\d/\d\d-\d\d-\d\d", run.relative_to(workspace).as_posix())
     fields = json.loads((run / "run.json").read_text())
@@ -161,8 +162,8 @@ def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(call: C
 def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
     recorder = "from hydra.experimental.callback import Callback\nclass Recorder(Callback):\n    def on_job_end(self, config, job_return, **_):\n        print('ended', config.hydra.job.name, job_return.return_value > 0)\n"
     (workspace / "recorder.py").write_text(recorder)
-    ended = call(*TINY_RUN, rows, "plugins=[recorder.py]", "+hydra.callbacks.mine._target_=recorder.Recorder", "hydra.job.name=mine")
-    assert ended.returncode == 0 and "ended mine True" in ended.stdout, ended.stderr
+    result = call(*TINY_RUN, rows, "plugins=[recorder.py]", "+hydra.callbacks.mine._target_=recorder.Recorder", "hydra.job.name=mine")
+    assert result.returncode == 0 and "ended mine True" in result.stdout, result.stderr
 
 
 def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: Path, rows: str) -> None:
@@ -170,6 +171,6 @@ def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: 
     assert call(*TINY_RUN, rows, placed).returncode == 0
     before = contents(workspace)
     for argv in ([placed, "seed=3"], [f"hydra.run.dir={workspace / 'run' / 'checkpoints' / 'inside'}"]):
-        ended = call(*TINY_RUN, rows, *argv)
-        assert is_user_error(ended) and f"resume={workspace / 'run'}" in ended.stderr
+        result = call(*TINY_RUN, rows, *argv)
+        assert is_user_error(result) and f"resume={workspace / 'run'}" in result.stderr
         assert contents(workspace) == before

@@ -76,56 +76,56 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     "given", [["--config-dir", "my conf"], ["hydra.searchpath=['file://my conf']"], ["hydra.searchpath=[my conf]"]], ids=lambda argv: argv[0]
 )
 def test_config_dir_options_compose_like_those_of_conf(call: Call, config_dir: Path, given: list[str]) -> None:
-    ended = call(*given, "model=mine", "optimizer=slow_adamw", "--cfg", "job")
-    config = yaml.safe_load(ended.stdout)
-    assert (config["model"]["hidden_size"], config["model"]["vocab_size"], config["optimizer"]["betas"]) == (32, 6400, [0.9, 0.95]), ended.stderr
+    result = call(*given, "model=mine", "optimizer=slow_adamw", "--cfg", "job")
+    config = yaml.safe_load(result.stdout)
+    assert (config["model"]["hidden_size"], config["model"]["vocab_size"], config["optimizer"]["betas"]) == (32, 6400, [0.9, 0.95]), result.stderr
 
 
 def test_config_dir_options_are_suggested_and_listed_in_help(call: Call, config_dir: Path) -> None:
-    ended = call("--config-dir", str(config_dir), "model=mien")
-    assert is_user_error(ended) and "did you mean mine?" in ended.stderr
+    result = call("--config-dir", str(config_dir), "model=mien")
+    assert is_user_error(result) and "did you mean mine?" in result.stderr
     assert "slow_adamw" in call("--config-dir", str(config_dir), "--help").stdout
     assert is_user_error(call("model=mine")), "without --config-dir it is unknown"
 
 
 def test_config_dir_setting_that_no_class_has_is_refused(call: Call, config_dir: Path) -> None:
     (config_dir / "model" / "mine.yaml").write_text(MODEL + "hiden_size: 3\n")
-    ended = call("--config-dir", str(config_dir), "model=mine")
-    assert is_user_error(ended) and "model.hiden_size" in ended.stderr
+    result = call("--config-dir", str(config_dir), "model=mine")
+    assert is_user_error(result) and "model.hiden_size" in result.stderr
 
 
 def test_config_dir_files_are_copied_and_resume_reports_changes(call: Call, config_dir: Path, workspace: Path, rows: str) -> None:
     run = workspace / "run"
-    ended = call(*SHORT_RUN, rows, "--config-dir", str(config_dir), "model=mine", f"hydra.run.dir={run}")
-    assert ended.returncode == 0, ended.stderr
+    result = call(*SHORT_RUN, rows, "--config-dir", str(config_dir), "model=mine", f"hydra.run.dir={run}")
+    assert result.returncode == 0, result.stderr
     assert (run / ".hydra" / "conf" / "model" / "mine.yaml").read_text() == MODEL
     assert (run / ".hydra" / "conf" / "model" / "tiny.yaml").is_file()
     (config_dir / "model" / "mine.yaml").write_text(MODEL.replace("hidden_size: 32", "hidden_size: 48"))
-    ended = call(f"resume={run}", "schedule=linear", "--config-dir", str(config_dir), "--cfg", "job")
-    assert yaml.safe_load(ended.stdout)["model"]["hidden_size"] == 32
-    assert "conf/model/mine.yaml has changed (hidden_size)" in ended.stderr
-    ended = call(f"resume={run}", "schedule=linear", "train.max_steps=3")
-    assert ended.returncode == 0 and "conf/model/mine.yaml is not in conf/ or a --config-dir: the run keeps its own copy" in ended.stderr
+    result = call(f"resume={run}", "schedule=linear", "--config-dir", str(config_dir), "--cfg", "job")
+    assert yaml.safe_load(result.stdout)["model"]["hidden_size"] == 32
+    assert "conf/model/mine.yaml has changed (hidden_size)" in result.stderr
+    result = call(f"resume={run}", "schedule=linear", "train.max_steps=3")
+    assert result.returncode == 0 and "conf/model/mine.yaml is not in conf/ or a --config-dir: the run keeps its own copy" in result.stderr
 
 
 def test_config_dir_inside_a_run_is_refused(call: Call, workspace: Path) -> None:
     (workspace / "run" / ".hydra" / "conf").mkdir(parents=True)
     (workspace / "run" / "run.json").write_text("{}")
     for argv in (["--config-dir", "run/.hydra/conf"], ["hydra.searchpath=[run/.hydra/conf]"]):
-        ended = call(*argv)
-        assert is_user_error(ended) and f"resume={workspace / 'run'}" in ended.stderr
+        result = call(*argv)
+        assert is_user_error(result) and f"resume={workspace / 'run'}" in result.stderr
 
 
 def test_plugin_optimizer_trains_and_its_source_is_copied(call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = workspace / "run"
-    ended = call(*TINY_RUN, rows, "plugins=[my_optimizers]", "optimizer=plainsgd", f"hydra.run.dir={run}")
-    assert ended.returncode == 0, ended.stderr
+    result = call(*TINY_RUN, rows, "plugins=[my_optimizers]", "optimizer=plainsgd", f"hydra.run.dir={run}")
+    assert result.returncode == 0, result.stderr
     assert (run / ".hydra" / "plugins" / "my_optimizers.py").read_text() == PLUGIN
     assert yaml.safe_load((run / ".hydra" / "config.yaml").read_text())["plugins"] == [str(plugin)]
     new_process(monkeypatch)
     plugin.write_text(PLUGIN + "# changed\n")
-    ended = call(f"resume={run}", "train.max_steps=3", f"plugins=[{plugin}]")
-    assert ended.returncode == 0 and "plugin my_optimizers.py differs from the copy" in ended.stderr
+    result = call(f"resume={run}", "train.max_steps=3", f"plugins=[{plugin}]")
+    assert result.returncode == 0 and "plugin my_optimizers.py differs from the copy" in result.stderr
 
 
 def test_resume_never_imports_a_plugin_that_is_not_typed(call: Call, plugin: Path, workspace: Path, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,20 +134,20 @@ def test_resume_never_imports_a_plugin_that_is_not_typed(call: Call, plugin: Pat
     new_process(monkeypatch)
     plugin.write_text(f"open({str(workspace / 'imported')!r}, 'w')")
     for argv in ([f"resume={run}"], [f"resume={run}", "--cfg", "job"], [f"resume={run}", "train.max_steps=3"]):
-        ended = call(*argv)
-        assert is_user_error(ended) and f"plugins=[{plugin}]" in ended.stderr
+        result = call(*argv)
+        assert is_user_error(result) and f"plugins=[{plugin}]" in result.stderr
     assert not (workspace / "imported").exists()
 
 
 def test_plugins_in_a_yaml_file_are_not_imported(call: Call, plugin: Path, config_dir: Path) -> None:
     (config_dir / "experiment").mkdir()
     (config_dir / "experiment" / "mine.yaml").write_text(f"# @package _global_\nplugins: [{plugin}]\noptimizer:\n  name: plainsgd\n")
-    ended = call("--config-dir", str(config_dir), "experiment=mine")
-    assert is_user_error(ended) and f"plugins=[{plugin}]" in ended.stderr and "my_optimizers" not in sys.modules
+    result = call("--config-dir", str(config_dir), "experiment=mine")
+    assert is_user_error(result) and f"plugins=[{plugin}]" in result.stderr and "my_optimizers" not in sys.modules
 
 
 def test_plugin_that_cannot_be_imported_is_refused(call: Call, workspace: Path) -> None:
     (workspace / "broken_plugin.py").write_text("1 / 0")
-    ended = call("plugins=[broken_plugin]")
-    assert is_user_error(ended) and "ZeroDivisionError" in ended.stderr and "broken_plugin" not in sys.modules
+    result = call("plugins=[broken_plugin]")
+    assert is_user_error(result) and "ZeroDivisionError" in result.stderr and "broken_plugin" not in sys.modules
     assert is_user_error(call("plugins=broken_plugin"))

@@ -131,7 +131,7 @@ def test_another_option_drops_the_overrides_of_the_former_one(run: Path) -> None
 
 
 def test_another_option_is_composed_as_in_a_new_run(run: Path) -> None:
-    """The stage's own settings of the optimizer stand above those of the optimizer's file."""
+    """The stage's own settings of the optimizer override those of the optimizer's file."""
     assert resumed_config(run, "optimizer=adamw") == compose_config([*TYPED, "optimizer=adamw"])
 
 
@@ -139,8 +139,8 @@ def test_option_is_taken_from_the_run_s_copy_before_conf(run: Path) -> None:
     own = run / config_snapshot.SNAPSHOT_DIR / "schedule"
     (own / "cosine.yaml").write_text((own / "cosine.yaml").read_text().replace("min_lr_ratio: 0.1", "min_lr_ratio: 0.7"))
     (own / "gone.yaml").write_text((own / "cosine.yaml").read_text().replace("0.7", "0.6"))
-    assert resumed_config(run, "schedule=cosine").schedule.min_lr_ratio == 0.7
-    assert resumed_config(run, "schedule=gone").schedule.min_lr_ratio == 0.6
+    assert plan_resume(run, ["schedule=cosine"]).config.schedule.min_lr_ratio == 0.7
+    assert plan_resume(run, ["schedule=gone"]).config.schedule.min_lr_ratio == 0.6
     assert resumed_config(run, "schedule=linear").schedule.name == "linear" and (own / "linear.yaml").is_file()
 
 
