@@ -34,7 +34,7 @@ def first_step(state):
     return result
 
 
-def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, max_steps=0):
+def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, max_steps=0, atol=2e-5):
     """8 x 1 = 4 x 2 = 2 x 4 rows per step, the last step of the epoch shorter."""
     results = []
     for batch_size, accumulation_steps in ((8, 1), (4, 2), (2, 4)):
@@ -45,7 +45,7 @@ def assert_accumulation_changes_no_update(make_run, stage, *overrides, rows=36, 
         results.append(weights(state))
     for other in results[1:]:
         for name, weight in results[0].items():
-            torch.testing.assert_close(other[name], weight, rtol=0, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(other[name], weight, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,8 @@ def registered_combinations():
 
 @pytest.mark.parametrize("stage, overrides", list(registered_combinations()))
 def test_accumulation_changes_no_update_of_any_registered_choice(make_run, stage, overrides):
-    assert_accumulation_changes_no_update(make_run, stage, *overrides, max_steps=3)
+    atol = 2e-4 if "optimizer=muon" in overrides else 2e-5  # Muon orthogonalizes in bf16, which amplifies rounding differences
+    assert_accumulation_changes_no_update(make_run, stage, *overrides, max_steps=3, atol=atol)
 
 
 @pytest.mark.parametrize("stage", ["pretrain", "sft"])
