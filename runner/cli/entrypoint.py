@@ -72,7 +72,7 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     if is_multirun and is_show:
         raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
     resume_from = [QUOTED.sub(r"\2", override.removeprefix(RESUME_KEY)) for override in typed if override.startswith(RESUME_KEY)]
-    typed = overrides.absolutize_paths([override for override in typed if not override.startswith(RESUME_KEY)])
+    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(RESUME_KEY)]
     import_plugins(overrides.plugins_of(typed))
     typed = [overrides.normalize_int(override) for override in typed]
     if folder := torchrun.previous_run_dir():
@@ -80,8 +80,6 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
-    if not is_show:
-        _check_hydra_overrides(typed)
     if is_multirun:
         return command.start_sweep(typed, flags, run_hydra)
     run_hydra(typed, flags)
@@ -89,18 +87,6 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
 
 def _parse(argv: list[str]) -> tuple[list[str], list[str]]:
     return parse_argv(argv, [*config_schema(), *config_groups()])
-
-
-def _check_hydra_overrides(typed: list[str]) -> None:
-    """Raise UserError for settings of Hydra with which a run could not be resumed."""
-    for override in typed:
-        key, value = overrides.key_of(override), override.partition("=")[2]
-        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
-            raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
-        if key == "hydra.output_subdir":
-            raise UserError("hydra.output_subdir cannot be set: a run is resumed from its .hydra/", override, "leave the override out")
-        if key == "hydra.mode":
-            raise UserError("hydra.mode cannot be set", override, "leave the override out; --multirun starts a sweep")
 
 
 def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
@@ -120,7 +106,8 @@ def resume_run(folder: Path, extra: list[str]) -> None:
 
     with RunMetadata.open(folder, resume=True) as metadata:
         plan = resume.plan_resume(folder, extra, has_started=metadata.attempt > 0)
-        resume.print_notes(plan)
+        if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
+            resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
             return print(f"{folder}: already complete at step {metadata.fields['step']}")
         preflight.check_inputs(plan.config)

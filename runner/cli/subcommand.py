@@ -70,7 +70,7 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
     """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
     own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
     others = [override for override in typed if overrides.key_of(override) not in kinds]
-    others = overrides.absolutize_paths(overrides.add_config_dir(others, config_dir))
+    others = [overrides.absolutize_path(override) for override in overrides.add_config_dir(others, config_dir)]
     import_plugins(overrides.plugins_of(others))
     return own, others
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
@@ -20,21 +21,18 @@ SYNTAX_ERRORS = ("mismatched input", "extraneous input", "no viable alternative"
 HELP_HINT = "--help lists the settings, --hydra-help those of Hydra"
 
 
-class translating_hydra_errors:
-    """Context manager that raises UserError for an error of Hydra or OmegaConf about one of the `typed` overrides."""
-
-    def __init__(self, typed: list[str]) -> None:
-        self.typed = typed
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, HydraException | OmegaConfBaseException):
-            raise translate_hydra_error(error, self.typed) from error
-        # omegaconf 2.3 raises these two for an override of a key inside a section that is null
-        inside = next((override for override in self.typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
-        if isinstance(error, AttributeError | AssertionError) and inside:
-            raise null_section_error(inside) from error
+@contextmanager
+def translating_hydra_errors(typed: list[str]) -> Iterator[None]:
+    """Raise UserError for an error of Hydra or OmegaConf about one of the `typed` overrides."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise translate_hydra_error(error, typed) from error
+    except (AttributeError, AssertionError) as error:  # omegaconf 2.3, for an override of a key inside a section that is null
+        inside = next((override for override in typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
+        if inside is None:
+            raise
+        raise null_section_error(inside) from error
 
 
 def null_section_error(override: str) -> UserError:

@@ -14,6 +14,7 @@ from common.plugins import locate_plugin
 from runner.config.schema import config_groups, config_schema
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
+HYDRA_KEYS_REFUSED = {"hydra.output_subdir": "a run is resumed from its .hydra/", "hydra.mode": "--multirun starts a sweep"}
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # made absolute: a run may be resumed from another directory
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
@@ -66,6 +67,10 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
                 raise UserError("a setting cannot be deleted", override, f"set it to another value, e.g. {key_of(override)}=null")
             raise UserError("an override is written key=value", override, f"{override}=<value>; --help lists the settings")
         key, value = key_of(override), override.partition("=")[2]
+        if key in HYDRA_KEYS_REFUSED:
+            raise UserError(f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}", override, "leave the override out")
+        if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
+            raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
         if is_hydra_override(override):
             continue
         check_not_renamed(key, value)
@@ -98,11 +103,6 @@ def nearest_key(key: str) -> str:
     if same:
         return f"did you mean {same[0]}?"
     return did_you_mean(key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values")
-
-
-def absolutize_paths(typed: list[str]) -> list[str]:
-    """Return the overrides with absolute paths, so that they mean the same wherever the run is resumed."""
-    return [_absolutize(override) for override in typed]
 
 
 def add_config_dir(typed: list[str], folder: str | None) -> list[str]:
@@ -153,7 +153,8 @@ def plugins_of(typed: list[str]) -> list[str]:
     return [locate_plugin(str(getattr(name, "text", name))) for name in value]
 
 
-def _absolutize(override: str) -> str:
+def absolutize_path(override: str) -> str:
+    """Return the override with absolute paths, so that it means the same wherever the run is resumed."""
     key, _, value = override.partition("=")
     if key == PLUGINS_KEY:
         return f"{PLUGINS_KEY}=[{','.join(map(_quote_if_needed, plugins_of([override])))}]"

@@ -12,7 +12,6 @@ from typing import Any
 
 from common.errors import UserError, did_you_mean_path
 from common.paths import outputs_dir
-from models.config import ModelConfig
 from runner.engine.config import Config
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 from runner.run_dir.naming import find_runs
@@ -24,12 +23,9 @@ def compatibility_fingerprints(config: Config) -> dict[str, str]:
     """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokenizer."""
     from data.tokenize.tokenizer import Tokenizer
 
-    return {"model": model_fingerprint(config.model), "tokenizer": Tokenizer.load(Path(config.data.tokenizer)).fingerprint}
-
-
-def model_fingerprint(model: ModelConfig) -> str:
-    shape = {key: value for key, value in dataclasses.asdict(model).items() if key not in IRRELEVANT_TO_WEIGHTS}
-    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
+    model = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    return {"model": model, "tokenizer": Tokenizer.load(Path(config.data.tokenizer)).fingerprint}
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:

@@ -75,7 +75,7 @@ class RunMetadata:
                     remove_temp(parent)
             metadata = cls(folder, lock, fields)
             if not (folder / RUN_FILE).exists():
-                metadata._write()
+                metadata._write({})
         except BaseException as error:
             lock.release()
             if isinstance(error, OSError):
@@ -128,28 +128,27 @@ class RunMetadata:
     def mark_running(self, **fields: Any) -> None:
         """Begin an attempt: record its number, process, start time, git state and library versions."""
         environment = {**provenance.process_id(), "started": timestamp(), "code": provenance.git_state(), "versions": provenance.library_versions()}
-        _sync_hydra_dir(self.folder)
-        self._set({"status": "running", "outcome": None, "attempt": self.attempt + 1, "error": None, "degraded": None, **environment, **fields})
-        self._write()
+        if (hydra_dir := self.folder / HYDRA_DIR).is_dir():  # Hydra has not synced it: after a power cut a checkpoint could not be resumed
+            for path in (*hydra_dir.glob("*.yaml"), hydra_dir, self.folder):
+                sync_path(path)
+        self._write({"status": "running", "outcome": None, "attempt": self.attempt + 1, "error": None, "degraded": None, **environment, **fields})
 
     def update(self, **fields: Any) -> None:
         """Set `fields` and write run.json. If the disk refuses, the values are kept and written with the next update."""
-        self._set(fields)
         try:
-            self._write()
+            self._write(fields)
         except OSError:
             return
 
     def revert(self, before: dict[str, Any]) -> None:
         """Write the fields `before` this attempt back: it was refused before it trained."""
-        self.fields = before
-        self._write()
+        self.fields = {}
+        self._write(before)
 
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
         """End this attempt with `outcome`. The status of a diverged run is `failed`."""
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
-        self._set({"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields})
-        self._write()
+        self._write({"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields})
 
     def close(self) -> None:
         """Release the lock. The operating system releases it too when the process ends."""
@@ -169,10 +168,8 @@ class RunMetadata:
     def _was_written_by_this_process(self) -> bool:
         return all(self.fields.get(name) == value for name, value in provenance.process_id().items())
 
-    def _set(self, fields: Mapping[str, Any]) -> None:
-        self.fields = {**self.fields, **_to_json(fields)}
-
-    def _write(self) -> None:
+    def _write(self, changed: Mapping[str, Any]) -> None:
+        self.fields = {**self.fields, **_to_json(changed)}
         if self.is_writer:
             write_json(self.folder / RUN_FILE, self.fields)
 
@@ -198,16 +195,6 @@ def final_loss(fields: Mapping[str, Any]) -> float | str | None:
 def timestamp() -> str:
     """Return the local time in ISO format, in seconds."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def _sync_hydra_dir(folder: Path) -> None:
-    """Sync the files that Hydra wrote without a sync: after a power cut a checkpoint without its overrides could not be resumed."""
-    hydra_dir = folder / HYDRA_DIR
-    if hydra_dir.is_dir():
-        for path in hydra_dir.glob("*.yaml"):
-            sync_path(path)
-        sync_path(hydra_dir)
-        sync_path(folder)
 
 
 def _load_fields(path: Path) -> dict[str, Any]:

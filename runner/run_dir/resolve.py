@@ -9,7 +9,7 @@ from pathlib import Path
 from common.errors import UserError, did_you_mean_path
 from common.paths import outputs_dir
 from runner.checkpoint.atomic_dir import verify_dir
-from runner.config.flags import RERUN_FLAGS, flag_value
+from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.run_dir import saved_config
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 from runner.run_dir.naming import find_runs
@@ -90,7 +90,7 @@ def check_not_inside_run(folder: Path) -> None:
 
 def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
     """Raise UserError for Hydra's own ways to run a directory again: they lose the schema, the directory, or the state of the run."""
-    given = {f"{name} {value}": value for name in RERUN_FLAGS if (value := flag_value(flags, name)) is not None}
+    given = {f"{name} {flag_value(flags, name)}": str(flag_value(flags, name)) for name in RERUN_FLAGS if has_flag(flags, name)}
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))

@@ -54,8 +54,8 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     register_configs()
     parsed = _parse_extra(folder, extra)
     saved = saved_config.reject_interpolations(saved_config.load_saved_config(folder), "", folder / saved_config.CONFIG_FILE)
-    if typed_plugins := next((override.value() for override in parsed if override.key_or_group == overrides.PLUGINS_KEY), None):
-        saved["plugins"] = [str(getattr(name, "text", name)) for name in typed_plugins]
+    if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
+        saved["plugins"] = overrides.plugins_of(extra)
     check_imported(saved.get("plugins") or [])
     kept, notes = _effective_overrides(folder, parsed)
     with translating_hydra_errors(extra):

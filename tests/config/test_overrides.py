@@ -182,7 +182,7 @@ def test_typed_path_with_special_characters_becomes_absolute(tmp_path: Path, mon
     path = tmp_path / "it's a=b, {c}.jsonl"
     path.touch()
     monkeypatch.chdir(tmp_path)
-    assert compose_config(overrides.absolutize_paths([f"data.path={path.name}"])).data.path == str(path)
+    assert compose_config([overrides.absolutize_path(f"data.path={path.name}")]).data.path == str(path)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_swept_paths_and_lists_of_paths_become_absolute(tmp_path: Path, monkeypa
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
-    assert overrides.absolutize_paths([f"data.path={typed}"]) == [f"data.path={expected}".replace("{}", str(tmp_path))]
+    assert overrides.absolutize_path(f"data.path={typed}") == f"data.path={expected}".replace("{}", str(tmp_path))
 
 
 def test_directory_of_a_sweep_s_job_can_be_typed_as_init_from(tmp_path: Path) -> None:
     job = tmp_path / "optimizer.lr=0.001,train.accumulation_steps=4"
     job.mkdir()
-    assert compose_config(overrides.absolutize_paths([f"init_from={job}"])).init_from == str(job)
+    assert compose_config([overrides.absolutize_path(f"init_from={job}")]).init_from == str(job)
 
 
 def test_path_hint_compares_file_names_in_the_same_folder(tmp_path: Path) -> None:
