@@ -9,20 +9,16 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
 import hydra
 from omegaconf import DictConfig
 
-from runner.cli import entrypoint
+from runner.cli.entrypoint import train_command
 from runner.cli.hydra_app import train_in_run_dir
 from runner.config.compose import HYDRA_VERSION_BASE
 
 
 @hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")
-def train(cfg: DictConfig) -> float:
+def train_task(cfg: DictConfig) -> float:
     """Hydra's task function; its result is what a sweep compares."""
     return train_in_run_dir(cfg)
 
 
-def main(argv: list[str] | None = None) -> None:
-    entrypoint.main(train, argv)
-
-
 if __name__ == "__main__":
-    main()
+    train_command(train_task)

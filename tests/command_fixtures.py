@@ -65,9 +65,10 @@ def rows(workspace: Path) -> str:
 @pytest.fixture
 def call(workspace: Path, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call(*argv)` executes train.py in this process."""
-    from runner.train import main
+    from runner.cli.entrypoint import train_command
+    from runner.train import train_task
 
-    return lambda *argv: _run(lambda: main(list(argv)), capsys)
+    return lambda *argv: _run(lambda: train_command(train_task, list(argv)), capsys)
 
 
 def _run(command: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> Result:

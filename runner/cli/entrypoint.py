@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
 from common.errors import UserError
 from common.plugins import import_plugins
 from runner.cli import help, hydra_app, show_config
-from runner.cli.exit import exiting_with_code
+from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
@@ -24,7 +23,7 @@ from runner.launch import preflight, torchrun
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.run_dir import resolve, resume
 from runner.run_dir.metadata import RunMetadata
-from runner.sweep import command
+from runner.sweep.command import RunHydra, resume_sweep, start_sweep
 from runner.tracking.progress import ignore_broken_pipe
 
 RESUME_KEY = "resume="
@@ -32,10 +31,9 @@ QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
 Task = Callable[[DictConfig], float]
-RunHydra = Callable[..., Any]  # hydra_app.run_hydra for the task of train.py
 
 
-def main(task: Task, argv: list[str] | None = None) -> None:
+def train_command(task: Task, argv: list[str] | None = None) -> None:
     """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code of common/exit_codes.py."""
     set_passive_omp_wait()
     ignore_broken_pipe()
@@ -81,7 +79,7 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
     if is_multirun:
-        return command.start_sweep(typed, flags, run_hydra)
+        return start_sweep(typed, flags, run_hydra)
     run_hydra(typed, flags)
 
 
@@ -94,7 +92,7 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
     if has_flag(flags, "--cfg", "--info"):
         return (show_config.show_sweep_config if is_sweep else show_config.show_run_config)(folder, extra, flags, run_hydra)
     if is_sweep:
-        return command.resume_sweep(folder, extra, flags, run_hydra)
+        return resume_sweep(folder, extra, flags, run_hydra)
     if has_flag(flags, "--multirun"):
         raise UserError("--multirun resumes a sweep, and this directory holds one run", f"--multirun resume={folder}", "leave out --multirun")
     resume_run(folder, extra)

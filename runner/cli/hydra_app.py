@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
 
 from common.paths import CONF_DIR
-from runner.cli.exit import exiting_with_code
+from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -16,10 +14,9 @@ from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.run_dir import config_snapshot, resume
 from runner.run_dir.metadata import RunMetadata, has_started
 from runner.sweep import extend, grid
+from runner.sweep.command import RunHydra
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepJob, SweepState
-
-RunHydra = Callable[..., Any]
 
 
 def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import UserError, did_you_mean
 from common.plugins import import_plugins
 from runner.cli import help, hydra_app
-from runner.cli.exit import exiting_with_code
+from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.compose import compose_command, compose_config
 from runner.config.flags import flag_value, has_flag, parse_argv

@@ -94,8 +94,8 @@ def check_not_rerun(flags: list[str], config_dirs: list[Path]) -> None:
     for setting, value in {**given, **{f"--config-dir {folder}": str(folder) for folder in config_dirs}}.items():
         if run := enclosing_run(Path(value).expanduser().absolute()):
             raise UserError("a run is not started from the inside of another", setting, _resume_hint(run))
-    if setting := next((setting for setting in given if setting != "--config-name config"), None):
-        raise UserError("this program is composed from its own conf/", setting, "--config-dir=DIR adds a folder with your own config groups")
+    if unsupported := next((setting for setting in given if setting != "--config-name config"), None):
+        raise UserError("this program is composed from its own conf/", unsupported, "--config-dir=DIR adds a folder with your own config groups")
 
 
 def _resume_hint(run: Path) -> str:

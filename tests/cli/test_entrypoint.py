@@ -14,7 +14,7 @@ import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common.paths import CONF_DIR, REPO_ROOT
-from runner.cli import exit
+from runner.cli import exit_code
 from runner.run_dir.naming import find_runs
 
 
@@ -33,10 +33,11 @@ LIGHT = [["--cfg", "job"], ["--help"], ["--shell-completion", "query=bash"], ["-
 def test_printing_and_user_errors_import_no_torch(checkout: Path) -> None:
     script = f"""
 import sys
-from runner.train import main
+from runner.cli.entrypoint import train_command
+from runner.train import train_task
 for argv in {LIGHT}:
     try:
-        main(argv)
+        train_command(train_task, argv)
     except SystemExit:
         pass
     for name in ("torch", "transformers", "swanlab", "tokenizers", "hydra"):
@@ -96,7 +97,7 @@ def test_user_error_is_three_lines_and_leaves_nothing_behind(call: Call, workspa
 
 
 def test_user_error_shows_a_traceback_with_hydra_full_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exit, "SHOW_TRACEBACKS", True)
+    monkeypatch.setattr(exit_code, "SHOW_TRACEBACKS", True)
     result = call("optimizer.lrr=1")
     assert result.returncode == 1 and "Traceback" in result.stderr and "UserError" in result.stderr
 

@@ -20,7 +20,8 @@ from runner.run_dir.metadata import RunMetadata
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
-    from runner.train import main
+    from runner.cli.entrypoint import train_command
+    from runner.train import train_task
 
     root = tmp_path_factory.mktemp("trained")
     (root / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
@@ -28,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "REPO_ROOT", root)
         patch.setenv("OMP_WAIT_POLICY", "passive")
-        main([*TINY_RUN, f"data.path={root / 'rows.jsonl'}", "schedule.min_lr_ratio=0.5", f"hydra.run.dir={run}"])
+        train_command(train_task, [*TINY_RUN, f"data.path={root / 'rows.jsonl'}", "schedule.min_lr_ratio=0.5", f"hydra.run.dir={run}"])
     return run
 
 
