@@ -8,11 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from runner.config.compose import compose_config
+from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
@@ -64,10 +67,25 @@ def overrides_for(tmp_path: Path) -> Callable[..., list[str]]:
     return overrides_for
 
 
-@functools.cache
 def composed(*overrides: str) -> Config:
-    """Return the config; composing takes half the time of a small run, and most tests share a few configs."""
-    return compose_config(list(overrides))
+    """Return what `compose_config` returns; Hydra, which takes half the time of a small run, composes each set of group options once."""
+    options = [override for override in overrides if "." not in override.partition("=")[0]]
+    values = copy.deepcopy(_composed_values(*options))
+    for key, value in map(_parsed, [override for override in overrides if override not in options]):
+        *sections, name = key.split(".")
+        functools.reduce(lambda section, inner: section[inner], sections, values)[name] = value
+    return to_config(OmegaConf.create(values))
+
+
+@functools.cache
+def _composed_values(*options: str) -> dict[str, Any]:
+    return OmegaConf.to_container(without_hydra(compose_tree(list(options))), resolve=True)
+
+
+@functools.cache
+def _parsed(override: str) -> tuple[str, Any]:
+    parsed = OverridesParser.create().parse_override(override)
+    return parsed.key_or_group, parsed.value()
 
 
 @pytest.fixture
@@ -78,7 +96,7 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., TrainState]]:
     def make(stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None) -> TrainState:
         run_dir = tmp_path / folder
         run_dir.mkdir(exist_ok=True)
-        cfg = copy.deepcopy(composed(*stage_overrides(stage), "data.path=default", "data.cache=default", *overrides))
+        cfg = composed(*stage_overrides(stage), "data.path=default", "data.cache=default", *overrides)
         if cfg.data.cache == "default":
             cfg.data.cache = str(tmp_path / "cache")
         if cfg.data.path == "default":
