@@ -13,13 +13,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the commands do
 
 pytest_plugins = ("command_fixtures", "engine_fixtures")
 
-settings.register_profile("house", deadline=None)  # a loaded machine is no counterexample
-settings.load_profile("house")
+settings.register_profile("project", deadline=None)  # a slow machine is not a counterexample
+settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True)
-def own_programs() -> Iterator[None]:
-    """A compiler makes so many programs of a function and no more in one process, and a run has a process of its own."""
+def reset_compiler() -> Iterator[None]:
+    """Drop compiled programs after each test: torch limits their number per process, and a run has its own process."""
     yield
     if compiler := sys.modules.get("torch._dynamo"):
         compiler.reset()
