@@ -68,23 +68,26 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
 
 def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
     """Add points and overrides to sweep.json. Everything is checked before it is written."""
-    shared = grid.merge_overrides(state.overrides, additions.shared)
-    swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
-    composer = PointComposer(shared, conf)
-    validation.hydra_options(compose_tree(shared, conf))
     if not additions:
         return
+    shared = grid.merge_overrides(state.overrides, additions.shared)
+    tree = compose_tree(shared, conf)
+    validation.hydra_options(tree)
+    swept = {key: [*dict.fromkeys([*values, *additions.swept.get(key, [])])] for key, values in state.swept.items()}
+    composer = PointComposer(shared, conf, tree)
     new_values = {key: additions.swept.get(key, values) for key, values in state.swept.items()}
-    points = grid.cartesian_points(new_values, composer.tree(state.jobs[0].overrides).sweep.zip) if additions.swept else []
+    points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
     open_jobs = [job for job in state.jobs if not job.is_diverged]
     configs = validation.checked_configs(composer, points)
     budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_rows, swept)
     begun = [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))] if additions.training else []
     validation.checked_configs(composer, [job.overrides for job in begun])
-    before = SweepSession(state, conf)
-    lengths = {job.name: int(before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)) for job in begun}
+    lengths = {}  # train.max_steps that the sweep has given to a job so far
+    if begun:
+        before = SweepSession(state, conf)
+        lengths = {job.name: int(before.derived_overrides(job).get(STEPS_KEY, before.composer.config(job.overrides).train.max_steps)) for job in begun}
     state.overrides, state.swept = validation.storable_overrides(shared), swept
-    session = SweepSession(state, conf)
+    session = SweepSession(state, conf, composer)
     for point in points:
         session.derived_overrides(state.add_job(point))  # refuses a point whose budget cannot match
     for job in begun:

@@ -106,9 +106,10 @@ def merge_overrides(overrides: list[str], more: Iterable[str]) -> list[str]:
 class PointComposer:
     """Composes the configs of the points of one sweep: Hydra runs once per combination of group options, plain values are set on its result."""
 
-    def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR) -> None:
+    def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR, tree: DictConfig | None = None) -> None:
+        """`tree`: Hydra's config of `shared`, where it is composed already."""
         self.shared, self.conf = shared, conf
-        self._trees: dict[tuple[str, ...], DictConfig] = {}  # by the group overrides of a point
+        self._trees = {} if tree is None else {(): without_hydra(tree)}  # by the group overrides of a point
         self._configs: dict[tuple[str, ...], Config] = {}  # by all its overrides
 
     @property

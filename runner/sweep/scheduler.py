@@ -20,7 +20,7 @@ from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata, has_diverged, has_started, timestamp
-from runner.sweep.backends.base import Backend, JobExit, LauncherOptions
+from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob
 
@@ -116,12 +116,12 @@ class SweepScheduler:
         self.state.update_job(job, attempt=job.attempt + 1, **fields)
         verb = "continues" if has_started(RunMetadata.read(self.session.run_dir(job))) else "starts"
         try:
-            arguments = self.session.prepare(job)
+            arguments, log = self.session.prepare(job), self.session.run_dir(job) / CONSOLE_LOG
+            earlier = log.stat().st_size if log.exists() else 0
             handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], _plugin_env() | torchrun.begin_job())
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
-        log = self.backend.logs(handle)
-        self.running.append(RunningJob(job, handle, log, log.stat().st_size if log.exists() else 0))
+        self.running.append(RunningJob(job, handle, log, earlier))
         print(f"[{self._number(job)}] {job.name} {verb}", flush=True)
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:

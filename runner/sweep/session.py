@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from common import paths
 from common.errors import resume_command
@@ -155,7 +155,7 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     shared, swept, is_finite = split_swept([*hydra_overrides, *merge_overrides(params, overrides)], expand_ranges=sweeper.is_grid)
     validation.check_sweep(config, sweeper, is_finite)
     stored = validation.storable_overrides(shared)
-    composer = PointComposer(shared)
+    composer = PointComposer(shared, tree=config)
     points = sweeper.points(swept, config.sweep.zip)
     configs = validation.checked_configs(composer, points)
     base_rows = min(map(budget.rows_per_step, configs if sweeper.is_grid else [composer.config({})]))
@@ -166,6 +166,8 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
         folder = naming.create_unique(folder)
+        with read_write(config.hydra):
+            config.hydra.sweep.dir = str(folder)
     names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
     state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base_rows, **names)
     for point in points if sweeper.is_grid else ():

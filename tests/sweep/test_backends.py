@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DIVERGED, SAVES, FakeJobs, read_run, read_sweep, wait_until
+from fake_jobs import DIVERGED, SAVES, FakeJobs, read_run, read_sweep, wait_until
 
 from common.errors import UserError
 from runner.config.compose import compose_tree

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import GOOD, FakeJobs, read_run, read_sweep
+from fake_jobs import GOOD, FakeJobs, read_run, read_sweep
 
 from common.errors import UserError
 from runner.checkpoint.format import CHECKPOINT_FORMAT

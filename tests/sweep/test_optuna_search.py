@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
+from fake_jobs import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
 
 from common.errors import UserError
 from runner.sweep.optuna_search import OptunaOptions, parse_axis
@@ -100,11 +100,13 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(optuna: Any, sweep:
 
 def test_optuna_draws_the_next_point_as_soon_as_a_worker_is_free(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     """Job 1 ends only after three others have: a sampler that waits for a whole batch would wait forever."""
-    fake_jobs.set(default=f"""
+    fake_jobs.set(
+        default=f"""
 others = lambda: [job for job in json.load(open("../sweep.json"))["jobs"] if job["status"] == "completed"]
 first = json.load(open("../sweep.json"))["jobs"][0]["name"] == os.path.basename(run_dir)
 while first and len(others()) < 3: time.sleep(0.01)
-{LOSS}""")
+{LOSS}"""
+    )
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=4", "hydra.launcher.workers=2") == 0
     assert [trial.state.name for trial in trials(tmp_path / "sweep")] == ["COMPLETE"] * 4
 

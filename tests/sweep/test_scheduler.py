@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
+from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
 from runner.sweep import scheduler
@@ -152,9 +152,6 @@ class InstantBackend:
 
     def cancel(self, handle: Path) -> None: ...
 
-    def logs(self, handle: Path) -> Path:
-        return handle / "console.log"
-
     def close(self) -> None:
         self.closed = True
 
@@ -207,7 +204,7 @@ def test_local_backend_passes_the_slot_to_the_job_but_not_hydra_full_error(tmp_p
     script = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {names}}}))"
     handle = backend.submit(tmp_path, ["-c", script], {"EXTRA": "1"})
     wait_until(lambda: backend.poll(handle))
-    assert json.loads(backend.logs(handle).read_text()) == {"CUDA_VISIBLE_DEVICES": "2,5", "OMP_NUM_THREADS": "3", "HYDRA_FULL_ERROR": None, "EXTRA": "1"}
+    assert json.loads((tmp_path / "console.log").read_text()) == {"CUDA_VISIBLE_DEVICES": "2,5", "OMP_NUM_THREADS": "3", "HYDRA_FULL_ERROR": None, "EXTRA": "1"}
 
 
 def test_local_backend_job_saves_when_its_sweep_is_killed(tmp_path: Path, fake_jobs: FakeJobs) -> None:

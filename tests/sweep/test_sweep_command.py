@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import DIVERGED, FLAKY, GOOD, SAVES, FakeJobs, read_run, read_sweep, run_sweep, wait_until
+from fake_jobs import DIVERGED, FLAKY, GOOD, SAVES, FakeJobs, read_run, read_sweep, run_sweep, wait_until
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
@@ -73,11 +73,8 @@ assert os.environ[{PLUGINS_ENV!r}] == "[]"
 
 
 def test_sweep_without_a_directory_is_placed_in_outputs(fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.cli.show_config import show_sweep_config
-from runner.config import compose
-
     monkeypatch.setattr(compose, "workspace_dir", lambda: tmp_path)
-    command.start_sweep(["seed=1,2"], ["--multirun"], run_sweep)
+    command.start_sweep(["seed=choice(1)"], ["--multirun"], run_sweep)
     assert len(list((tmp_path / "outputs" / "multirun").glob("*/*/sweep.json"))) == 1
 
 

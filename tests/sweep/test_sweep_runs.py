@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from command_fixtures import TINY_MODEL
-from conftest import read_run, read_sweep, wait_until
+from fake_jobs import read_run, read_sweep, wait_until
 
 from runner.engine.verify_resume import diff_run_dirs
 

@@ -43,9 +43,6 @@ class Backend(Protocol):
     def cancel(self, handle: Any) -> None:
         """Ask the job to save and exit."""
 
-    def logs(self, handle: Any) -> Path:
-        """Return the file with the output of the job."""
-
     def close(self) -> None:
         """Release what the backend holds; all its jobs have ended."""
 

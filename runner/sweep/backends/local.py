@@ -44,7 +44,6 @@ class Slot:
 class LocalJob:
     process: subprocess.Popen
     slot: Slot
-    log: Path
 
 
 class LocalBackend:
@@ -59,9 +58,8 @@ class LocalBackend:
             env |= {"OMP_NUM_THREADS": str(slot.threads), subprocesses.THREADS_ENV: str(slot.threads)}
         if slot.devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-        log = run_dir / CONSOLE_LOG
-        with open(log, "ab") as out:
-            return LocalJob(subprocesses.spawn(command, env, out.fileno()), slot, log)
+        with open(run_dir / CONSOLE_LOG, "ab") as out:
+            return LocalJob(subprocesses.spawn(command, env, out.fileno()), slot)
 
     def poll(self, handle: LocalJob) -> JobExit | None:
         code = handle.process.poll()
@@ -72,9 +70,6 @@ class LocalBackend:
 
     def cancel(self, handle: LocalJob) -> None:
         handle.process.terminate()
-
-    def logs(self, handle: LocalJob) -> Path:
-        return handle.log
 
     def close(self) -> None: ...
 

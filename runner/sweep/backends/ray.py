@@ -42,27 +42,23 @@ class RayBackend:
         ray.init(address=options.address, runtime_env=runtime_env, include_dashboard=False if options.address is None else None, logging_level="WARNING")
         self._run = ray.remote(run_job).options(num_cpus=options.num_cpus, num_gpus=options.num_gpus, max_retries=0)
 
-    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> tuple[Any, Path]:
-        log = run_dir / CONSOLE_LOG
-        return self._run.remote(command, env, log), log
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
+        return self._run.remote(command, env, run_dir / CONSOLE_LOG)
 
-    def poll(self, handle: tuple[Any, Path]) -> JobExit | None:
-        ready, _ = self._ray.wait([handle[0]], timeout=0)
+    def poll(self, handle: Any) -> JobExit | None:
+        ready, _ = self._ray.wait([handle], timeout=0)
         if not ready:
             return None
         try:
-            return JobExit(self._ray.get(handle[0])[0])
+            return JobExit(self._ray.get(handle)[0])
         except self._ray.exceptions.TaskCancelledError:
             return JobExit(INTERRUPTED)
         except self._ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
             return JobExit(FAILED, f"ray: {lines[-1] if lines else type(error).__name__}")
 
-    def cancel(self, handle: tuple[Any, Path]) -> None:
-        self._ray.cancel(handle[0])  # SIGINT in the worker, which `run_job` forwards
-
-    def logs(self, handle: tuple[Any, Path]) -> Path:
-        return handle[1]
+    def cancel(self, handle: Any) -> None:
+        self._ray.cancel(handle)  # SIGINT in the worker, which `run_job` forwards
 
     def close(self) -> None:
         self._ray.shutdown()

@@ -89,31 +89,25 @@ class SubmititBackend:
             **options.parameters,
         )
 
-    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> tuple[Any, Path]:
-        log = run_dir / CONSOLE_LOG
+    def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
         self._executor.update_parameters(name=run_dir.name[:64])
         with _importable():
-            return self._executor.submit(JobCommand(command, env, log)), log
+            return self._executor.submit(JobCommand(command, env, run_dir / CONSOLE_LOG))
 
-    def poll(self, handle: tuple[Any, Path]) -> JobExit | None:
-        job = handle[0]
-        if not job.done():
+    def poll(self, handle: Any) -> JobExit | None:
+        if not handle.done():
             return None
         try:
-            return JobExit(int(job.result()))
+            return JobExit(int(handle.result()))
         except Exception as error:  # submitit raises what its worker raised, and several classes of its own
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return JobExit(FAILED, f"submitit job {job.job_id} ({job.state}): {lines[-1] if lines else type(error).__name__}")
+            return JobExit(FAILED, f"submitit job {handle.job_id} ({handle.state}): {lines[-1] if lines else type(error).__name__}")
 
-    def cancel(self, handle: tuple[Any, Path]) -> None:
-        job = handle[0]
+    def cancel(self, handle: Any) -> None:
         if self._is_local:
-            os.kill(int(job.job_id), signal.SIGTERM)  # job.cancel() would leave the job one second to save
+            os.kill(int(handle.job_id), signal.SIGTERM)  # handle.cancel() would leave the job one second to save
         else:
-            job.cancel(check=False)  # scancel: SIGTERM, and SIGKILL after Slurm's KillWait
-
-    def logs(self, handle: tuple[Any, Path]) -> Path:
-        return handle[1]
+            handle.cancel(check=False)  # scancel: SIGTERM, and SIGKILL after Slurm's KillWait
 
     def close(self) -> None: ...
 
