@@ -27,6 +27,8 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "data.shape": "data.schema",
     "data.packing=pack": "data.packing=best_fit",
     "train.activation_checkpointing=whole": "train.activation_checkpointing=full",
+    "train.activation_checkpointing=true": "train.activation_checkpointing=full",
+    "train.activation_checkpointing=false": "train.activation_checkpointing=none",
 }
 
 
