@@ -7,10 +7,7 @@ The comment behind a field of a dataclass is the description of the setting; its
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import io
 import sys
-import tokenize
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +19,7 @@ if not __package__:
 import yaml
 
 from common.paths import CONF_DIR, REPO_ROOT
+from common.settings import field_comments
 
 TARGET = REPO_ROOT / "docs" / "reference" / "settings.md"
 INTRODUCTION = """# Settings
@@ -33,29 +31,9 @@ Every setting of `train.py`. Type `key=value`, e.g. `python runner/train.py opti
 """
 
 
-def field_comments(cls: type) -> dict[str, str]:
-    """Return the comment at the end of each field's line, for the fields that `cls` itself declares."""
-    source = inspect.getsource(cls)
-    comments: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments[token.start[0]] = token.string.removeprefix("#").strip()
-    lines = source.splitlines()
-    found = {}
-    for field in dataclasses.fields(cls):
-        number = next((index for index, line in enumerate(lines, start=1) if line.strip().startswith(f"{field.name}:")), 0)
-        if number in comments:
-            found[field.name] = comments[number]
-    return found
-
-
 def described_fields(cls: type) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, type, description) of the fields of `cls`, those of its base classes first."""
-    comments: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if dataclasses.is_dataclass(base):
-            comments |= field_comments(base)
-    hints = typing.get_type_hints(cls)
+    comments, hints = field_comments(cls), typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         yield field.name, hints[field.name], comments.get(field.name, "")
         for kind in (hints[field.name], *typing.get_args(hints[field.name])):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_fixtures import TINY_RUN, Call, is_user_error
+from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
 from common import plugins
 from runner.engine.optim.config import OPTIMIZERS
@@ -151,3 +151,19 @@ def test_plugin_that_cannot_be_imported_is_refused(call: Call, workspace: Path) 
     result = call("plugins=[broken_plugin]")
     assert is_user_error(result) and "ZeroDivisionError" in result.stderr and "broken_plugin" not in sys.modules
     assert is_user_error(call("plugins=broken_plugin"))
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_and_their_ranks_import_the_typed_plugins(program: Program, config_dir: Path, workspace: Path, rows: str) -> None:
+    (workspace / "my_optimizers.py").write_text(PLUGIN)
+    sweep = workspace / "sweep"
+    done = program(
+        "-m", "seed=1,2", *SHORT_RUN, rows, f"--config-dir={config_dir}", "model=mine", "plugins=[my_optimizers.py]", "optimizer=plainsgd",
+        "distributed=ddp", "distributed.nproc=2", f"hydra.sweep.dir={sweep}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for job in ("seed=1", "seed=2"):
+        assert (sweep / job / ".hydra" / "plugins" / "my_optimizers.py").read_text() == PLUGIN
+        assert yaml.safe_load((sweep / job / ".hydra" / "conf" / "model" / "mine.yaml").read_text()) == yaml.safe_load(MODEL)
+    done = program(f"resume={sweep}", "train.max_steps=3")
+    assert is_user_error(done) and f"plugins=[{workspace / 'my_optimizers.py'}]" in done.stderr
