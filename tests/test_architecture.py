@@ -38,7 +38,7 @@ common
 THIRD_PARTY = {
     "runner": {"hydra", "omegaconf"},  # the commands
     "runner.cli": {"hydra", "omegaconf"},
-    "hydra_plugins": {"hydra"},
+    "hydra_plugins": {"hydra", "omegaconf"},
     "runner.sweep": {"hydra", "omegaconf", "yaml", "optuna"},
     "runner.sweep.backends": {"submitit", "ray"},
     "runner.launch": {"torch"},

@@ -12,6 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf
 
 from common.errors import UserError
 from runner.sweep import validation
@@ -53,7 +54,7 @@ class GridSweeper(Sweeper):
     def __init__(self, **options: Any) -> None: ...
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.config = config
+        self.config: Any = config
         self.launcher: Any = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def sweep(self, arguments: list[str]) -> Any:
@@ -74,7 +75,8 @@ class OptunaSweeper(GridSweeper):
 
         with open_session(self.config, arguments) as session:
             self.launcher.session = session
-            search = OptunaSearch(session, validation.hydra_options(self.config)[0])
+            options: Any = OmegaConf.to_object(self.config.hydra.sweeper)
+            search = OptunaSearch(session.state, options)
             try:
                 self.launcher.run(search.next_job, search.job_ended)
             finally:

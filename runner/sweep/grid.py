@@ -109,7 +109,7 @@ class PointComposer:
     def __init__(self, shared: list[str], conf: Path = paths.CONF_DIR, tree: DictConfig | None = None) -> None:
         """`tree`: Hydra's config of `shared`, where it is composed already."""
         self.shared, self.conf = shared, conf
-        self._trees = {} if tree is None else {(): without_hydra(tree)}  # by the group overrides of a point
+        self._trees: dict[tuple[str, ...], DictConfig] = {} if tree is None else {(): without_hydra(tree)}  # by the group overrides of a point
         self._configs: dict[tuple[str, ...], Config] = {}  # by all its overrides
 
     @property

@@ -1,4 +1,4 @@
-"""`hydra/sweeper=optuna`: Optuna draws the points. A point is drawn whenever a worker is free; the study lies in the sweep directory."""
+"""`hydra/sweeper=optuna`: Optuna draws the points, one whenever a worker is free. The study is a file of the sweep directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,10 +22,7 @@ from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions
-from runner.sweep.state import SweepJob
-
-if TYPE_CHECKING:
-    from runner.sweep.session import SweepSession
+from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
 SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
@@ -131,19 +128,26 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
 class OptunaSearch:
     """Draws the jobs of a sweep from a study and reports their results to it."""
 
-    def __init__(self, session: SweepSession, options: OptunaOptions) -> None:
+    def __init__(self, state: SweepState, options: OptunaOptions) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.session, self.options = session, options
-        self.axes = [parse_axis(key, values) for key, values in session.state.swept.items()]
+        self.state, self.options = state, options
+        self.axes = [parse_axis(key, values) for key, values in state.swept.items()]
         self.space = {axis.key: axis.distribution() for axis in self.axes}
         self.study = self._open_study()
         states = optuna.trial.TrialState
-        self.resumed = deque(self.study.get_trials(states=(states.RUNNING,)))  # of a launch that was stopped or killed
+        self.resumed: deque[Any] = deque()  # trials of a launch that was stopped or killed
+        for trial in self.study.get_trials(states=(states.RUNNING,)):
+            if trial.params.keys() == self.space.keys():
+                self.resumed.append(trial)
+            else:  # killed while the point was drawn
+                self.study.tell(trial.number, state=states.FAIL)
         self.remaining = options.n_trials - len(self.study.get_trials(states=(states.COMPLETE,))) - len(self.resumed)
         self.trials: dict[str, list[int]] = defaultdict(list)  # job name -> numbers of its trials without a result
         self._enqueue_failed(states)
+        if options.sampler == "grid":
+            self.remaining = min(self.remaining, len(self.study.get_trials(states=(states.WAITING,))))
 
     def _open_study(self) -> Any:
         import optuna
@@ -158,7 +162,7 @@ class OptunaSearch:
 
             def release(self) -> None: ...
 
-        path = self.session.state.folder / JOURNAL_FILE
+        path = self.state.folder / JOURNAL_FILE
         _drop_partial_line(path)
         storage = JournalStorage(JournalFileBackend(str(path), lock_obj=HeldLock()))
         study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=self.options.directions, load_if_exists=True)
@@ -184,7 +188,7 @@ class OptunaSearch:
         others = [trial.params for trial in self.study.get_trials(states=(states.RUNNING, states.COMPLETE))]
         others += [trial.system_attrs.get("fixed_params") for trial in self.study.get_trials(states=(states.WAITING,))]
         for trial in self.study.get_trials(states=(states.FAIL,)):
-            job = self.session.state.find_job(_to_overrides(trial.params))
+            job = self.state.find_job(_to_overrides(trial.params))
             if job is not None and job.needs_run and trial.params not in others:
                 self.study.enqueue_trial(trial.params)
                 others.append(trial.params)
@@ -194,12 +198,10 @@ class OptunaSearch:
         while self.resumed or self.remaining > 0:
             if self.resumed:
                 trial = self.resumed.popleft()
-            elif self.options.sampler == "grid" and not self._has_waiting_trials():
-                return None
             else:
                 self.remaining -= 1
                 trial = self.study.ask(self.space)
-            job = self.session.state.add_job(_to_overrides(trial.params))
+            job = self.state.add_job(_to_overrides(trial.params))
             self.trials[job.name].append(trial.number)
             is_running = len(self.trials[job.name]) > 1  # the same point was drawn again
             if job.needs_run and not is_running:
@@ -207,11 +209,6 @@ class OptunaSearch:
             if not is_running:
                 self.job_ended(job)
         return None
-
-    def _has_waiting_trials(self) -> bool:
-        from optuna.trial import TrialState
-
-        return bool(self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def job_ended(self, job: SweepJob) -> None:
         """Report the result of a job. The trial of an interrupted job stays open: the next launch continues it."""
@@ -230,7 +227,7 @@ class OptunaSearch:
         """Return a value per objective. The loss of a diverged job is infinite, from which the sampler learns; a failed job has none."""
         if not (job.status == "completed" or job.is_diverged) or job.loss is None:
             return [None]
-        metrics = self.session.run_dir(job) / "metrics.jsonl"
+        metrics = self.state.folder / job.name / "metrics.jsonl"
         record = {**(_last_train_record(metrics) if metrics.exists() else {}), "loss": float(job.loss)}
         return [float(record[name]) if isinstance(record.get(name), int | float) else None for name in self.options.objectives]
 
@@ -245,7 +242,7 @@ class OptunaSearch:
             results = {"name": "optuna", "best_evaluated_params": best.params, "best_evaluated_value": best.value}
         else:
             results = {"name": "optuna", "solutions": [{"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials]}
-        write_atomic_file(self.session.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())
+        write_atomic_file(self.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())
 
 
 def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:

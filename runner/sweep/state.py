@@ -1,6 +1,6 @@
 """`sweep.json`: the settings of a sweep and the status of its jobs. Only the process that holds the lock of the sweep directory writes it.
 
-run.json of a job is closer to the truth than sweep.json, which a killed process could not update: `SweepState.open` reads both.
+run.json of a job may be newer than sweep.json, which a killed process could not update: `SweepState.open` reads both.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class SweepState:
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
-        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or lies in, a sweep or run."""
+        """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or is inside, a sweep or run."""
         for parent in (folder, *folder.parents):
             for name, kind in ((SWEEP_STATE_FILE, "sweep"), (RUN_FILE, "run")):
                 if (parent / name).is_file():
-                    relation = "already holds" if parent == folder else "lies inside"
-                    fix = f"resume={parent} continues it; hydra.sweep.dir=DIR places the new sweep elsewhere"
+                    relation = "already holds" if parent == folder else "is inside"
+                    fix = f"resume={parent} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
                     raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
         return cls(folder, lock=_acquire_lock(folder), **fields)
 

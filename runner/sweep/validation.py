@@ -26,7 +26,7 @@ LAUNCHERS = {"local": LocalOptions, "submitit": SubmititOptions, "ray": RayOptio
 SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
-# Hydra settings that sweep.json may store: counts and choices. A stranger's sweep.json must not name code, a place, or a line of a batch script.
+# Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path, or a line of a batch script.
 STORED_HYDRA_KEYS = ("hydra/sweeper", "hydra/launcher") + tuple(
     f"hydra.{key}"
     for key in (

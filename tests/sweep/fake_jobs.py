@@ -47,7 +47,7 @@ FINISHED = ("train.accumulation_steps=1,4", "train.max_steps=60", "train.eval_ev
 
 
 class FakeJobs:
-    """`script` stands in for train.py: it runs the lines of Python that `set` gives to a job, by its name, or to all."""
+    """`script` replaces train.py: it runs the lines of Python that `set` gives to a job, by its name, or to all."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

@@ -27,29 +27,23 @@ def resume_alone(run_dir: Path, overrides: list[str], **fields: Any) -> None:
         (run_dir / "run.json").write_text(json.dumps({**read_run(run_dir), **fields}))
 
 
-def test_extend_gives_each_job_its_share_of_more_steps(finished: Path, resume: Any) -> None:
-    assert resume("train.max_steps=80") == 0
-    assert [read_run(finished / name)["overrides"] for name in NAMES] == [["train.max_steps=80"], ["train.max_steps=20"]]
-    assert [job["attempt"] for job in read_sweep(finished)["jobs"]] == [2, 2]
-    assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [[], []]
-    assert "train.max_steps=80" in read_sweep(finished)["overrides"]
-
-
-def test_extend_keeps_pending_overrides_until_a_job_has_trained_with_them(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
+def test_extend_gives_each_job_its_share_and_keeps_it_pending_until_the_job_has_trained(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
     fake_jobs.set(default="sys.exit(1)")
     assert resume("train.max_steps=80") == 1
     assert [job["pending_overrides"] for job in read_sweep(finished)["jobs"]] == [["train.max_steps=80"], ["train.max_steps=20"]]
     fake_jobs.set(default=GOOD)
     assert resume("train.log_every=5") == 0
-    assert read_run(finished / NAMES[1])["overrides"] == ["train.max_steps=20", "train.log_every=1"]
+    assert [read_run(finished / name)["overrides"] for name in NAMES] == [
+        ["train.max_steps=80", "train.log_every=5"],
+        ["train.max_steps=20", "train.log_every=1"],
+    ]
+    assert [(job["attempt"], job["pending_overrides"]) for job in read_sweep(finished)["jobs"]] == [(3, []), (3, [])]
+    assert "train.max_steps=80" in read_sweep(finished)["overrides"]
 
 
 REFUSED = {
     "train.max_steps=80 model.hidden_size=64": "model.hidden_size",
-    "data.max_length=16": "data.max_length",
-    "optimizer.weight_decay=0.2": "weight_decay",
     "train.max_steps=60 optimizer.weight_decay=0.2": "weight_decay",  # names a length, but trains no further
-    "train.epochs=7 train.patience=3 optimizer.weight_decay=0.2": "",
     "train.max_steps=40": "has already taken 60 steps",
 }
 
@@ -62,13 +56,6 @@ def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, re
     assert message in f"{error.value.message} {error.value.setting}" and (finished / "sweep.json").read_bytes() == before
 
 
-def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_as_it_is(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
-    resume_alone(finished / NAMES[0], ["train.max_steps=90"], step=90)
-    assert resume("train.max_steps=80") == 0
-    assert applied(finished) == [[], ["train.max_steps=20"]]
-    assert "was resumed by itself up to step 90" in capsys.readouterr().err
-
-
 def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
     resume_alone(finished / NAMES[0], ["train.patience=2"])
     checkpoint = finished / NAMES[0] / "checkpoints" / "step-00000060"
@@ -79,11 +66,13 @@ def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: A
     assert "was stopped by train.patience at step 60" in capsys.readouterr().err
 
 
-def test_report_names_overrides_of_a_job_resumed_by_itself_but_not_those_of_its_sweep(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
-    resume_alone(finished / NAMES[0], ["train.max_steps=70"], step=70)
-    assert resume() == 0
+def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_and_the_report_names_its_overrides(
+    finished: Path, resume: Any, fake_jobs: FakeJobs, capsys: pytest.CaptureFixture
+) -> None:
+    resume_alone(finished / NAMES[0], ["train.max_steps=90"], step=90)
     assert resume("train.max_steps=80") == 0
-    for name in NAMES:
-        resume_alone(finished / name, read_run(finished / name)["overrides"])
+    assert applied(finished) == [[], ["train.max_steps=20"]]
+    assert "was resumed by itself up to step 90" in capsys.readouterr().err
+    resume_alone(finished / NAMES[1], read_run(finished / NAMES[1])["overrides"])
     manual = {job.name: job.manual_overrides for job in read_sweep_results(finished).jobs}
-    assert manual == {NAMES[0]: ["train.max_steps=70"], NAMES[1]: []}
+    assert manual == {NAMES[0]: ["train.max_steps=90"], NAMES[1]: []}

@@ -112,24 +112,26 @@ while first and len(others()) < 3: time.sleep(0.01)
 
 
 def test_optuna_continues_open_and_failed_trials_in_their_directories(optuna: Any, sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
-    """As after a kill: the first trial failed, the second one is open, half of a line is in the journal."""
+    """As after a kill: the first trial failed, the second one is open, of the third one parameter is drawn, the last line is incomplete."""
     fake_jobs.set(default=FLAKY)
     assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=2") == 1
     names = [job["name"] for job in read_sweep(tmp_path / "sweep")["jobs"]]
-    journal = tmp_path / "sweep" / "optuna.jsonl"
-    lines = journal.read_text().splitlines()
-    journal.write_text("\n".join(lines[:-1]) + '\n{"op_co')  # without the end of the second trial
-    assert [trial.state.name for trial in trials_after_repair(journal)] == ["FAIL", "RUNNING"]
+    log = tmp_path / "sweep" / "optuna.jsonl"
+    lines = log.read_text().splitlines()
+    start_of_second = next(index for index, line in enumerate(lines) if '"trial_id":1' in line) - 1
+    half_drawn = [lines[start_of_second], lines[start_of_second + 1].replace('"trial_id":1', '"trial_id":2')]
+    log.write_text("\n".join([*lines[:-1], *half_drawn]) + '\n{"op_co')  # without the end of the second trial
+    assert [trial.state.name for trial in trials_after_repair(log)] == ["FAIL", "RUNNING", "RUNNING"]
     assert resume() == 0
     jobs = read_sweep(tmp_path / "sweep")["jobs"]
     assert [job["name"] for job in jobs[:2]] == names and [job["attempt"] for job in jobs[:2]] == [2, 2]
     assert sum(trial.state.name == "COMPLETE" for trial in trials(tmp_path / "sweep")) == 2
 
 
-def trials_after_repair(journal: Path) -> list[Any]:
-    copy = journal.parent / "copy"
+def trials_after_repair(log: Path) -> list[Any]:
+    copy = log.parent / "copy"
     copy.mkdir()
-    (copy / "optuna.jsonl").write_bytes(journal.read_bytes().rpartition(b"\n")[0] + b"\n")
+    (copy / "optuna.jsonl").write_bytes(log.read_bytes().rpartition(b"\n")[0] + b"\n")
     return trials(copy)
 
 

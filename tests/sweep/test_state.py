@@ -102,13 +102,13 @@ def test_state_is_opened_by_one_process_at_a_time_and_names_it(sweep: Path) -> N
     assert sorted(path.name for path in sweep.iterdir()) == [".lock", "sweep.json"]
 
 
-def test_state_refuses_a_directory_that_holds_or_lies_in_a_sweep_or_run(sweep: Path, tmp_path: Path) -> None:
+def test_state_refuses_a_directory_that_holds_or_is_inside_a_sweep_or_run(sweep: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "run", status="completed")
     for folder, message in (
         (sweep, "already holds a sweep"),
         (tmp_path / "run", "already holds a run"),
-        (tmp_path / "run" / "deep" / "inner", "lies inside a run"),
-        (sweep / "seed=3", "lies inside a sweep"),
+        (tmp_path / "run" / "deep" / "inner", "is inside a run"),
+        (sweep / "seed=3", "is inside a sweep"),
     ):
         with pytest.raises(UserError, match=message):
             SweepState.create(folder)
@@ -122,7 +122,7 @@ INVALID: dict[str, Callable[[dict[str, Any]], Any]] = {
     "unknown field": lambda fields: fields["jobs"][0].update(command="rm"),
     "field missing": lambda fields: fields.pop("swept"),
     "overrides no list": lambda fields: fields.update(overrides="seed=1"),
-    "older version": lambda fields: fields.update(words=fields.pop("overrides")),
+    "older version": lambda fields: fields.pop("overrides"),
 }
 
 

@@ -89,6 +89,7 @@ def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undis
     assert runs[LARGE_STEPS]["tokens"] == pytest.approx(runs[SMALL_STEPS]["tokens"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_sweep_killed_and_resumed_ends_in_the_same_bits(undisturbed: Path, launch: Launch, rows: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     driver = launch(*arguments(folder, rows))

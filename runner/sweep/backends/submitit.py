@@ -72,7 +72,7 @@ class SubmititBackend:
         import submitit
 
         self.capacity: int | None = options.workers
-        # submitit unpickles what lies in its folder: a new folder for each launch, so that no file of a stranger's sweep is read
+        # submitit unpickles files of its folder: a new folder for each launch, so that no file which another program has put there is read
         folder = sweep_dir / ".submitit" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
         limits = {f"{name}_max_num_timeout": options.max_num_timeout for name in ("slurm", "local")}
