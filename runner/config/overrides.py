@@ -14,7 +14,12 @@ from common.plugins import locate_plugin
 from runner.config.schema import config_groups, config_schema
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
-HYDRA_KEYS_REFUSED = {"hydra.output_subdir": "a run is resumed from its .hydra/", "hydra.mode": "--multirun starts a sweep"}
+RUN_DIR_CALLBACK = "hydra.callbacks.run_dir creates and locks the run directory"
+HYDRA_KEYS_REFUSED = {
+    "hydra.output_subdir": "a run is resumed from its .hydra/",
+    "hydra.mode": "--multirun starts a sweep",
+    **dict.fromkeys(("hydra/callbacks", "hydra.callbacks", "hydra.callbacks.run_dir"), RUN_DIR_CALLBACK),
+}
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # made absolute: a run may be resumed from another directory
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
@@ -70,7 +75,11 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
             raise UserError("an override is written key=value", override, f"{override}=<value>; --help lists the settings")
         key, value = key_of(override), override.partition("=")[2]
         if key in HYDRA_KEYS_REFUSED:
-            raise UserError(f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}", override, "leave the override out")
+            raise UserError(
+                f"{key} cannot be set: {HYDRA_KEYS_REFUSED[key]}",
+                override,
+                "leave the override out" if "callbacks" not in key else "+hydra.callbacks.NAME._target_=... adds another",
+            )
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
             raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
         if is_hydra_override(override):

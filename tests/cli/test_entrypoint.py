@@ -81,6 +81,8 @@ REFUSED = [
     ["hydra.run.dir="],
     ["hydra.output_subdir=null"],
     ["hydra.mode=MULTIRUN", "seed=1,2"],
+    ["hydra.callbacks.run_dir=null"],
+    ["hydra/callbacks=null"],
     ["hydra.run.dirr=x"],
     ["--config-name", "chat"],
     ["--config-path", "conf"],
