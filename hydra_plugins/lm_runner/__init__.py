@@ -15,9 +15,10 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from runner.sweep import validation
+from runner.sweep.backends import LAUNCHERS
+from runner.sweep.optuna_search import SWEEPERS
 
-for group, nodes in (("launcher", validation.LAUNCHERS), ("sweeper", validation.SWEEPERS)):
+for group, nodes in (("launcher", LAUNCHERS), ("sweeper", SWEEPERS)):
     for name, node in nodes.items():
         ConfigStore.instance().store(group=f"hydra/{group}", name=name, node=node, provider="lm_runner")
 
@@ -29,7 +30,9 @@ class JobLauncher(Launcher):
         self.session: Any = None  # set by the sweeper
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.options = validation.hydra_options(config)[1]
+        from runner.sweep.validation import hydra_options
+
+        self.options = hydra_options(config)[1]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run the jobs of these overrides that need it. Raises SweepStopped."""

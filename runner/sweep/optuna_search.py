@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,7 +22,9 @@ from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions
-from runner.sweep.state import SweepJob, SweepState
+
+if TYPE_CHECKING:
+    from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
 SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
@@ -123,6 +125,9 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
         raise UserError(f"the interval of {key} must have {rule}", text, f"e.g. {key}=tag(log,interval(1e-5,1e-2))" if log else f"{key}=interval({high},{low})")
     is_int = is_int or (isinstance(low, int) and isinstance(high, int))
     return Axis(key, low=int(low) if is_int else low, high=int(high) if is_int else high, log=log, is_int=is_int)
+
+
+SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}  # options of hydra/sweeper
 
 
 class OptunaSearch:

@@ -17,7 +17,6 @@ from common.filesystem import make_dirs, write_atomic_file
 from runner.config.overrides import hydra_quote, is_hydra_override
 from runner.engine.config import Config
 from runner.launch import torchrun
-from runner.reporting import leaderboard
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
 from runner.run_dir.metadata import RunMetadata, has_started
 from runner.sweep import budget, validation
@@ -88,6 +87,8 @@ class SweepSession:
 
     def report(self) -> None:
         """Update the leaderboard and the page. A full disk does not end the sweep."""
+        from runner.reporting import leaderboard
+
         try:
             leaderboard.update_report(self.state.folder)
         except OSError as error:
@@ -100,16 +101,14 @@ class SweepSession:
         state = self.state
         state.refresh_from_runs()
         counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
-        if stopped:
-            status = "interrupted"
-        elif counts["failed"]:
-            status = "failed"
-        else:
-            status = "interrupted" if counts["new"] + counts["interrupted"] else "completed"
+        is_complete = counts["completed"] == len(state.jobs)
+        status = "interrupted" if stopped else "failed" if counts["failed"] else "completed" if is_complete else "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
             self.report()
             if sys.stdout.isatty():
+                from runner.reporting import leaderboard
+
                 print(leaderboard.leaderboard_text(state.folder))
         print(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
         if status == "completed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -14,50 +15,38 @@ from runner.config.overrides import config_dirs, is_hydra_override, key_of
 from runner.engine.config import Config
 from runner.launch import preflight, torchrun
 from runner.run_dir import initial_weights
+from runner.sweep.backends import LAUNCHERS
 from runner.sweep.backends.base import LauncherOptions
-from runner.sweep.backends.local import LocalOptions
-from runner.sweep.backends.ray import RayOptions
-from runner.sweep.backends.submitit import SubmititOptions
 from runner.sweep.grid import GridPoint, PointComposer, SweeperOptions
-from runner.sweep.optuna_search import OptunaOptions
+from runner.sweep.optuna_search import SWEEPERS
 from runner.sweep.state import SweepState
 
-LAUNCHERS = {"local": LocalOptions, "submitit": SubmititOptions, "ray": RayOptions}
-SWEEPERS = {"grid": SweeperOptions, "optuna": OptunaOptions}
 SWEEP_DIR_KEY = "hydra.sweep.dir="
 LAUNCH_KEYS = (SWEEP_DIR_KEY, "hydra.sweeper.resume=", "hydra.mode=")  # of one launch, never stored
 # Hydra settings that sweep.json may store: counts and choices. A sweep.json of another user must not name code, a path, or a line of a batch script.
-STORED_HYDRA_KEYS = ("hydra/sweeper", "hydra/launcher") + tuple(
-    f"hydra.{key}"
-    for key in (
-        *(f"launcher.{name}" for name in ("workers", "devices", "fail_fast", "retries", "cluster", "timeout_min", "cpus_per_task", "gpus_per_node")),
-        *(f"launcher.{name}" for name in ("mem_gb", "num_cpus", "num_gpus")),
-        *(f"sweeper.{name}" for name in ("direction", "objectives", "n_trials", "sampler", "seed")),
-    )
-)
+STORED_HYDRA_KEYS = (
+    "hydra/launcher", "hydra.launcher.workers", "hydra.launcher.devices", "hydra.launcher.fail_fast", "hydra.launcher.retries", "hydra.launcher.cluster",
+    "hydra.launcher.timeout_min", "hydra.launcher.cpus_per_task", "hydra.launcher.gpus_per_node", "hydra.launcher.mem_gb", "hydra.launcher.num_cpus",
+    "hydra.launcher.num_gpus", "hydra/sweeper", "hydra.sweeper.direction", "hydra.sweeper.objectives", "hydra.sweeper.n_trials", "hydra.sweeper.sampler",
+    "hydra.sweeper.seed",
+)  # fmt: skip
 STORED_HYDRA_PREFIX = "hydra.sweeper.params."
 PROGRESS_EVERY = 50  # jobs between two progress lines while configs are checked
 
 
 def check_hydra_overrides(overrides: Sequence[str]) -> None:
     """Refuse plugins that are not of this program, unknown options of its launchers, and Hydra settings with several values."""
-    chosen = {"hydra/launcher": "local", "hydra/sweeper": "grid"}
-    for override in overrides:
+    chosen = {key_of(override): override.partition("=")[2] for override in ["hydra/launcher=local", "hydra/sweeper=grid", *overrides]}
+    for key, known in (("hydra/launcher", LAUNCHERS), ("hydra/sweeper", SWEEPERS)):
+        name = chosen[key]
+        if name not in known and not any((folder / key / f"{name}.yaml").is_file() for folder in config_dirs(list(overrides))):
+            raise UserError(f"{key} must be one of {', '.join(known)}, got {name}", f"{key}={name}", did_you_mean(name, known, "leave the override out"))
+    launcher = LAUNCHERS.get(chosen["hydra/launcher"])
+    options = [f"hydra.launcher.{field.name}" for field in dataclasses.fields(launcher)] if launcher else []
+    for override in filter(is_hydra_override, overrides):
         key, value = key_of(override), override.partition("=")[2]
-        if key not in chosen:
-            continue
-        chosen[key] = value
-        known = LAUNCHERS if key == "hydra/launcher" else SWEEPERS
-        if value not in known and not any((folder / key / f"{value}.yaml").is_file() for folder in config_dirs(list(overrides))):
-            raise UserError(f"{key} must be one of {', '.join(known)}, got {value}", override, did_you_mean(value, known, "leave the override out"))
-    options = LAUNCHERS.get(chosen["hydra/launcher"])
-    known_options = [f"hydra.launcher.{name}" for name in vars(options() if options else LauncherOptions()) if not name.startswith("_")]
-    for override in overrides:
-        key, value = key_of(override), override.partition("=")[2]
-        if not is_hydra_override(override):
-            continue
-        if key.startswith("hydra.launcher.") and options and key.split("[")[0] not in known_options and not key.startswith("hydra.launcher.parameters."):
-            hint = did_you_mean(key, known_options, f"its options are {', '.join(known_options)}")
+        if options and key.startswith("hydra.launcher.") and ".".join(key.split(".")[:3]) not in options:
+            hint = did_you_mean(key, options, f"its options are {', '.join(options)}")
             raise UserError(f"hydra/launcher={chosen['hydra/launcher']} has no option {key.removeprefix('hydra.launcher.')}", override, hint)
         with translating_hydra_errors([override]):
             parsed = OverridesParser.create().parse_override(override)
@@ -65,9 +54,8 @@ def check_hydra_overrides(overrides: Sequence[str]) -> None:
             fix = f"'{key}=[{value}]'" if key == "hydra.launcher.devices" else f"give {key} one value"
             raise UserError(f"{key} takes one value: only training settings can be swept", override, fix)
         if key == "hydra.sweep.subdir":
-            raise UserError(
-                "hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, "hydra.sweep.dir=DIR places the sweep"
-            )
+            fix = "hydra.sweep.dir=DIR sets the directory of the sweep"
+            raise UserError("hydra.sweep.subdir cannot be set: job directories are named by the swept overrides", override, fix)
 
 
 def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:

@@ -26,6 +26,7 @@ from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
 from runner.run_dir import initial_weights
 from runner.sweep import command, validation
+from runner.sweep.backends import LAUNCHERS
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
 
@@ -47,7 +48,7 @@ def test_plugins_are_found_by_the_scan_of_hydra() -> None:
     names = {plugin.__name__ for plugin in plugins if plugin.__module__ == "hydra_plugins.lm_runner"}
     assert names == {"JobLauncher", "GridSweeper", "OptunaSweeper"}
     groups = ConfigStore.instance().repo["hydra"]
-    assert {f"{name}.yaml" for name in validation.LAUNCHERS} <= groups["launcher"].keys() and {"grid.yaml", "optuna.yaml"} <= groups["sweeper"].keys()
+    assert {f"{name}.yaml" for name in LAUNCHERS} <= groups["launcher"].keys() and {"grid.yaml", "optuna.yaml"} <= groups["sweeper"].keys()
 
 
 def test_sweep_runs_each_job_in_a_directory_that_was_written_before(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
