@@ -126,7 +126,7 @@ def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, dela
     return wait_for_exit(child), bytes(probe.shared), time.monotonic() - (sent or time.monotonic())
 
 
-@pytest.mark.parametrize("signals", [6, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signals", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
     chance, seen, longest = random.Random(signals), Counter(), 0.0
 
@@ -188,7 +188,10 @@ def test_signal_to_the_group_while_data_workers_start(tmp_path):
 
 @pytest.mark.parametrize(
     "number, owner, name",
-    [(signal.SIGTERM, run_module, "compatibility_fingerprints"), (signal.SIGUSR1, RunMetadata, "mark_running")],
+    [
+        (signal.SIGTERM, run_module, "compatibility_fingerprints"),
+        pytest.param(signal.SIGUSR1, RunMetadata, "mark_running", marks=pytest.mark.slow),
+    ],
     ids=["before run.json says running", "after"],
 )
 def test_signal_before_training_leaves_a_usable_folder(number, owner, name, tmp_path):
@@ -208,6 +211,7 @@ def test_signal_before_training_leaves_a_usable_folder(number, owner, name, tmp_
         assert diff_run_dirs(root / "whole", root / "run") == []
 
 
+@pytest.mark.slow
 def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
     def hang_at_step_4():
         step = loop.train_step
