@@ -20,7 +20,7 @@ from common.errors import UserError
 PLUGINS_ENV = "RUNNER_PLUGINS"  # JSON list, inherited by ranks, data workers, tracker processes and jobs of a sweep
 MAX_PLUGIN_FILES = 500  # Python files of one plugin that are recorded
 
-_modules: dict[str, ModuleType] = {}  # imported by this process, by the name that the user typed
+IMPORTED_MODULES: dict[str, ModuleType] = {}  # imported by this process, by the name that the user typed
 _inherited = False  # whether the plugins of the parent process were imported
 
 
@@ -39,15 +39,15 @@ def locate_plugin(name: str) -> str:
 def import_plugins(names: Iterable[str]) -> None:
     """Import each plugin of `locate_plugin` once, and have the child processes of this process import it."""
     for name in names:
-        if name in _modules:
+        if name in IMPORTED_MODULES:
             continue
         try:
-            _modules[name] = _import_file(Path(name)) if name.startswith("/") else importlib.import_module(name)
+            IMPORTED_MODULES[name] = _import_file(Path(name)) if name.startswith("/") else importlib.import_module(name)
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"plugin {name} cannot be imported: {type(error).__name__}: {error}", f"plugins=[{name}]", "mend the module") from error
-    if _modules:
+    if IMPORTED_MODULES:
         os.environ[PLUGINS_ENV] = json.dumps(imported_plugins())
 
 
@@ -60,13 +60,13 @@ def import_inherited_plugins() -> None:
 
 
 def imported_plugins() -> list[str]:
-    return [*_modules]
+    return [*IMPORTED_MODULES]
 
 
 def check_imported(names: Iterable[str]) -> None:
     """Raise UserError for plugins that a config names and that were not typed for this command."""
     import_inherited_plugins()
-    if missing := [name for name in names if name not in _modules]:
+    if missing := [name for name in names if name not in IMPORTED_MODULES]:
         raise UserError(
             f"the config needs plugins that were not given: {', '.join(missing)}; modules named in a file are not imported",
             f"plugins=[{','.join(missing)}]",
@@ -76,7 +76,7 @@ def check_imported(names: Iterable[str]) -> None:
 
 def plugin_files(name: str) -> dict[str, Path]:
     """Return the Python files of an imported plugin, by their path relative to the folder that holds the plugin."""
-    file = Path(_modules[name].__file__ or "")
+    file = Path(IMPORTED_MODULES[name].__file__ or "")
     if file.name != "__init__.py":
         return {file.name: file} if file.suffix == ".py" else {}
     files = sorted(path for path in file.parent.rglob("*.py") if path.is_file())[:MAX_PLUGIN_FILES]

@@ -42,6 +42,10 @@ class Registry(Generic[T]):
 
         return add
 
+    def remove(self, name: str) -> None:
+        """Forget an entry, e.g. that of a plugin at the end of a test; nothing happens if there is none."""
+        self._entries.pop(name, None)
+
     def names(self) -> list[str]:
         """Return the names of all modules of the package and of all registered entries; imports nothing but the package and plugins."""
         import_inherited_plugins()

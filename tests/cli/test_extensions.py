@@ -58,17 +58,17 @@ def plugin(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A plugin with the optimizer `plainsgd`, which no process knows before or after the test."""
     file = workspace / "my_optimizers.py"
     file.write_text(PLUGIN)
-    monkeypatch.setattr(plugins, "_modules", {})
+    monkeypatch.setattr(plugins, "IMPORTED_MODULES", {})
     yield file
     sys.modules.pop(file.stem, None)
-    OPTIMIZERS._entries.pop("plainsgd", None)
+    OPTIMIZERS.remove("plainsgd")
 
 
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget the plugins, as a new process would."""
     sys.modules.pop("my_optimizers", None)
-    OPTIMIZERS._entries.pop("plainsgd", None)
-    monkeypatch.setattr(plugins, "_modules", {})
+    OPTIMIZERS.remove("plainsgd")
+    monkeypatch.setattr(plugins, "IMPORTED_MODULES", {})
     monkeypatch.delenv(plugins.PLUGINS_ENV, raising=False)
 
 

@@ -139,8 +139,8 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
     assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(METRICS, "_entries", METRICS.entries())
+def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: METRICS.remove("rows"))
     register_metric("rows", reads=("text",))(lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))})
     data = write(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
     assert evaluate(evaluate_config("rows", data), hf_folder) == {"rows": 4.0}

@@ -18,9 +18,8 @@ from models.language_model import create_model
 
 
 @pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelConfig]]:
+def registered() -> Iterator[type[ModelConfig]]:
     """A family `gpt9` whose model is a small decoder."""
-    monkeypatch.setattr(MODELS, "_entries", MODELS.entries())
 
     @register_model("gpt9")
     @dataclass
@@ -33,6 +32,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ModelConfig]]:
             return cls("gpt9", path.parent.name, raw["vocab_size"], 2, 256, False)
 
     yield Gpt9Config
+    MODELS.remove("gpt9")
 
 
 def test_model_family_is_found_by_name_and_by_the_type_in_config_json(registered: type[ModelConfig], tmp_path: Path) -> None:
