@@ -19,7 +19,7 @@ from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
 from runner.run_dir.lock import is_locked
-from runner.run_dir.metadata import RunMetadata, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import RunMetadata, final_loss, has_diverged, has_started, timestamp
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob
@@ -129,13 +129,18 @@ class SweepScheduler:
         running.forward_output(self._prefix(job))
         torchrun.end_job()
         if exit.code == OK:
-            job.pending_overrides, job.status = [], "running"
-            self.state.refresh_job(job)
+            fields: dict[str, Any] = {
+                "status": "completed",
+                "outcome": Outcome.COMPLETED,
+                "loss": final_loss(run),
+                "ended": run.get("ended"),
+                "pending_overrides": [],
+            }
+            self.state.update_job(job, **fields)
             self._finish(job)
         elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
-            job.status = "running"
             self.state.refresh_job(job)
-            job.ended = timestamp()
+            self.state.update_job(job, ended=timestamp())
             self._finish(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []
@@ -156,7 +161,6 @@ class SweepScheduler:
             self._stop_all()
 
     def _finish(self, job: SweepJob) -> None:
-        self.state.write()
         self.on_end(job)
         self.session.report()
 

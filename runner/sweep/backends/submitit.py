@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
@@ -72,6 +70,7 @@ class SubmititBackend:
         import submitit
 
         self.capacity: int | None = options.workers
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # workers import this repository
         # submitit unpickles files of its folder: a new folder for each launch, so that no file which another program has put there is read
         folder = sweep_dir / ".submitit" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         folder.mkdir(parents=True)
@@ -91,8 +90,7 @@ class SubmititBackend:
 
     def submit(self, run_dir: Path, command: list[str], env: dict[str, str]) -> Any:
         self._executor.update_parameters(name=run_dir.name[:64])
-        with _importable():
-            return self._executor.submit(JobCommand(command, env, run_dir / CONSOLE_LOG))
+        return self._executor.submit(JobCommand(command, env, run_dir / CONSOLE_LOG))
 
     def poll(self, handle: Any) -> JobExit | None:
         if not handle.done():
@@ -110,17 +108,3 @@ class SubmititBackend:
             handle.cancel(check=False)  # scancel: SIGTERM, and SIGKILL after Slurm's KillWait
 
     def close(self) -> None: ...
-
-
-@contextmanager
-def _importable() -> Iterator[None]:
-    """Let the worker import this repository, also where it is not installed."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), *filter(None, [before])])
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
