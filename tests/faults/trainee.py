@@ -18,7 +18,7 @@ import torch._dynamo  # otherwise the first AdamW imports it, for a second, in e
 
 from common.filesystem import FileSystem
 from runner.checkpoint.atomic_dir import verify_dir
-from runner.cli.exit import exiting_with_code
+from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.launch.run import run
