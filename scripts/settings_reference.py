@@ -98,36 +98,57 @@ def section_classes() -> dict[str, dict[str, type]]:
     return classes
 
 
+def plugin_sections() -> dict[str, dict[str, type]]:
+    """Return the options of sweeps that Hydra's plugins read: {"hydra.launcher": {"local": class, ...}, "hydra.sweeper": ...}."""
+    from runner.sweep.backends import LAUNCHERS
+    from runner.sweep.optuna_search import SWEEPERS
+
+    return {"hydra.launcher": dict(LAUNCHERS), "hydra.sweeper": dict(SWEEPERS)}
+
+
+def section_table(section: str, classes: dict[str, type], defaults: dict[str, Any], options: dict[str, list[str]]) -> str:
+    """Return one row per setting; one that some of the classes lack names those that read it."""
+    rows: dict[str, tuple[str, Any, str, str]] = {}
+    readers: dict[str, list[str]] = {}
+    for option, cls in classes.items():
+        own = {field.name: field for field in dataclasses.fields(cls)}
+        for name, kind, text in described_fields(cls):
+            if name.startswith("_"):
+                continue
+            readers.setdefault(name, []).append(option)
+            field = own.get(name)
+            if f"{section}.{name}" in defaults and not dataclasses.is_dataclass(kind):
+                default = show(defaults[f"{section}.{name}"])
+            elif field is not None and field.default is not dataclasses.MISSING and name not in options:
+                default = show(field.default)
+            elif field is not None and field.default_factory is not dataclasses.MISSING and name not in options:
+                default = show(field.default_factory())
+            else:
+                default = "; ".join(options.get(name, []))
+            rows.setdefault(name, (f"{section}.{name}", kind, text, default))
+    for name, given in readers.items():
+        if len(given) < len(classes):
+            key, kind, text, default = rows[name]
+            rows[name] = (key, kind, f"{text} ({', '.join(given)} only)", default)
+    return table(rows.values())
+
+
 def reference() -> str:
     """Return the text of settings.md."""
     from runner.engine.config import Config
 
     defaults, sections = default_values(), section_classes()
-    parts = [
-        INTRODUCTION,
-        "## Top level\n",
-        table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name.partition(".")[0] not in sections),
-    ]
+    top_level = table((name, kind, text, show(defaults[name])) for name, kind, text in described_fields(Config) if name.partition(".")[0] not in sections)
+    parts = [INTRODUCTION, "## Top level\n", top_level]
     for section, classes in sections.items():
-        options = option_values(section) if (CONF_DIR / section).is_dir() else {}
-        rows: dict[str, tuple[str, Any, str, str]] = {}
-        readers: dict[str, list[str]] = {}
-        for option, cls in classes.items():
-            for name, kind, text in described_fields(cls):
-                readers.setdefault(name, []).append(option)
-                default = (
-                    show(defaults[f"{section}.{name}"])
-                    if f"{section}.{name}" in defaults and not dataclasses.is_dataclass(kind)
-                    else "; ".join(options.get(name, []))
-                )
-                rows.setdefault(name, (f"{section}.{name}", kind, text, default))
-        for name, given in readers.items():
-            if len(given) < len(classes):
-                key, kind, text, default = rows[name]
-                rows[name] = (key, kind, f"{text} ({', '.join(given)} only)", default)
-        choices = sorted(file.stem for file in (CONF_DIR / section).glob("*.yaml")) if options else []
+        folder = CONF_DIR / section
+        choices = sorted(file.stem for file in folder.glob("*.yaml"))
         heading = f"## {section}\n" + (f"\nOptions: {', '.join(f'`{section}={choice}`' for choice in choices)}\n" if choices else "")
-        parts += [heading, table(rows.values())]
+        parts += [heading, section_table(section, classes, defaults, option_values(section))]
+    for section, classes in plugin_sections().items():
+        group = section.replace(".", "/")
+        parts += [f"## {section}\n\nRead by `--multirun` only. Options: {', '.join(f'`{group}={name}`' for name in classes)}\n"]
+        parts += [section_table(section, classes, {}, {})]
     return "\n".join(parts)
 
 

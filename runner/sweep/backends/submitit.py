@@ -26,11 +26,11 @@ class SubmititOptions(LauncherOptions):
     timeout_min: int = 1440  # minutes; then the job saves and goes back into the queue
     signal_delay_s: int = 120  # seconds before the timeout at which the job is asked to save (Slurm)
     max_num_timeout: int = 1000  # how often a job goes back into the queue after a timeout
-    cpus_per_task: int = 4
-    gpus_per_node: int = 1
-    mem_gb: Optional[float] = None
-    partition: Optional[str] = None
-    account: Optional[str] = None
+    cpus_per_task: int = 4  # CPU cores of a job
+    gpus_per_node: int = 1  # GPUs of a job
+    mem_gb: Optional[float] = None  # memory of a job in GiB; null: the cluster's default
+    partition: Optional[str] = None  # Slurm partition; null: the cluster's default
+    account: Optional[str] = None  # Slurm account; null: the user's default
     parameters: dict[str, Any] = field(default_factory=dict)  # more of submitit's parameters, e.g. {slurm_qos: high}
 
     def __post_init__(self) -> None:
