@@ -1,4 +1,4 @@
-"""Metadata of a setting, beside its declaration: what a changed value means for a run that is resumed from a checkpoint.
+"""Settings of the config dataclasses: checks of their values, and what a changed value means for a run that is resumed from a checkpoint.
 
 ignored           no number of the training depends on it
 changes_training  allowed and recorded; the training differs from here on, and is exactly reproducible
@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
+
+from common.errors import UserError, did_you_mean
 
 OnResume = Literal["ignored", "changes_training", "changes_rounding", "incompatible"]
 
@@ -53,3 +55,21 @@ def field_comments(config_class: type) -> dict[str, str]:
         if "__dataclass_fields__" in vars(cls):
             comments |= dict(re.findall(r"^    (\w+): [^#\n]*# (.*)$", inspect.getsource(cls), re.MULTILINE))
     return comments
+
+
+def check_choice(setting: str, value: object, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        fix = did_you_mean(str(value), allowed, f"e.g. {setting}={next(iter(allowed))}")
+        raise UserError(f"{setting} must be one of {', '.join(allowed)}, got {value}", f"{setting}={value}", fix)
+
+
+def check_at_least(setting: str, value: float, minimum: float, example: object) -> None:
+    """`example`: an allowed value, for the fix."""
+    if not value >= minimum:  # also refuses NaN
+        raise UserError(f"{setting} must be at least {minimum}, got {value}", f"{setting}={value}", f"e.g. {setting}={example}")
+
+
+def check_fraction(setting: str, value: float, example: float) -> None:
+    """Refuse a value outside [0, 1]. `example`: an allowed value, for the fix."""
+    if not 0 <= value <= 1:
+        raise UserError(f"{setting} must be in [0, 1], got {value}", f"{setting}={value}", f"e.g. {setting}={example}")

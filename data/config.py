@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from common.checks import check_at_least, check_choice, check_fraction
 from common.errors import UserError
-from common.settings import IGNORED
+from common.settings import IGNORED, check_at_least, check_choice, check_fraction
 from data.schemas.registry import SCHEMAS
 
 CHOICES = {

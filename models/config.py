@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED
+from common.settings import IGNORED, check_at_least
 
 if TYPE_CHECKING:
     import torch

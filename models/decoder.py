@@ -14,10 +14,9 @@ from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
 from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
-from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm
+from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import DocumentIndex
-from models.layers.rope import rope_frequencies
 
 
 class DecoderBackbone(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.language_model import LanguageModel
-from models.layers.fused_linear import compute_dtype
+from models.layers.ops import compute_dtype
 
 FILLER_ID = 0  # token id of masked positions: padding left of short prompts, and rows that have ended
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
-from common.checks import check_at_least, check_choice
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING
+from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, check_required_values, register_model
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, D hidden size, N query heads, K key/value heads, H hea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.families.decoder import DecoderConfig
+from models.families.decoder import DecoderConfig, RopeScaling
 from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, attention
-from models.layers.fused_linear import compute_dtype, fused_projection
 from models.layers.mlp import MLP, DocumentIndex, MoE
-from models.layers.rope import apply_rope
+from models.layers.ops import compute_dtype, fused_projection
 
 WEIGHT_INIT_STD = 0.02
 
@@ -111,3 +111,30 @@ class DecoderLayer(nn.Module):
         h = self.post_attention_layernorm(x).to(dtype)
         y, aux_loss = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
         return x + self.dropout(y), aux_loss
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel pairs (i, i + H/2) of queries or keys (https://arxiv.org/abs/2104.09864). x: (B, heads, T, H)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def rope_frequencies(cfg: DecoderConfig) -> tuple[Tensor, float]:
+    """Return the frequency of each channel pair, (H/2,) in radians per position, and the factor on cos and sin."""
+    exponents = torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim
+    frequencies = 1.0 / cfg.rope_theta**exponents
+    if cfg.rope_scaling is None:
+        return frequencies, 1.0
+    return _yarn_frequencies(frequencies, cfg, cfg.rope_scaling)
+
+
+def _yarn_frequencies(frequencies: Tensor, cfg: DecoderConfig, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2): keep high frequencies, divide low ones by `factor`, interpolate between."""
+
+    def channel(rotations: float) -> float:
+        """Return the (fractional) index of the channel pair that makes this many rotations over the trained length."""
+        return cfg.head_dim * math.log(scaling.original_max_position_embeddings / (rotations * 2 * math.pi)) / (2 * math.log(cfg.rope_theta))
+
+    low, high = max(math.floor(channel(scaling.beta_fast)), 0), min(math.ceil(channel(scaling.beta_slow)), cfg.head_dim - 1)
+    ramp = ((torch.arange(cfg.head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp, scaling.attention_factor

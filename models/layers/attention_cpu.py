@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from models.layers.custom_op import custom_op
+from models.layers.ops import custom_op
 
 QUERY_BLOCK = 64
 MAX_SAVED_PROBS = 1 << 24  # attention probabilities of a layer saved for the backward pass; a larger number is recomputed

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.layers.custom_op import custom_op
-from models.layers.fused_linear import compute_dtype
+from models.layers.ops import compute_dtype, custom_op
 
 IGNORE_LABEL = -100  # label of a token without loss
 LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk fits into the caches; GPU: launch overhead is negligible

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
-from models.layers.fused_linear import fused_projection
+from models.layers.ops import fused_projection
 
 
 class SwiGLU(torch.autograd.Function):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from common.checks import check_at_least, check_choice
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED
+from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED, check_at_least, check_choice
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from common.checks import check_at_least, check_choice
 from common.errors import UserError
+from common.settings import check_at_least, check_choice
 from runner.inference.load import LoadedModel, load_trained
 from runner.tracking.console import strip_control
 

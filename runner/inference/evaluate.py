@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
+from common.settings import check_at_least
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
 from runner.inference.load import LoadedModel, load_trained
 

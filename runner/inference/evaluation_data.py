@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.checks import check_at_least
 from common.errors import UserError
+from common.settings import check_at_least
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch

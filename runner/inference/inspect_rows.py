@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Optional
 
 import numpy as np
 
-from common.checks import check_at_least
 from common.errors import UserError
+from common.settings import check_at_least
 from runner.engine.config import Config
 from runner.engine.data_pipeline import build_data_pipeline, build_loader, data_table, encoding_config
 from runner.inference.token_view import PlainTokenView, open_token_view, token_spans

@@ -15,9 +15,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
-from common.checks import check_at_least, check_choice
 from common.errors import UserError
 from common.filesystem import write_atomic_file
+from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.sweep.backends.base import check_installed

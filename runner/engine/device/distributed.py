@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from common.checks import check_at_least, check_choice
 from common.errors import UserError
-from common.settings import IGNORED
+from common.settings import IGNORED, check_at_least, check_choice
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from common.checks import check_choice
 from common.errors import UserError
+from common.settings import check_choice
 from runner.engine.device.mesh import full_tensor, local_shard
 
 if TYPE_CHECKING:

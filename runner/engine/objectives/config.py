@@ -22,10 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Optional
 
-from common.checks import check_choice
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import IGNORED
+from common.settings import IGNORED, check_choice
 from models.config import LoraConfig
 
 if TYPE_CHECKING:

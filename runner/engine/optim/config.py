@@ -21,10 +21,9 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
-from common.settings import INCOMPATIBLE
+from common.settings import INCOMPATIBLE, check_at_least
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

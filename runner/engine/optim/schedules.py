@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from common.checks import check_at_least
 from common.errors import UserError
 from common.registry import Registry
+from common.settings import check_at_least
 
 SCHEDULES: Registry[type[ScheduleConfig]] = Registry("schedule", None)
 register_schedule = SCHEDULES.register

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional, Protocol
 
-from common.checks import check_at_least
 from common.errors import UserError
 from common.exit_codes import INTERRUPTED
+from common.settings import check_at_least
 from runner.launch import subprocesses
 
 CONSOLE_LOG = "console.log"  # output of a job, all its attempts; in its run directory

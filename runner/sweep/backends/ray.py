@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from common.checks import check_at_least
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
+from common.settings import check_at_least
 from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
 
 

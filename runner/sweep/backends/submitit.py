@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from common.checks import check_choice
 from common.errors import UserError
 from common.exit_codes import FAILED, INTERRUPTED
 from common.paths import REPO_ROOT
+from common.settings import check_choice
 from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions, check_installed, run_job
 
 
