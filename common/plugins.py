@@ -46,7 +46,7 @@ def import_plugins(names: Iterable[str]) -> None:
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"plugin {name} cannot be imported: {type(error).__name__}: {error}", f"plugins=[{name}]", "mend the module") from error
+            raise UserError(f"plugin {name} cannot be imported: {type(error).__name__}: {error}", f"plugins=[{name}]", "correct the module") from error
     if IMPORTED_MODULES:
         os.environ[PLUGINS_ENV] = json.dumps(imported_plugins())
 

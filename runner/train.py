@@ -16,7 +16,10 @@ from runner.config.compose import HYDRA_VERSION_BASE
 
 @hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")
 def train_task(cfg: DictConfig) -> float:
-    """Hydra's task function; its result is what a sweep compares."""
+    """Hydra's task function; its result is what a sweep compares.
+
+    `train_command` gives Hydra the checked overrides instead of sys.argv (runner/cli/hydra_app.py), with the function that the decorator wraps.
+    """
     return train_in_run_dir(cfg)
 
 

@@ -51,7 +51,7 @@ class Source:
         """Detect the format by the file's name and first bytes. Raises UserError if the file cannot be read as rows."""
         path = Path(path)
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
-            raise UserError("no such file", str(path), did_you_mean_path(path))
+            raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
             raise UserError("a file is needed, got a folder", str(path), f"name a file in it, with the extension {KNOWN_EXTENSIONS}")
         if not path.is_file():

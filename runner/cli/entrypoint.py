@@ -27,6 +27,7 @@ from runner.sweep.command import RunHydra, resume_sweep, start_sweep
 from runner.tracking.progress import ignore_broken_pipe
 
 RESUME_KEY = "resume="
+LENGTH_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
 QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
@@ -63,6 +64,7 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     typed = overrides.add_config_dir(typed, flag_value(flags, "--config-dir"))
     config_dirs = overrides.config_dirs(typed)
     if has_flag(flags, "--help"):
+        import_plugins(overrides.plugins_of([overrides.absolutize_path(override) for override in typed]))
         return print(help.train_help(config_dirs))
     resolve.check_not_rerun(flags, config_dirs[1:])
     flags = [flag for flag in flags if flag.partition("=")[0] not in (*RERUN_FLAGS, "--config-dir")]
@@ -108,6 +110,10 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
             return print(f"{folder}: already complete at step {metadata.fields['step']}")
+        if metadata.status == "completed" and not any(override.startswith(LENGTH_KEYS) for override in extra):
+            step = metadata.fields["step"]
+            message = f"the run is completed at step {step}, and the overrides add no step"
+            raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
         preflight.check_inputs(plan.config)
         with resume.persisting_overrides(plan) as config:
             loss = run(config, metadata)

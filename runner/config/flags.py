@@ -10,7 +10,6 @@ from hydra._internal.utils import get_args_parser
 
 from common.errors import UserError
 
-SHOW_FLAGS = ("--cfg", "--info")
 RERUN_FLAGS = ("--config-path", "--config-name", "--experimental-rerun")  # Hydra's ways to compose from the inside of a run directory
 
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import yaml
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -28,6 +29,12 @@ def translating_hydra_errors(typed: list[str]) -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         raise translate_hydra_error(error, typed) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        position = f"{mark.name.strip()}:{mark.line + 1}:{mark.column + 1}" if mark else "a YAML file of the config"
+        raise UserError(
+            f"invalid YAML: {getattr(error, 'problem', None) or error}", position.replace('"', "").replace("in ", ""), "correct the file"
+        ) from error
     except (AttributeError, AssertionError) as error:  # omegaconf 2.3, for an override of a key inside a section that is null
         inside = next((override for override in typed for name in OPTIONAL_SECTIONS if re.match(rf"\+*{name}[.=]", override)), None)
         if inside is None:
@@ -45,7 +52,10 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
     """Return `error` as a UserError that names the override of `typed` it is about."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = (getattr(cause, "full_key", None) or "").partition("[")[0]
-    message = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    message = lines[0] if lines else type(error).__name__
+    if message.endswith("composing config:"):  # the cause is in the lines below
+        message = " ".join(lines[:3])
     same_key = [override for override in typed if override.lstrip("+").startswith(f"{key}=")]
     # of a key that is given twice, the override whose value is in the message; otherwise the last one, which counts
     quoted = next((override for override in same_key if f"'{override.partition('=')[2]}'" in message), None)

@@ -121,7 +121,7 @@ def step_with_retries(state: TrainState, batches: list[Batch], lr: float, stop_r
 
 
 def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
-    """Update the parameters once. The items of all micro-batches and ranks are counted first, then every loss is divided by that count.
+    """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all micro-batches and ranks are counted first, then every loss is divided by that count.
 
     The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
     """

@@ -117,8 +117,9 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
         ) from error
     if not isinstance(tree, dict) or _has_outside_defaults(tree.get("defaults")) or (package and HYDRA_KEY.search(package[1])):
         raise UserError("the run's copy of conf/ was not written by this program", str(path), REFUSED_HINT)
+    tree = _without_hydra(tree)  # a user's callbacks have _target_ keys; nothing of the section is used
     reject_interpolations(_drop_strings(tree), "", path)
-    return (f"# @package {package[1]}\n" if package else ""), _without_hydra(tree)
+    return (f"# @package {package[1]}\n" if package else ""), tree
 
 
 def _has_outside_defaults(defaults: Any) -> bool:

@@ -139,7 +139,7 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)
         state.set_status("running")
-        print(f"{len(state.jobs) or 'the sampler draws the'} jobs -> {state.folder}", flush=True)
+        print(f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}", flush=True)
         try:
             yield session
         except (SweepStopped, KeyboardInterrupt):

@@ -134,7 +134,7 @@ def test_two_ranks_train_one_run(runs: Runs) -> None:
 @slow
 def test_two_ranks_print_a_user_error_once_and_count_no_attempt(runs: Runs) -> None:
     assert runs.run(*runs.overrides("run"), "model.vocab_size=100") == 2  # fewer than the tokenizer has
-    assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: th", "  where: ", "  fix:   "]
+    assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: to", "  where: ", "  fix:   "]
     assert (runs.run_json("run")["status"], runs.run_json("run")["attempt"]) == ("new", 0)
 
 
@@ -181,7 +181,7 @@ def test_torchrun_ranks_exit_after_help_config_or_user_error(runs: Runs, overrid
     assert runs.run(*overrides, by=BY_TORCHRUN) == (1 if "=" in overrides[0] else 0)
     text = runs.output.read_text()
     if "=" in overrides[0]:
-        assert text.count("error: no such override") == 1 and re.search(r"Root Cause .*\n(.*\n)+ +rank +: 0 .*\n +exitcode +: 2", text)
+        assert text.count("error: unknown setting") == 1 and re.search(r"Root Cause .*\n(.*\n)+ +rank +: 0 .*\n +exitcode +: 2", text)
 
 
 @slow
