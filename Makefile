@@ -22,7 +22,7 @@ test: $(STAMP) # the fast tests, one process per core
 	$(PY) -m pytest -m "not slow" -n auto --dist worksteal
 
 test-slow: $(STAMP) # kills, two ranks, compiled layers, whole sweeps
-	$(PY) -m pytest -m slow
+	$(PY) -m pytest -m slow -n auto --dist worksteal
 
 check: $(STAMP)
 	$(PY) -m ruff check .
