@@ -18,6 +18,15 @@ settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True)
+def forget_plugins() -> Iterator[None]:
+    """Forget the plugins that a test has imported: a run copies their source, and its jobs import them."""
+    yield
+    if plugins := sys.modules.get("common.plugins"):
+        plugins.IMPORTED_MODULES.clear()
+        os.environ.pop(plugins.PLUGINS_ENV, None)
+
+
+@pytest.fixture(autouse=True)
 def reset_compiler() -> Iterator[None]:
     """Drop compiled programs after each test: torch limits their number per process, and a run has its own process."""
     yield

@@ -45,7 +45,7 @@ THIRD_PARTY = {
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
-    "runner.config": {"hydra", "omegaconf"},
+    "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},

@@ -27,7 +27,7 @@ from runner.sweep.command import RunHydra, resume_sweep, start_sweep
 from runner.tracking.progress import ignore_broken_pipe
 
 RESUME_KEY = "resume="
-LENGTH_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
+EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
 QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
@@ -110,7 +110,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
             return print(f"{folder}: already complete at step {metadata.fields['step']}")
-        if metadata.status == "completed" and not any(override.startswith(LENGTH_KEYS) for override in extra):
+        if metadata.status == "completed" and not any(override.startswith(EXTENDING_KEYS) for override in extra):
             step = metadata.fields["step"]
             message = f"the run is completed at step {step}, and the overrides add no step"
             raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
