@@ -144,6 +144,7 @@ def execute(program: Path, *argv: str, cwd: Path) -> subprocess.CompletedProcess
     return subprocess.run([sys.executable, *argv], cwd=cwd, env={**environment, "PYTHONPATH": str(program)}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_registries_train_with_an_optimizer_objective_and_tracker_in_one_new_file_each(extended: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = execute(extended, str(extended / "runner" / "train.py"), *RUN, f"tracker.path={tmp_path / 'events.txt'}", f"hydra.run.dir={run_dir}", cwd=tmp_path)

@@ -98,10 +98,10 @@ def test_resume_of_any_registered_choice_is_bitwise_equal(assert_exact, stage, o
 
 
 def switch_cells():
-    """Combinations in which every pair of values of two switches occurs; one in nine is fast."""
+    """Combinations in which every pair of values of two switches occurs; one in 27 is fast."""
     combinations = list(itertools.product(*SWITCHES.values()))[::5]  # 5 has no common factor with the numbers of values: every pair occurs
     for number, values in enumerate(combinations):
-        yield pytest.param(dict(zip(SWITCHES, values, strict=True)), id="-".join(map(str, values)), marks=[pytest.mark.slow] if number % 9 else [])
+        yield pytest.param(dict(zip(SWITCHES, values, strict=True)), id="-".join(map(str, values)), marks=[pytest.mark.slow] if number % 27 else [])
     for values in [
         ("pretrain", "fp32", 1, 0, 0, "adamw"), ("sft", "bf16", 3, 2, 0.1, "adamw"), ("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0.1, "muon")
     ]:  # fmt: skip

@@ -66,7 +66,7 @@ def check_after_kill(run_dir: Path, save_every: int, counts: Counter, before: in
     return newest
 
 
-@pytest.mark.parametrize("kills", [pytest.param(8, id="8 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)])
 def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:

@@ -122,6 +122,7 @@ def newest(folder: Path) -> int:
     return int(names[-1][5:]) if names else 0
 
 
+@slow
 def test_two_ranks_train_one_run(runs: Runs) -> None:
     assert runs.run(*runs.overrides("run")) == 0, runs.output.read_text()
     record = runs.run_json("run")
