@@ -126,7 +126,8 @@ def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, dela
     return wait_for_exit(child), bytes(probe.shared), time.monotonic() - (sent or time.monotonic())
 
 
-@pytest.mark.parametrize("signals", [4, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [50])
 def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
     chance, seen, longest = random.Random(signals), Counter(), 0.0
 
