@@ -171,6 +171,7 @@ OMISSIONS = {  # what a format that forgets one item of the state would restore
 }
 
 
+@pytest.mark.slow
 def test_resume_without_any_one_item_of_the_state_is_noticed(make_run, run_with_stops, monkeypatch, tmp_path):
     """None omits nothing: the others are noticed because of the item, not because of the edit."""
     overrides = ["precision=fp16", "model.dropout=0.1", "train.save_every=0", "train.max_steps=8"]

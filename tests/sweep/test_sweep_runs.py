@@ -80,6 +80,7 @@ def assert_same_bits(undisturbed: Path, folder: Path) -> None:
         assert steps(folder / name) == steps(undisturbed / name)
 
 
+@pytest.mark.slow
 def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undisturbed: Path) -> None:
     sweep = read_sweep(undisturbed)
     assert sweep["status"] == "completed" and set(statuses(undisturbed).values()) == {"completed"}
