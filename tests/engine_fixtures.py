@@ -19,6 +19,9 @@ from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
+from runner.engine.objectives.config import OBJECTIVES
+from runner.engine.optim.config import OPTIMIZERS
+from runner.engine.optim.schedules import SCHEDULES
 from runner.engine.state import TrainState
 
 SMALL_RUN = [
@@ -139,3 +142,17 @@ def logged() -> Callable[..., list[dict]]:
         return [record for record in records if record["kind"] == kind]
 
     return read
+
+
+STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the objective's name
+
+
+def registered_combinations(warmup_steps: int):
+    """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other two; all combinations are slow."""
+    for objective in OBJECTIVES.names():
+        for optimizer in OPTIMIZERS.names():
+            for schedule in SCHEDULES.names():
+                is_first = [objective == "next_token", optimizer == "adamw", schedule == "cosine"]
+                marks = [] if sum(is_first) == 2 else [pytest.mark.slow]
+                overrides = [f"optimizer={optimizer}", f"schedule={schedule}", f"schedule.warmup_steps={warmup_steps}", "optimizer.lr=1e-3"]
+                yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)

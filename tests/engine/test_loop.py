@@ -5,17 +5,15 @@ import multiprocessing
 
 import pytest
 import torch
+from engine_fixtures import registered_combinations
 
 from common.errors import DivergedError, Interrupted, TrainingError
 from runner.engine.evaluation import evaluate_loss
 from runner.engine.loop import step_with_retries, train, train_step
-from runner.engine.objectives.config import OBJECTIVES
-from runner.engine.optim.config import OPTIMIZERS
-from runner.engine.optim.schedules import SCHEDULES, lr_at
+from runner.engine.optim.schedules import lr_at
 from runner.engine.step_metrics import fetch_results
 
 STAGES = ["pretrain", "sft", "lora", "dpo", "dpo_lora"]
-STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the objective's name
 PACKED = ["data.packing=best_fit"]
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
 
@@ -67,18 +65,7 @@ def test_accumulation_changes_no_update_of_packed_experts(make_run):
     assert_accumulation_changes_no_update(make_run, "sft", *MOE, *PACKED, rows=60)
 
 
-def registered_combinations():
-    """Every registered optimizer, schedule and objective, each with the first of the other two; all combinations are slow."""
-    for objective in OBJECTIVES.names():
-        for optimizer in OPTIMIZERS.names():
-            for schedule in SCHEDULES.names():
-                is_first = [objective == "next_token", optimizer == "adamw", schedule == "cosine"]
-                marks = [] if sum(is_first) == 2 else [pytest.mark.slow]
-                overrides = [f"optimizer={optimizer}", f"schedule={schedule}", "schedule.warmup_steps=1", "optimizer.lr=1e-3"]
-                yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
-
-
-@pytest.mark.parametrize("stage, overrides", list(registered_combinations()))
+@pytest.mark.parametrize("stage, overrides", list(registered_combinations(warmup_steps=1)))
 def test_accumulation_changes_no_update_of_any_registered_choice(make_run, stage, overrides):
     atol = 2e-4 if "optimizer=muon" in overrides else 2e-5  # Muon orthogonalizes in bf16, which amplifies rounding differences
     assert_accumulation_changes_no_update(make_run, stage, *overrides, max_steps=3, atol=atol)

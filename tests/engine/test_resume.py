@@ -7,17 +7,14 @@ import shutil
 import pytest
 import safetensors.torch
 import torch
+from engine_fixtures import registered_combinations
 
 from common.errors import Interrupted
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.loop import train
-from runner.engine.objectives.config import OBJECTIVES
-from runner.engine.optim.config import OPTIMIZERS
-from runner.engine.optim.schedules import SCHEDULES
 from runner.engine.verify_resume import diff_run_dirs
 
-STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the objective's name
 TWO_EPOCHS = [  # 18 rows and 2 for validation: two epochs of six steps
     "train.batch_size=3", "train.epochs=2", "train.save_every=5", "train.eval_every=4", "train.sample_every=6", "data.val_fraction=0.1",
     "train.sample_prompts=[goats]", "train.sample_tokens=4",
@@ -81,18 +78,7 @@ def test_resume_of_batches_grouped_by_length_is_bitwise_equal(assert_exact):
     assert_exact("sft", "data.group_by_length=true", "model.dropout=0.1", stops=[4])
 
 
-def registered_combinations():
-    """Every registered optimizer, schedule and objective, each with the first of the other two; all combinations are slow."""
-    for objective in OBJECTIVES.names():
-        for optimizer in OPTIMIZERS.names():
-            for schedule in SCHEDULES.names():
-                is_first = [objective == "next_token", optimizer == "adamw", schedule == "cosine"]
-                marks = [] if sum(is_first) == 2 else [pytest.mark.slow]
-                overrides = [f"optimizer={optimizer}", f"schedule={schedule}", "schedule.warmup_steps=3", "optimizer.lr=1e-3"]
-                yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
-
-
-@pytest.mark.parametrize("stage, overrides", list(registered_combinations()))
+@pytest.mark.parametrize("stage, overrides", list(registered_combinations(warmup_steps=3)))
 def test_resume_of_any_registered_choice_is_bitwise_equal(assert_exact, stage, overrides):
     assert_exact(stage, *overrides, "model.dropout=0.1", stops=[7])
 
