@@ -42,6 +42,7 @@ def die_with_parent(parent: int) -> Callable[[], None]:
     libc = ctypes.CDLL(None, use_errno=True)  # loaded before the fork: the function runs between fork and exec
 
     def request_signal() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of the parent would swallow a SIGTERM that comes before exec
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent died before the call
             os._exit(128 + signal.SIGTERM)

@@ -8,16 +8,20 @@ if not __package__:  # started by path: replace runner/launch/ on sys.path by th
 
 import json
 import signal
+import threading
 from pathlib import Path
 from types import FrameType
 
 from common.filesystem import read_bounded
+from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.launch.signals import STOP_SIGNALS, StopFlag
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.lock import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.progress import ignore_broken_pipe
+
+PARENT_POLL_SECONDS = 0.2
 
 
 def main(config_file: Path, parent: int) -> int:
@@ -32,10 +36,18 @@ def main(config_file: Path, parent: int) -> int:
 def _ignore_signal(number: int, frame: FrameType | None) -> None: ...
 
 
+def _exit_if_orphaned(parent: int) -> None:
+    """Exit if the launcher dies while this rank waits for the others: it may not have started them, and the wait hears no signal."""
+    while not RENDEZVOUS_DONE.wait(PARENT_POLL_SECONDS):
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+
 def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
     with RunMetadata.attach(config_file.parent, int(os.environ["RANK"])) as metadata:
         if os.getppid() != parent:  # the launcher died before this rank held its lock: another launch may own the folder
             return 128 + signal.SIGTERM
+        threading.Thread(target=_exit_if_orphaned, args=(parent,), daemon=True).start()
         return train_as_rank(config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop)
 
 

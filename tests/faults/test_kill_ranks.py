@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,15 +100,40 @@ def kill_somewhere(config, run_dir: Path, rng: random.Random, startup: float, co
         os.kill(victim, number)
     code = wait_for_exit(child)
     assert code in {0} | (set() if completed else EXIT_CODES[kind, number] | ({-15} if early else set())), (kind, number, code, read_output(run_dir))
-    deadline = time.monotonic() + TIMEOUT
-    while is_locked(run_dir) or any(map(is_running, ranks)):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in ranks if is_running(pid)]}"
-        time.sleep(0.01)
+    wait_until(lambda: not is_locked(run_dir) and not any(map(is_running, ranks)), f"still running after the end of their launcher: ranks {ranks}")
     if not completed:
         counts["kills"] += 1
         counts[f"{kind} {number.name}"] += 1
         counts["at startup"] += early
     return not completed
+
+
+def die_before_the_second_rank() -> None:
+    """In the parent of the ranks: fork rank 0, and be killed when it waits for rank 1."""
+    fork_ranks()
+    spawn = subprocesses.spawn
+
+    def spawn_or_die(program: list[str], environment: dict[str, str], out: int | None) -> ForkedRank:
+        if environment["RANK"] == "1":
+            wait_until(lambda: list(Path(program[1]).parent.glob(".tmp-*rendezvous*")), "rank 0 is not waiting for the other")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return spawn(program, environment, out)
+
+    subprocesses.spawn = spawn_or_die
+
+
+def wait_until(condition: Callable[[], object], message: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.01)
+
+
+def test_rank_exits_if_its_launcher_dies_before_it_has_started_the_other(tmp_path: Path) -> None:
+    config, run_dir = make_config(tmp_path, "distributed=ddp", "distributed.nproc=2"), tmp_path / "run"
+    assert train(config, run_dir, die_before_the_second_rank) == -signal.SIGKILL
+    wait_until(lambda: not is_locked(run_dir), "rank 0 still waits for rank 1")
+    assert train(config, run_dir, fork_ranks) == 0, read_output(run_dir)
 
 
 @pytest.mark.parametrize("kills, epochs", [pytest.param(2, 1, id="2 kills"), pytest.param(50, 4, id="50 kills", marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"  # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
+RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
 
@@ -223,6 +225,7 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
         backend = "gloo" if dist.device.type == "cpu" else f"cpu:gloo,cuda:{'nccl' if cfg.backend == 'auto' else cfg.backend}"
         timeout = timedelta(minutes=cfg.timeout, seconds=WATCHDOG_EXIT_SECONDS)
         init_process_group(backend, store=open_store(rendezvous, size, timeout), rank=rank, world_size=size, timeout=timeout)
+        RENDEZVOUS_DONE.set()
     return dist
 
 
