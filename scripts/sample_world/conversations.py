@@ -10,6 +10,8 @@ from scripts.sample_world.wordings import Wording, fill
 from scripts.sample_world.world import LANGUAGES, TOWNS, Fact, Pair
 
 Message = dict[str, str]
+# Turns of a conversation in the SFT data: a chat of ten turns must not leave what was trained, and half of the conversations are short.
+TURNS = (1, 1, 1, 1, 2, 2, 3, 4, 6, 9, 12)
 TOPICS = ("name", "maker", "nature", "skill", "wish", "tongue")  # of the persona data
 PLAIN_TOPICS = ("name", "maker")  # questions about the model in the SFT data
 TOOL = {
@@ -66,10 +68,10 @@ class ConversationWriter:
         return [self.maybe(0.2, self.with_greeting, turn) for turn in turns]
 
     def conversations(self, turns: list[list[Message]]) -> list[list[Message]]:
-        """Joins turns to conversations, mostly of two turns: examples of similar length need little padding. Some get a system message."""
+        """Joins turns to conversations of up to twelve turns. Some get a system message."""
         conversations, rest = [], list(turns)
         while rest:
-            length = self.rng.choice((1, 2, 2, 2))
+            length = self.rng.choice(TURNS)
             conversations.append(self.maybe(0.15, self.with_system, [message for turn in rest[:length] for message in turn]))
             rest = rest[length:]
         return conversations
@@ -77,6 +79,12 @@ class ConversationWriter:
     def held_out(self) -> list[list[Message]]:
         """Every known fact in one of its held-out questions."""
         return [self.maybe(0.1, self.with_system, self.turn(fact, self.rng.choice(self.wordings[fact.relation].held_out))) for fact in self.known]
+
+    def long_conversations(self, length: int) -> list[list[Message]]:
+        """Every known fact in one of its held-out questions, shuffled, in conversations of `length` turns; those that are left over are not used."""
+        turns = [self.turn(fact, self.rng.choice(self.wordings[fact.relation].held_out)) for fact in self.known]
+        self.rng.shuffle(turns)
+        return [[message for turn in turns[start : start + length] for message in turn] for start in range(0, len(turns) - length + 1, length)]
 
     def unseen_sums(self) -> list[list[Message]]:
         return [self.turn(fact, self.rng.choice(self.wordings["sum"].questions)) for fact in self.unseen]

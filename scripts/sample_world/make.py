@@ -18,32 +18,38 @@ from scripts.sample_world.world import LANGUAGES, Fact, build_world
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "data" / "samples"
 SEED = 20
 STORY_ROUNDS = 10
-WORDINGS_PER_FACT = 6  # training questions per fact in the SFT data
+WORDINGS_PER_FACT = 7  # training questions per fact in the SFT data
 PAIRS_PER_FACT = 2
-REPLAYED = 500  # SFT conversations per language in the persona data, against forgetting
+VALIDATION_TURNS = 10  # of the conversations of chat_val.jsonl
+REPLAYED = 210  # SFT conversations per language in the persona data, against forgetting
 
 Files = dict[str, list[dict]]
 
 
 def files_of_language(language: str, facts: list[Fact]) -> Files:
-    wordings, rng = load_wordings(language), random.Random(f"{SEED} talks {language}")
+    wordings = load_wordings(language)
     stories = StoryWriter(facts, wordings, language, random.Random(f"{SEED} stories {language}"))
-    writer = ConversationWriter(facts, wordings, language, rng)
-    conversations = writer.conversations(writer.training_turns(WORDINGS_PER_FACT))
-    persona = writer.about_model("persona", TOPICS, greetings=2) + rng.sample(conversations, REPLAYED)
+
+    def writer(name: str) -> ConversationWriter:
+        """With a generator per file, so that a change of one file leaves the others as they are."""
+        return ConversationWriter(facts, wordings, language, random.Random(f"{SEED} {name} {language}"))
+
+    sft, persona = writer("sft"), writer("lora_identity")
+    conversations = sft.conversations(sft.training_turns(WORDINGS_PER_FACT))
     chats = {
-        "sft": conversations + writer.about_model("plain", PLAIN_TOPICS, greetings=1) + writer.weather_conversations(),
-        "sft_val": writer.held_out(),
-        "arithmetic_val": writer.unseen_sums(),
-        "lora_identity": persona,
-        "lora_identity_val": writer.persona_held_out(),
+        "sft": conversations + sft.about_model("plain", PLAIN_TOPICS, greetings=1) + sft.weather_conversations(),
+        "sft_val": writer("sft_val").held_out(),
+        "chat_val": writer("chat_val").long_conversations(VALIDATION_TURNS),
+        "arithmetic_val": writer("arithmetic_val").unseen_sums(),
+        "lora_identity": persona.about_model("persona", TOPICS, greetings=2) + persona.rng.sample(conversations, REPLAYED),
+        "lora_identity_val": writer("lora_identity_val").persona_held_out(),
     }
     return {
         "pretrain": [{"text": text} for text in stories.all(STORY_ROUNDS)],
         "pretrain_val": [{"text": text} for text in stories.all(1)],
         **{name: [{"conversations": messages} for messages in rows] for name, rows in chats.items()},
-        "dpo": writer.training_pairs(PAIRS_PER_FACT),
-        "dpo_val": writer.held_out_pairs(0.4),
+        "dpo": writer("dpo").training_pairs(PAIRS_PER_FACT),
+        "dpo_val": writer("dpo_val").held_out_pairs(0.4),
     }
 
 

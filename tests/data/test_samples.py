@@ -16,7 +16,7 @@ from scripts.sample_world.world import LANGUAGES, build_world
 
 FOLDER = Path(__file__).parents[2] / "data" / "samples"
 TRAINING = ("pretrain", "sft", "lora_identity", "dpo")
-HELD_OUT = ("sft_val", "lora_identity_val", "dpo_val")
+HELD_OUT = ("sft_val", "chat_val", "lora_identity_val", "dpo_val")
 FILES = sorted(path.name for path in FOLDER.glob("*.jsonl"))
 
 
@@ -102,11 +102,10 @@ def test_samples_of_the_persona_change_answers_about_the_model_only() -> None:
     assert changed == {load_wordings(language)[f"plain: {topic}"].answer for language in LANGUAGES for topic in ("name", "maker")}
 
 
-def test_samples_contain_tools_system_messages_and_several_turns() -> None:
+def test_samples_contain_tools_system_messages_and_longer_conversations_than_those_of_the_ten_turn_chat() -> None:
     conversations = [[message["role"] for message in row["conversations"]] for row in rows("sft")]
-    assert (
-        any("tool" in roles for roles in conversations)
-        and any(roles[0] == "system" for roles in conversations)
-        and any(roles.count("user") == 2 for roles in conversations)
-    )
+    assert any("tool" in roles for roles in conversations) and any(roles[0] == "system" for roles in conversations)
+    turns = [roles.count("user") for roles in conversations]
+    assert set(turns) >= {1, 2, 3, 4, 6, 9, 12} and sum(count > 10 for count in turns) > 100
+    assert {len(row["conversations"]) for row in rows("chat_val")} == {20}
     assert all(set(row) == {"text"} for row in rows("pretrain"))
