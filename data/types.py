@@ -56,5 +56,8 @@ class RowSource(Protocol):
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Number of input tokens of each of the rows [start, stop)."""
 
+    def distinct(self, start: int, stop: int) -> np.ndarray:
+        """A number for each of the rows [start, stop), the same for copies of one row."""
+
     @property
     def fingerprint(self) -> str: ...

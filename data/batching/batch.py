@@ -7,6 +7,7 @@ a preference pair two. Without packing each document is a batch row (R = S); a p
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.batching.sampler import ORDER_VERSION
 from data.types import EncodedRow, RowSource
 
 IGNORE_INDEX = -100  # label of a token without loss
@@ -22,12 +24,17 @@ PADDING = -1  # document id of a padding token
 
 
 class SequenceSource(Protocol):
-    """What the loader batches: sequences by index, each a list of encoded rows (one, or several packed rows)."""
+    """What the loader batches: sequences, each a list of encoded rows (one, or several packed rows).
+
+    `sequences[i]` is sequence i % len(sequences) of epoch i // len(sequences): packing differs between epochs.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> list[EncodedRow]: ...
     @property
     def rows(self) -> RowSource: ...
+    @property
+    def fingerprint(self) -> str: ...  # of the rows, and of what decides their order besides the seed
 
 
 @dataclass
@@ -40,7 +47,11 @@ class UnpackedSequences:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> list[EncodedRow]:
-        return [self.rows[index]]
+        return [self.rows[index % len(self.rows)]]
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.rows.fingerprint} {ORDER_VERSION}".encode()).hexdigest()
 
 
 @dataclass

@@ -86,8 +86,9 @@ class StepLoader:
         return -(-len(self.sampler.indices(*divmod(step, self.steps_per_epoch))[:: self.world_size]) // self.batch_size)
 
     def _batch_indices(self, step: int) -> list[list[int]]:
-        """Return the sequence indices of each micro-batch of this rank."""
-        mine = self.sampler.indices(*divmod(step, self.steps_per_epoch))[self.rank :: self.world_size].tolist()
+        """Return the sequence indices of each micro-batch of this rank, counted through the epochs."""
+        epoch, step = divmod(step, self.steps_per_epoch)
+        mine = (epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]).tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
 

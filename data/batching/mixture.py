@@ -141,13 +141,21 @@ class MixedRows:
 
     def lengths(self, start: int, stop: int) -> np.ndarray:
         """Number of input tokens of each of the rows [start, stop), int64."""
-        return np.concatenate([np.empty(0, np.int64), *self._lengths(start, stop)])
+        return np.concatenate([np.empty(0, np.int64), *(part.lengths(a, b) for part, a, b in self._spans(start, stop))])
 
-    def _lengths(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def distinct(self, start: int, stop: int) -> np.ndarray:
+        """Number of the stored row at each of the rows [start, stop), int64: the same for its copies."""
+        stores = {part.store.digest: len(part.store) for part in self.sources}  # several entries may have the same one
+        first = dict(zip(stores, np.cumsum([0, *stores.values()]).tolist(), strict=False))
+        parts = [first[part.store.digest] + part.locate(np.arange(a, b)) for part, a, b in self._spans(start, stop)]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _spans(self, start: int, stop: int) -> Iterator[tuple[WeightedSource, int, int]]:
+        """Yield (source, first and last position in it) for the rows [start, stop)."""
         for part, end in zip(self.sources, self.ends.tolist(), strict=True):
             first = end - len(part)
             if max(start, first) < min(stop, end):
-                yield part.lengths(max(start, first) - first, min(stop, end) - first)
+                yield part, max(start, first) - first, min(stop, end) - first
 
     @property
     def fingerprint(self) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from data.types import RowSource
 
+ORDER_VERSION = 2  # of the functions here: with another order a checkpoint would repeat some rows and skip others
+SMALL_SIZE = 1 << 12  # up to this size a permutation is drawn as a whole: six rounds on a few bits do not reach all of them equally often
 FEISTEL_ROUNDS = 6
 SORT_WINDOW_STEPS = 64  # steps whose rows are sorted by length together: more steps mean less padding, but less shuffling
 
@@ -59,15 +61,28 @@ class LengthGroupedSampler(ShuffledSampler):
 def shuffled_index(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Return the item at each of `positions` (int, < size) of an epoch: a permutation of range(size).
 
-    A Feistel network over the smallest 4^k >= size, repeated until the result is below size (Black & Rogaway 2002,
-    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf): no memory, so 10^8 items cost as much as 10.
+    Above SMALL_SIZE a Feistel network over the smallest 4^k >= size, repeated until the result is below size (Black & Rogaway 2002,
+    https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf): no memory, so 10^8 items cost as much as 10^4.
     """
+    if size <= SMALL_SIZE:
+        return _small_permutation(size, seed, epoch)[positions]
     half_bits = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     keys = np.random.SeedSequence([seed, epoch]).generate_state(FEISTEL_ROUNDS, np.uint64)
     items = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (outside := items >= size).any():
         items[outside] = _feistel(items[outside], half_bits, keys)
     return items.astype(np.int64)
+
+
+@lru_cache(maxsize=8)
+def _small_permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    """Return a permutation of range(size), each equally likely: the order of independent random numbers."""
+    return np.argsort(random_bits(size, seed, epoch), kind="stable")
+
+
+def random_bits(size: int, *seeds: int) -> np.ndarray:
+    """Return random uint64 (size,) as a function of `seeds`; NumPy guarantees this stream for all its versions."""
+    return np.random.Philox(np.random.SeedSequence(seeds)).random_raw(size)
 
 
 def hash64(values: np.ndarray, seed: int) -> np.ndarray:

@@ -70,11 +70,11 @@ def load_or_build(
 
 
 def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Callable[[], None], content: str = "tokens") -> T:
-    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time."""
+    """Return what `open_existing` returns; if that is None, `build` it first, in one process at a time. Files X@1, X@2, ... share the lock of X."""
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock.acquire(path.with_name(f"{path.name}.lock"), wait=True):
+            with FileLock.acquire(_lock_path(path), wait=True):
                 if (existing := open_existing()) is None:  # another process may have built it during the wait
                     _remove_stale_builds(path)
                     build()
@@ -83,15 +83,19 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
     return existing
 
 
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name.partition('@')[0]}.lock")
+
+
 def _remove_stale_builds(path: Path) -> None:
     """Remove temporary files of killed processes: those whose lock is free, and those of `path`, whose lock the caller holds."""
     for temp in path.parent.glob(".tmp-*"):
-        name = temp.name.removeprefix(".tmp-").rsplit("-", 2)[0]
+        lock = _lock_path(path.with_name(temp.name.removeprefix(".tmp-").rsplit("-", 2)[0]))
         with suppress(OSError):  # locked, already removed, or no permission
-            if name == path.name:
+            if lock == _lock_path(path):
                 remove_tree(temp)
             else:
-                with FileLock.acquire(path.with_name(f"{name}.lock")):
+                with FileLock.acquire(lock):
                     remove_tree(temp)
 
 

@@ -44,9 +44,9 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     if not held_out:
         groups, held_out = split_validation(groups, cfg.data)
     rows = mix_sources(groups, cfg.data.weights)
-    train = to_sequences(rows, cfg)
+    train = to_sequences(rows, cfg, cfg.seed)
     val = MixedRows(tuple(held_out)) if held_out else None
-    return DataPipeline(train, to_sequences(val, cfg) if val else None, files, getattr(train, "fingerprint", rows.fingerprint), len(val) if val else 0)
+    return DataPipeline(train, to_sequences(val, cfg, seed=0) if val else None, files, train.fingerprint, len(val) if val else 0)
 
 
 def resolve_files(data: DataConfig) -> tuple[list[list[Source]], list[Source]]:
@@ -130,8 +130,8 @@ def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tu
     return kept, [held_out for group in split for _, held_out in group if held_out is not None]
 
 
-def to_sequences(rows: RowSource, cfg: Config) -> SequenceSource:
-    """Return the rows packed or one by one, as data.packing says. A preference pair takes the place of two sequences."""
+def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
+    """Return the rows packed or one by one, as data.packing says; `seed` decides which share a sequence. A preference pair takes the place of two sequences."""
     from data.batching.batch import UnpackedSequences
     from data.batching.packing import PackedSequences
     from data.types import sequences_per_row
@@ -139,7 +139,7 @@ def to_sequences(rows: RowSource, cfg: Config) -> SequenceSource:
     if cfg.data.packing == "none":
         return UnpackedSequences(rows)
     with ProgressMeter("packing") as progress:
-        return PackedSequences(rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), progress)
+        return PackedSequences(rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), seed, progress)
 
 
 def build_loader(

@@ -89,7 +89,8 @@ def length_histogram(rows: RowSource) -> list[str]:
 def _fill_ratios(sequences: SequenceSource, run: Config, tokenizer: Tokenizer) -> Iterator[str]:
     """Return the fraction of computed positions that hold a token, packed and padded."""
     from data.batching.batch import UnpackedSequences
-    from data.batching.packing import PackedSequences, best_fit_plan
+    from data.batching.packing import PackedSequences
+    from data.batching.packing_plan import best_fit_plan
     from data.types import sequences_per_row
 
     rows, capacity = sequences.rows, run.data.max_length * sequences_per_row(run.stage.data_format)

@@ -16,7 +16,9 @@ from common.errors import UserError
 from common.filesystem import fs
 from data.batching import packing
 from data.batching.batch import IGNORE_INDEX, collate
-from data.batching.packing import PackedSequences, best_fit_plan
+from data.batching.packing import PackedSequences
+from data.batching.packing_plan import best_fit_plan, count_sequences, read_slices
+from data.store.cache import no_progress
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=80)
 ROWS = RandomRows(list(range(1, 60)))
@@ -75,7 +77,7 @@ def test_packed_pairs_number_all_chosen_before_all_rejected():
 
 def test_packing_plan_is_read_from_the_cache_the_second_time(tmp_path, monkeypatch):
     first = PackedSequences(ROWS, 64, tmp_path)
-    monkeypatch.setattr(packing, "best_fit_plan", None)  # a second plan would call it
+    monkeypatch.setattr(packing, "read_slices", None)  # a second plan would call it
     again = PackedSequences(ROWS, 64, tmp_path)
     assert [[row.name for row in again[i]] for i in range(len(again))] == [[row.name for row in first[i]] for i in range(len(first))]
     assert again.fingerprint == first.fingerprint and again.fill_ratio == first.fill_ratio == sum(range(1, 60)) / (len(first) * 64)
@@ -86,12 +88,14 @@ def test_packing_plan_is_read_from_the_cache_the_second_time(tmp_path, monkeypat
 )
 def test_packing_plan_that_is_damaged_is_closed_and_made_again(tmp_path, damage):
     path = PackedSequences(ROWS, 64, tmp_path).path
-    intact = path.read_bytes()
+    plan = path.with_name(f"{path.name}@0-0")
     open_files = len(os.listdir("/proc/self/fd"))
-    path.write_bytes(damage(intact))
-    assert len(PackedSequences(ROWS, 64, tmp_path)) and path.read_bytes() == intact
+    for file in (path, plan):
+        intact = file.read_bytes()
+        file.write_bytes(damage(intact))
+        assert len(PackedSequences(ROWS, 64, tmp_path)) and file.read_bytes() == intact
     assert len(os.listdir("/proc/self/fd")) == open_files
-    assert sorted(os.listdir(tmp_path)) == sorted([path.name, f"{path.name}.lock"])
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, f"{path.name}.lock", plan.name])
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
@@ -117,7 +121,7 @@ def test_packing_plan_is_read_from_a_read_only_cache(tmp_path, monkeypatch):
     (tmp_path / f"{plan.path.name}.lock").unlink()
     monkeypatch.setattr(Path, "mkdir", None)
     assert len(PackedSequences(ROWS, 64, tmp_path)) == len(plan)
-    assert os.listdir(tmp_path) == [plan.path.name]
+    assert sorted(os.listdir(tmp_path)) == [plan.path.name, f"{plan.path.name}@0-0"]
 
 
 def killed_while_packing(cache) -> Path:
@@ -154,7 +158,94 @@ def test_packing_keeps_what_another_process_is_writing(tmp_path):
 
 def test_packed_sequences_can_be_pickled(tmp_path):
     packed = PackedSequences(ROWS, 64, tmp_path)
-    assert [row.name for row in pickle.loads(pickle.dumps(packed))[3]] == [row.name for row in packed[3]]
+    for i in (3, 3 + len(packed)):
+        assert [row.name for row in pickle.loads(pickle.dumps(packed))[i]] == [row.name for row in packed[i]]
+
+
+class RepeatedRows(RandomRows):
+    """Row i is a copy of row i // copies."""
+
+    def __init__(self, lengths: list[int], copies: int) -> None:
+        super().__init__([length for length in lengths for _ in range(copies)])
+        self.copies, self.fingerprint = copies, f"{copies} copies of {lengths}"
+
+    def distinct(self, start: int, stop: int) -> np.ndarray:
+        return np.arange(start, stop) // self.copies
+
+
+def plan_of(packed: PackedSequences, epoch: int) -> list[list[int]]:
+    """Return the row numbers of each sequence of an epoch."""
+    return [[int(row.name[4:]) for row in packed[epoch * len(packed) + i]] for i in range(len(packed))]
+
+
+def neighbours(plan: list[list[int]]) -> set[tuple[int, int]]:
+    return {(a, b) for sequence in plan for a in sequence for b in sequence if a < b}
+
+
+@settings(max_examples=30)
+@given(lengths=LENGTHS, copies=st.integers(1, 9), seed=st.integers(0, 3), epoch=st.integers(0, 5))
+def test_packed_epoch_has_every_row_once_and_never_two_copies_in_a_sequence(tmp_path_factory, lengths, copies, seed, epoch):
+    packed = PackedSequences(RepeatedRows(lengths, copies), 64, tmp_path_factory.mktemp("cache"), seed)
+    plan = plan_of(packed, epoch)
+    assert sorted(row for sequence in plan for row in sequence) == list(range(len(lengths) * copies))
+    assert max(sum(lengths[row // copies] for row in sequence) for sequence in plan) <= 64
+    assert all(len({row // copies for row in sequence}) == len(sequence) for sequence in plan)
+
+
+def test_packing_of_copies_fills_the_sequences_with_other_rows(tmp_path):
+    packed = PackedSequences(RepeatedRows([5 + i % 23 for i in range(200)], 10), 64, tmp_path)
+    assert packed.fill_ratio > 0.98
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity"), [([5 + i % 60 for i in range(600)], 256), (list(range(1000, 3000, 10)), 8192)], ids=["common lengths", "unique lengths"]
+)
+def test_packing_plan_of_each_epoch_is_another_one(tmp_path, lengths, capacity):
+    packed = PackedSequences(RandomRows(lengths), capacity, tmp_path)
+    pairs = [neighbours(plan_of(packed, epoch)) for epoch in range(4)]
+    assert all(len(one & other) < 0.3 * len(one) for one, other in zip(pairs, pairs[1:], strict=False))
+    assert neighbours(plan_of(PackedSequences(packed.rows, capacity, tmp_path, seed=1), 0)) != pairs[0]
+
+
+def test_packing_plan_is_a_function_of_seed_and_epoch(tmp_path):
+    first, second = (PackedSequences(ROWS, 64, tmp_path / name, seed=5) for name in ("a", "b"))
+    plans = [plan_of(first, epoch) for epoch in range(5)]
+    assert [plan_of(second, epoch) for epoch in (4, 1, 0, 3)] == [plans[epoch] for epoch in (4, 1, 0, 3)]
+
+
+@settings(max_examples=30)
+@given(lengths=LENGTHS, copies=st.integers(1, 4), bits=st.integers(0, 2**32))
+def test_packing_without_noise_has_the_same_number_of_sequences_for_every_draw(lengths, copies, bits):
+    [part] = read_slices(RepeatedRows(lengths, copies), no_progress)
+    drawn = np.random.default_rng(bits).integers(0, 2**63, part.num_distinct).astype(np.uint64)
+    assert len(part.plan(64, 0.0, drawn)) == count_sequences(part, 64)  # below 1000 sequences none are added
+
+
+def test_packing_plan_files_of_earlier_epochs_are_removed(tmp_path):
+    packed = PackedSequences(ROWS, 64, tmp_path)
+    for epoch in range(6):
+        plan_of(packed, epoch)
+    assert sorted(path.name.partition("@")[2] for path in tmp_path.glob("*@*")) == ["0-0", "0-4", "0-5"]
+
+
+def test_packing_plan_of_a_later_epoch_is_in_memory_on_a_full_disk(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    packed, expected = PackedSequences(ROWS, 64, tmp_path / "full"), PackedSequences(ROWS, 64, tmp_path / "free")
+    plans = [plan_of(expected, epoch) for epoch in range(3)]
+    monkeypatch.setattr(fs, "write", full)
+    assert [plan_of(packed, epoch) for epoch in range(3)] == plans
+
+
+def test_loader_reads_another_packing_plan_in_each_epoch(tmp_path):
+    packed = PackedSequences(ROWS, 64, tmp_path)
+    loader = make_loader(packed, batch_size=1, packed=True)
+    for epoch in (0, 2):
+        steps = [sorted(names) for names in names_of(loader.iter_epoch(epoch))]
+        assert sorted(steps) == sorted(sorted(f"row:{row}" for row in sequence) for sequence in plan_of(packed, epoch))
+    resumed = names_of(loader.iter_steps(len(packed) - 1, len(packed) + 2))
+    assert resumed == names_of(loader.iter_steps(0, 3 * len(packed)))[len(packed) - 1 : len(packed) + 2]
 
 
 def test_packing_mixes_distant_rows_of_a_sorted_file(tmp_path):

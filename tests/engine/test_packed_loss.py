@@ -8,7 +8,7 @@ from row_fixtures import RandomRows
 from tiny_models import TOP_TWO, config
 
 from data.batching.batch import Batch, collate
-from data.batching.packing import best_fit_plan
+from data.batching.packing_plan import best_fit_plan
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.attention import attention, document_mask
