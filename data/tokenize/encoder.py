@@ -102,7 +102,7 @@ class Encoder:
             fix = "add an answer of the assistant, or delete the row"
             return self._handle_bad_row(BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats)
         shared = _common_prefix(chats)
-        spans = [[(max(start, shared), stop) for start, stop in each if stop > shared] for each in spans]
+        spans = [[span for span in each if span[1] > shared] for each in spans]
         if not any(spans):
             fix = "make them differ, or delete the row"
             return self._handle_bad_row(BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats)
@@ -148,7 +148,7 @@ def _count_tokens(spans: list[SpanPair]) -> int:
 
 
 def _common_prefix(chats: list[EncodedChat]) -> int:
-    """Return the number of tokens at the start of both chosen and rejected: they have no loss, because their difference in the margin is zero."""
+    """Return the number of tokens at the start of both chosen and rejected: turns that end before it are the prompt and have no loss."""
     if len(chats) == 1:
         return 0
     (a, _), (b, _) = chats

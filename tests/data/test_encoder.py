@@ -112,14 +112,16 @@ def test_loss_on_all_excludes_the_first_token_only(write, build):
     assert not loss_mask[0] and loss_mask[1:].all()
 
 
-def test_preference_has_no_loss_on_the_common_prefix(tokenizer, write, build):
-    sequences = build("preference", write([pair("I like tea.", "I like mud!")]))[0].sequences
-    assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == [" tea.<|im_end|>", " mud!<|im_end|>"]
+def test_preference_has_loss_on_whole_answers_and_not_on_shared_turns(tokenizer, write, build):
+    shared = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    for row in (pair("I like tea.", "I like mud!"), {"prompt": shared, "chosen": "I like tea.", "rejected": "I like mud!"}):
+        sequences = build("preference", write([row]))[0].sequences
+        assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == ["I like tea.<|im_end|>", "I like mud!<|im_end|>"]
 
 
-def test_preference_with_a_longer_answer_differs_from_the_end_token_on(tokenizer, write, build):
+def test_preference_with_a_longer_answer_has_loss_on_both(tokenizer, write, build):
     sequences = build("preference", write([pair("Yes", "Yes, no")]))[0].sequences
-    assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == ["<|im_end|>", ", no<|im_end|>"]
+    assert [text_with_loss(tokenizer, sequence) for sequence in sequences] == ["Yes<|im_end|>", "Yes, no<|im_end|>"]
 
 
 @pytest.mark.parametrize(
