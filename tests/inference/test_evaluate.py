@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from common.errors import UserError
+from data.tokenize.chat_template import ChatTemplate
 from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, register_metric
 from runner.inference.evaluation_data import EvaluationData
-from runner.inference.load import load_trained
+from runner.inference.load import LoadedModel, load_trained
+from runner.inference.metrics.exact_match import generate_answers
 
 TEXTS = ["Ludo lives in Sarro.", "托洛最喜欢棕色。", "The opposite of loud is quiet, and the opposite of north is south.", "é 🙂"]
 
@@ -90,6 +92,38 @@ def test_exact_match_counts_answers_and_prints_wrong_ones(write_model: Callable[
     assert "wrong.jsonl:1" in out and "expected 'Nowhere.'" in out and "wrong.jsonl:2" not in out
 
 
+def test_conversation_prompts_contain_the_models_own_answers(write_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "sure", seed=3, std=0.3)
+    questions = [["Who?", "托洛最爱什么颜色？", "8 + 7?"], ["Where does Ludo live?"]]
+    session, own = load_trained(folder, "cpu"), []
+    for turns in questions:  # one conversation after the other, as chat.py has them
+        messages: list[dict[str, str]] = []
+        for question in turns:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": _greedy(session, messages)})
+        own.append({"conversations": messages})
+    others = [{"conversations": [*own[0]["conversations"][:3], {"role": "assistant", "content": "x"}, *own[0]["conversations"][4:]]}, own[1]]
+    for rows, right in ((own, 4), (others, 3)):  # the expected answer of the second turn is not in the prompt of the third
+        results = evaluate(evaluate_config("conversation", write(tmp_path / "chat.jsonl", rows)), folder)
+        assert (results["right"], results["answers"], results["rows"]) == (right, 4, 2)
+        assert results["exact_match"] == right / 4 and results["first_turn"] == results["last_turn"] == 1
+    assert "chat.jsonl:1: turn 2: '托洛最爱什么颜色？'" in capsys.readouterr().out
+
+
+def _greedy(trained: LoadedModel, messages: list[dict[str, str]]) -> str:
+    [answer] = generate_answers(trained, [ChatTemplate(trained.tokenizer).encode_prompt(messages)], max_new_tokens=8)
+    return answer
+
+
+def test_conversation_refuses_rows_that_a_model_cannot_continue(hf_folder: Path, tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    for messages in ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}, call]):
+        data = write(tmp_path / "chat.jsonl", [{"messages": messages}])
+        with pytest.raises(UserError) as error:
+            evaluate(evaluate_config("conversation", data), hf_folder)
+        assert error.value.setting.startswith(f"{data}:1")
+
+
 def test_preference_rewards_are_relative_to_the_reference(write_model: Callable[..., Path], tmp_path: Path) -> None:
     policy, reference = (write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2)))
     pairs = [{"chosen": chat("Who?", text), "rejected": chat("Who?", text[::-1])} for text in TEXTS[:3]]
@@ -144,5 +178,5 @@ def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path
     register_metric("rows", reads=("text",))(lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))})
     data = write(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS])
     assert evaluate(evaluate_config("rows", data), hf_folder) == {"rows": 4.0}
-    with pytest.raises(UserError, match="metric must be one of exact_match, perplexity, preference, rows, got rouge"):
+    with pytest.raises(UserError, match="metric must be one of conversation, exact_match, perplexity, preference, rows, got rouge"):
         evaluate_config("rouge", data)

@@ -21,7 +21,7 @@ def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConf
     correct, wrong = 0, []
     questions = _questions(trained, examples, cfg.max_new_tokens)
     while batch := list(itertools.islice(questions, cfg.batch_size)):
-        for question, answer in zip(batch, _generate_answers(trained, [question["prompt"] for question in batch], cfg.max_new_tokens), strict=True):
+        for question, answer in zip(batch, generate_answers(trained, [question["prompt"] for question in batch], cfg.max_new_tokens), strict=True):
             if answer.strip() == question["expected"].strip():
                 correct += 1
             else:
@@ -34,24 +34,28 @@ def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConf
 def _questions(trained: LoadedModel, examples: EvaluationSet, max_new_tokens: int) -> Iterator[dict[str, Any]]:
     """Split each conversation into the prompt and its last answer."""
     template = ChatTemplate(trained.tokenizer)
-    limit = trained.model.cfg.max_position_embeddings - max_new_tokens
     for where, chat in examples.examples():
         assert isinstance(chat, ChatExample)
         messages = chat.messages
         if messages[-1]["role"] != "assistant":
             raise UserError(f"the conversation ends with a message of the {messages[-1]['role']}", where, "end it with the expected answer")
         prompt = template.encode_prompt(messages[:-1], chat.tools)
-        if len(prompt) > limit:
-            raise UserError(
-                f"the question has {len(prompt)} tokens, the model takes {max(limit, 0)} with max_new_tokens={max_new_tokens}",
-                where,
-                "lower max_new_tokens, or delete the row",
-            )
+        check_prompt_length(trained, prompt, max_new_tokens, where)
         question = messages[-2]["content"] if len(messages) > 1 else ""
         yield {"where": where, "question": question, "expected": messages[-1]["content"], "prompt": prompt}
 
 
-def _generate_answers(trained: LoadedModel, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+def check_prompt_length(trained: LoadedModel, prompt: list[int], max_new_tokens: int, where: str) -> None:
+    limit = trained.model.cfg.max_position_embeddings - max_new_tokens
+    if len(prompt) > limit:
+        raise UserError(
+            f"the question has {len(prompt)} tokens, the model takes {max(limit, 0)} with max_new_tokens={max_new_tokens}",
+            where,
+            "lower max_new_tokens, or delete the row",
+        )
+
+
+def generate_answers(trained: LoadedModel, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
     from models.generate import generate
 
     stop = [trained.tokenizer.eos_id]
