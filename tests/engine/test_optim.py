@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -39,6 +40,7 @@ class SmallModel(nn.Module):
                 "norm": nn.RMSNorm(4),
             }
         )
+        self.lm_head = nn.Linear(4, 6, bias=False)
 
 
 @pytest.fixture(params=OPTIMIZERS.names())
@@ -73,8 +75,8 @@ def test_schedule_wsd_is_constant_until_its_decay() -> None:
     assert lr_at(90, 100, 1.0, WsdConfig("wsd", 0, 0.0, 0.2)) == pytest.approx(0.5)
 
 
-def test_optimizer_decays_hidden_matrices_only() -> None:
-    built = build_optimizer(adamw(), SmallModel(), num_layers=2)
+def test_optimizer_decays_hidden_matrices_only(config: OptimizerConfig) -> None:
+    built = build_optimizer(dataclasses.replace(config, weight_decay=0.1), SmallModel(), num_layers=2)
     decayed = {built.names[p] for part in built.parts for group in part.param_groups if group["weight_decay"] for p in group["params"]}
     assert decayed == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
 
@@ -92,6 +94,14 @@ def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
     matrices, rest = ({built.names[p] for group in part.param_groups for p in group["params"]} for part in built.parts)
     assert isinstance(built.parts[0], Muon) and matrices == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
     assert rest == set(built.names.values()) - matrices
+
+
+def test_optimizer_settings_reach_every_parameter_group() -> None:
+    """With betas, eps and momentum that are not torch's defaults."""
+    built = build_optimizer(dataclasses.replace(muon(), betas=[0.5, 0.75], eps=0.25, momentum=0.5), SmallModel(), num_layers=2)
+    matrices, rest = built.parts
+    assert {group["momentum"] for group in matrices.param_groups} == {0.5}
+    assert {(group["betas"], group["eps"]) for group in rest.param_groups} == {((0.5, 0.75), 0.25)}
 
 
 def test_muon_is_bitwise_equal_to_torch_muon() -> None:
@@ -143,8 +153,8 @@ def test_optimizer_state_is_restored_by_parameter_name_without_lr(config: Optimi
 
 
 def test_optimizer_state_of_an_untrained_parameter_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"not trained here: lm_head\.weight"):
-        build_optimizer(adamw(), SmallModel(), num_layers=2).load_state_dict({"lm_head.weight/step": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match=r"not trained here: value_head\.weight"):
+        build_optimizer(adamw(), SmallModel(), num_layers=2).load_state_dict({"value_head.weight/step": torch.tensor(1.0)})
 
 
 @pytest.mark.parametrize(

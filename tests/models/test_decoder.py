@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ PARAMETERS = {
     "minimind_104m": 104_034_048,
     "minimind_moe": 198_416_640,
 }
+UNUSUAL = {"rms_norm_eps": 0.1, "rope_scaling": dataclasses.replace(YARN["rope_scaling"], attention_factor=1.5)}
 
 
 def transformers_model(cfg: DecoderConfig, weights: dict[str, Tensor]) -> torch.nn.Module:
@@ -54,7 +56,11 @@ def test_model_option_has_the_parameter_count_of_its_name(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA, EXPERTS, TOP_TWO, YARN, YARN | LLAMA], ids=["qwen3", "llama", "moe", "moe_top_two", "yarn", "yarn_llama"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LLAMA, EXPERTS, TOP_TWO, YARN, YARN | LLAMA, UNUSUAL],
+    ids=["qwen3", "llama", "moe", "moe_top_two", "yarn", "yarn_llama", "unusual"],
+)
 def test_decoder_logits_match_transformers(changes: dict[str, Any]) -> None:
     model, ids = random_model(**changes), tokens(2, 200)
     # Both sum in their own order, and differ from fp64 by up to 2.5e-5.

@@ -137,3 +137,15 @@ def test_sampler_draws_only_tokens_of_top_k_and_top_p() -> None:
     assert draw_tokens(logits, top_p=0.6) == {0, 1}
     assert draw_tokens(logits, top_p=0.75) == {0, 1, 2}
     assert draw_tokens(logits, top_p=0.0) == {0}
+
+
+def test_sampler_applies_the_temperature_before_top_p() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()  # at temperature 0.5: 0.53, 0.3, 0.13, 0.03
+    assert draw_tokens(logits, top_p=0.75, temperature=0.5) == {0, 1}
+    assert draw_tokens(logits, top_p=0.85, temperature=2.0) == {0, 1, 2, 3}  # 0.33, 0.28, 0.23, 0.16
+
+
+def test_sampler_repetition_penalty_makes_negative_logits_less_likely() -> None:
+    sampler = Sampler(0.0, 0, 1.0, 1.3, None)
+    seen = torch.tensor([[True, False], [True, False]])
+    assert sampler(torch.tensor([[-1.0, -1.1], [1.0, 0.9]]), seen).tolist() == [1, 1]
