@@ -15,7 +15,7 @@ from common.errors import UserError
 from common.plugins import import_plugins
 from runner.cli import help, hydra_app, show_config
 from runner.cli.exit_code import exiting_with_code
-from runner.config import overrides
+from runner.config import hydra_runtime, overrides
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
 from runner.engine.device.cpu import set_passive_omp_wait
@@ -104,6 +104,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
     """Train on in `folder` with the overrides `extra`, unless the run is completed and they change nothing."""
     from runner.launch.run import run
 
+    extra, runtime = hydra_runtime.typed_settings(extra)
     with RunMetadata.open(folder, resume=True) as metadata:
         plan = resume.plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
@@ -116,5 +117,5 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
         preflight.check_inputs(plan.config)
         with resume.persisting_overrides(plan) as config:
-            loss = run(config, metadata)
+            loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
     print(f"{folder}: completed, loss {loss:.4f}")

@@ -11,6 +11,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import _run_hydra, create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
 
@@ -22,7 +23,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
-from runner.run_dir.initial_weights import check_init_from
+from runner.run_dir.initial_weights import check_init_from, check_tokenizer
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import complete_hydra_dir
 
@@ -49,7 +50,10 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
         if has_flag(flags, "--multirun"):
             return app.multirun(config_name, task, [*typed, "hydra.mode=MULTIRUN"])
         with translating_hydra_errors(typed):
-            return app.run(config_name, task, [*typed, "hydra.mode=RUN"]).return_value
+            result = app.run(config_name, task, [*typed, "hydra.mode=RUN"]).return_value
+        if isinstance(result, Exception):  # see RunDirCallback.on_run_end
+            raise result
+        return result
     finally:
         GlobalHydra.instance().clear()
 
@@ -63,6 +67,7 @@ class RunDirCallback(Callback):
             job_config = to_config(without_hydra(config))
             preflight.check_inputs(job_config)
             check_init_from(job_config)
+            check_tokenizer(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)
@@ -72,6 +77,12 @@ class RunDirCallback(Callback):
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
 
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of its own before."""
+        job_return: JobReturn = kwargs["job_return"]
+        if job_return.status == JobStatus.FAILED:
+            job_return.status = JobStatus.COMPLETED
+
 
 def train_in_run_dir(cfg: DictConfig) -> float:
     """Train in the run directory that Hydra has just written its files to, and that RunDirCallback holds the lock of."""
@@ -79,6 +90,6 @@ def train_in_run_dir(cfg: DictConfig) -> float:
 
     hydra_config = HydraConfig.get()
     searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
-    with exiting_with_code(), RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
+    with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
         complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
         return run(to_config(cfg), metadata)

@@ -21,6 +21,7 @@ from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError
 from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
+from runner.config.hydra_runtime import rank_environment
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import rank_logs, subprocesses
@@ -100,7 +101,7 @@ class RankGroup:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _spawn(self, rank: int, config_file: Path) -> subprocess.Popen:
-        environment = subprocesses.child_env() | {
+        environment = subprocesses.child_env() | rank_environment() | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.count),

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from common.filesystem import read_bounded
+from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.launch.signals import STOP_SIGNALS, StopFlag
 from runner.launch.subprocesses import run_then_hard_exit
@@ -47,6 +48,7 @@ def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
     with RunMetadata.attach(config_file.parent, int(os.environ["RANK"])) as metadata:
         if os.getppid() != parent:  # the launcher died before this rank held its lock: another launch may own the folder
             return 128 + signal.SIGTERM
+        restore_hydra_config()
         threading.Thread(target=_exit_if_orphaned, args=(parent,), daemon=True).start()
         return train_as_rank(config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop)
 

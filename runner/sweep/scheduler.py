@@ -15,6 +15,7 @@ from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.paths import REPO_ROOT
 from common.plugins import PLUGINS_ENV
+from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
@@ -118,11 +119,17 @@ class SweepScheduler:
         try:
             arguments, log = self.session.prepare(job), self.session.run_dir(job) / CONSOLE_LOG
             earlier = log.stat().st_size if log.exists() else 0
-            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], _plugin_env() | torchrun.begin_job())
+            handle = self.backend.submit(self.session.run_dir(job), [TRAIN_SCRIPT, *arguments], self._environment(job))
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
         print(f"[{self._number(job)}] {job.name} {verb}", flush=True)
+
+    def _environment(self, job: SweepJob) -> dict[str, str]:
+        """Return the variables of the job's process, which are added to those of this one."""
+        config = self.session.hydra_config
+        section = hydra_runtime.job_environment(config, self.state.jobs.index(job), job.name) if config else {}
+        return _plugin_env() | torchrun.begin_job() | section
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))

@@ -14,7 +14,8 @@ from common import paths
 from common.errors import resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
-from runner.config.overrides import hydra_quote, is_hydra_override
+from runner.config.literals import hydra_quote
+from runner.config.overrides import is_hydra_override
 from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
@@ -36,6 +37,7 @@ class SweepSession:
         self.composer.conf = conf
         self._derived: dict[str, dict[str, str]] = {}  # by job name
         self._report_failed = False
+        self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
 
     def run_dir(self, job: SweepJob) -> Path:
         return self.state.folder / job.name
@@ -135,6 +137,7 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
         state, composer = _create_state(config, overrides, sweeper, launcher)
     with state, config_snapshot.as_config_dir(state.folder) as conf:
         session = SweepSession(state, conf, composer)
+        session.hydra_config = config
         for job in state.jobs if not sweeper.resume else ():
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)

@@ -162,11 +162,66 @@ def test_run_directory_is_named_by_date_and_time_and_holds_the_whole_run(call: C
     assert log and not [line for line in log if line.startswith("[20")], "Hydra's logging must not write into train.log"
 
 
+RECORDER = """
+import os
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+
+class Recorder(Callback):
+    def record(self, name, config, *details):
+        number = config.hydra.job.num if config.hydra.mode.name == "MULTIRUN" else ""
+        print("recorded", name, f"{config.hydra.job.name}{number}", *details)
+
+    def on_run_start(self, config, **_):
+        self.record("on_run_start", config)
+
+    def on_job_start(self, config, **_):
+        assert HydraConfig.get().job.name == config.hydra.job.name and os.path.isfile(HydraConfig.get().runtime.output_dir + "/run.json")
+        self.record("on_job_start", config, os.environ["COLOR"], config.train.max_steps)
+
+    def on_job_end(self, config, job_return, **_):
+        self.record("on_job_end", config, job_return.status.name)
+
+    def on_run_end(self, config, job_return, **_):
+        self.record("on_run_end", config, job_return.status.name)
+"""
+
+
+def recorded(output: str) -> list[str]:
+    return [line.partition("recorded ")[2] for line in output.splitlines() if "recorded " in line]
+
+
 def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
-    recorder = "from hydra.experimental.callback import Callback\nclass Recorder(Callback):\n    def on_job_end(self, config, job_return, **_):\n        print('ended', config.hydra.job.name, job_return.return_value > 0)\n"
-    (workspace / "recorder.py").write_text(recorder)
-    result = call(*TINY_RUN, rows, "plugins=[recorder.py]", "+hydra.callbacks.mine._target_=recorder.Recorder", "hydra.job.name=mine")
-    assert result.returncode == 0 and "ended mine True" in result.stdout, result.stderr
+    (workspace / "recorder.py").write_text(RECORDER)
+    typed = [
+        f"plugins=[{workspace / 'recorder.py'}]",
+        "+hydra.callbacks.mine._target_=recorder.Recorder",
+        "hydra.job.name=mine",
+        "+hydra.job.env_set.COLOR=blue",
+    ]
+    result = call(*TINY_RUN, rows, *typed, "hydra.run.dir=run")
+    assert result.returncode == 0, result.stderr
+    assert recorded(result.stdout) == ["on_run_start mine", "on_job_start mine blue 2", "on_job_end mine COMPLETED", "on_run_end mine COMPLETED"]
+    result = call("resume=run", "train.max_steps=3", *typed)
+    assert result.returncode == 0, result.stderr
+    assert recorded(result.stdout) == ["on_run_start mine", "on_job_start mine blue 3", "on_job_end mine COMPLETED", "on_run_end mine COMPLETED"]
+    result = call(*TINY_RUN, rows, *typed, "device=cuda:99")
+    assert result.returncode == 2 and recorded(result.stdout)[-2:] == ["on_job_end mine FAILED", "on_run_end mine FAILED"]
+
+
+@pytest.mark.slow
+def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(program: Program, workspace: Path, rows: str) -> None:
+    (workspace / "recorder.py").write_text(RECORDER)
+    typed = [
+        f"plugins=[{workspace / 'recorder.py'}]",
+        "+hydra.callbacks.mine._target_=recorder.Recorder",
+        "hydra.job.name=mine",
+        "+hydra.job.env_set.COLOR=blue",
+    ]
+    result = program("--multirun", *TINY_RUN, rows, *typed, "seed=1,2", f"hydra.sweep.dir={workspace / 'sweep'}")
+    assert result.returncode == 0, result.stderr
+    logs = [recorded((workspace / "sweep" / f"seed={seed}" / "console.log").read_text()) for seed in (1, 2)]
+    assert logs == [[f"on_job_start mine{number} blue 2", f"on_job_end mine{number} COMPLETED"] for number in (0, 1)]
 
 
 def test_run_in_the_directory_of_another_changes_nothing(call: Call, workspace: Path, rows: str) -> None:
