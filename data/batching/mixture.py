@@ -62,15 +62,17 @@ class WeightedSource:
     store: TokenStore
     split: HoldoutSplit | None = None
     is_held_out: bool = False
+    excluded: np.ndarray | None = field(default=None, repr=False)  # positions among these rows of rows that are left out, ascending
     rows_per_epoch: int = -1  # -1: each row once
     cumulative: np.ndarray | None = field(default=None, repr=False)  # with row weights: rows of an epoch up to and including each row
 
     @property
     def num_rows(self) -> int:
         """Number of distinct rows."""
+        left_out = 0 if self.excluded is None else len(self.excluded)
         if self.split is None:
-            return len(self.store)
-        return self.split.held_out if self.is_held_out else self.split.size - self.split.held_out
+            return len(self.store) - left_out
+        return (self.split.held_out if self.is_held_out else self.split.size - self.split.held_out) - left_out
 
     def __len__(self) -> int:
         return self.num_rows if self.rows_per_epoch < 0 else self.rows_per_epoch
@@ -105,6 +107,8 @@ class WeightedSource:
         return self._stored(positions)
 
     def _stored(self, positions: np.ndarray) -> np.ndarray:
+        if self.excluded is not None:  # excluded[k] - k other rows precede the k-th excluded one
+            positions = positions + np.searchsorted(self.excluded - np.arange(len(self.excluded)), positions, side="right")
         if self.split is None:
             return positions
         return self.split.held_out_rows(positions) if self.is_held_out else self.split.remaining_rows(positions)
@@ -113,10 +117,16 @@ class WeightedSource:
         rows = self.locate(np.arange(start, stop))
         return self.store.lengths(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
 
+    def contents(self, start: int, stop: int) -> np.ndarray:
+        """Hash of the tokens of each of the rows [start, stop), uint64: equal for rows with the same tokens."""
+        rows = self.locate(np.arange(start, stop))
+        return self.store.contents(int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+
     @property
     def identity(self) -> list:
         """What the fingerprint of a mixture hashes."""
-        return [self.store.digest, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self)]
+        excluded = [] if self.excluded is None else [hashlib.sha256(self.excluded.astype(np.int64).tobytes()).hexdigest()]
+        return [self.store.digest, self.split and [self.split.size, self.split.held_out, self.is_held_out], len(self), *excluded]
 
 
 @dataclass(frozen=True)

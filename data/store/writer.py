@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from common.filesystem import atomic_path, dump_sealed_json, fs, remove_tree, sync_tree, write_all, write_new_file
-from data.store.layout import OFFSET_DTYPE, ROW_DTYPE, SPAN_DTYPE, STORE_FILES, STORE_FORMAT, STORE_MANIFEST, TABLE_FILES, row_checksum
+from data.store.layout import OFFSET_DTYPE, ROW_DTYPE, SPAN_DTYPE, STORE_FILES, STORE_FORMAT, STORE_MANIFEST, TABLE_FILES, content_hash, row_checksum
 from data.tokenize.block import EncodedBlock, RowStats
 
 
@@ -59,7 +59,7 @@ class StoreWriter:
         offsets["span"] = self.spans + np.cumsum(block.span_counts) - block.span_counts
         rows = np.zeros(len(block.positions), ROW_DTYPE)
         rows["position"], rows["weight"] = block.positions, block.weights
-        rows["checksum"] = self._checksums(rows, block, memoryview(tokens), memoryview(spans))
+        self._add_hashes(rows, block, memoryview(tokens), memoryview(spans))
         for name, part in zip(STORE_FILES, (tokens, spans, offsets.tobytes(), rows.tobytes()), strict=True):
             self._write(name, part)
         self.tokens, self.spans = self.tokens + len(block.tokens), self.spans + len(block.spans)
@@ -73,15 +73,15 @@ class StoreWriter:
         if name in TABLE_FILES:
             self._crc32[name] = zlib.crc32(part, self._crc32[name])
 
-    def _checksums(self, rows: np.ndarray, block: EncodedBlock, tokens: memoryview, spans: memoryview) -> list[int]:
-        checksums, token, span = [], 0, 0
+    def _add_hashes(self, rows: np.ndarray, block: EncodedBlock, tokens: memoryview, spans: memoryview) -> None:
+        token = span = 0
         lengths, counts = (part.astype("<i8").reshape(-1, self.sequences_per_row) for part in (block.lengths, block.span_counts))
         token_ends = (np.cumsum(lengths.sum(1)) * self.dtype.itemsize).tolist()
         span_ends = (np.cumsum(counts.sum(1)) * 2 * SPAN_DTYPE.itemsize).tolist()
         for i, (token_end, span_end) in enumerate(zip(token_ends, span_ends, strict=True)):
-            checksums.append(row_checksum(rows[i : i + 1], lengths[i], counts[i], tokens[token:token_end], spans[span:span_end]))
+            rows["content"][i] = content_hash(lengths[i], tokens[token:token_end])
+            rows["checksum"][i] = row_checksum(rows[i : i + 1], lengths[i], counts[i], tokens[token:token_end], spans[span:span_end])
             token, span = token_end, span_end
-        return checksums
 
     def finish(self, metadata: dict[str, Any]) -> None:
         """Write the end of the offsets, and the manifest."""
