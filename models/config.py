@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
 
-MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families")
+MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config",))
 register_model = MODELS.register
 
 
@@ -57,6 +57,10 @@ class ModelConfig:
 
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UserError if the model cannot be computed on this device in this dtype of autocast."""
+
+    def training_warnings(self) -> list[str]:
+        """Return what a user who trains this model should know, one line each."""
+        return []
 
     def to_hf_config(self) -> dict[str, Any]:
         """Return the content of config.json."""

@@ -1,4 +1,4 @@
-"""Decoder-only transformer of the Qwen3 architecture, dense or mixture of experts.
+"""Decoder-only transformer of the Llama, Qwen and Mixtral architectures, dense or mixture of experts.
 
 Shapes: B rows, T tokens, S documents (several per row when packed, else one per row), D hidden size, H head width, V vocabulary.
 """
@@ -16,7 +16,7 @@ from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies
 from models.layers.chunked_loss import LMHead
-from models.layers.mlp import DocumentIndex
+from models.layers.mlp import DocumentIndex, load_balancing_loss
 
 
 class DecoderBackbone(nn.Module):
@@ -43,6 +43,9 @@ class Decoder(LanguageModel):
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=WEIGHT_INIT_STD)
+        for name, p in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(p)
         if cfg.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         frequencies, self.rope_factor = rope_frequencies(cfg)
@@ -70,15 +73,15 @@ class Decoder(LanguageModel):
         mode = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         documents = self._documents(T, lengths, document_ids)
         context = LayerContext(*self._rope_cos_sin(T, position_ids), mask, cache, documents, selective=mode == "selective")
-        aux_losses = []
+        expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
-            x, aux_loss = activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
-            aux_losses.append(aux_loss)
+            x, use = activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
+            expert_use.append(use)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
         x = self.model.norm(x)
-        aux_loss = self.cfg.router_aux_loss_coef * torch.stack(aux_losses).sum(0) if self.cfg.num_experts else None  # (S,)
+        aux_loss = self.cfg.router_aux_loss_coef * load_balancing_loss(expert_use) if self.cfg.num_experts else None  # (S,)
         if labels is None:
             return ModelOutput(self.lm_head(x), None, aux_loss)
         return ModelOutput(None, self.lm_head(x, labels, reduction), aux_loss)

@@ -1,15 +1,16 @@
-"""Settings of the decoder, and its config.json: the architectures Qwen3, Qwen3-MoE and Llama of transformers."""
+"""Settings of the decoder: the Llama, Qwen and Mixtral architectures of transformers. hf_config.py reads and writes their config.json."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
-from models.config import ModelConfig, check_required_values, register_model
+from models.config import ModelConfig, register_model
+from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 
 if TYPE_CHECKING:
     import torch
@@ -17,43 +18,26 @@ if TYPE_CHECKING:
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
-# model_type -> transformers class, mixture of experts, query/key norm
-ARCHITECTURES = {
-    "qwen3_moe": ("Qwen3MoeForCausalLM", True, True),
-    "qwen3": ("Qwen3ForCausalLM", False, True),
-    "llama": ("LlamaForCausalLM", False, False),
-}
-
-# Fields with the same name in DecoderConfig and config.json
-SHARED_FIELDS = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
-    *("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "rope_theta"),
-)
-SHARED_MOE_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef")
-
-# Fields of config.json that must have this value or be absent: the decoder has no other variant
-REQUIRED_VALUES = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
-
 
 @dataclass
 class RopeScaling:
-    """YaRN (https://arxiv.org/abs/2309.00071): extends rotary position embeddings beyond the trained length."""
+    """Extension of rotary position embeddings beyond the trained length: YaRN (https://arxiv.org/abs/2309.00071), that of Llama 3.1, or linear
+    (https://arxiv.org/abs/2306.15595)."""
 
     factor: float  # extended length / trained length, at least 1
-    original_max_position_embeddings: int  # trained length (tokens)
-    beta_fast: float  # channels with more rotations than this over the trained length keep their frequency
-    beta_slow: float  # frequencies of channels with fewer rotations than this are divided by factor
-    attention_factor: float  # factor on cos and sin
+    original_max_position_embeddings: int = 0  # trained length (tokens); yarn, llama3
+    beta_fast: float = 32.0  # channels with more rotations than this over the trained length keep their frequency; yarn
+    beta_slow: float = 1.0  # frequencies of channels with fewer rotations than this are divided by factor; yarn
+    attention_factor: float = 1.0  # factor on cos and sin; yarn
+    type: str = "yarn"  # yarn, llama3, or linear: every frequency is divided by factor
+    low_freq_factor: float = 1.0  # frequencies of channels with fewer rotations than this are divided by factor; llama3
+    high_freq_factor: float = 4.0  # channels with more rotations than this over the trained length keep their frequency; llama3
 
     def __post_init__(self) -> None:
+        check_choice("model.rope_scaling.type", self.type, ("yarn", "llama3", "linear"))
         check_at_least("model.rope_scaling.factor", self.factor, 1, 4)
+        if self.type != "linear":
+            check_at_least("model.rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, 1, 2048)
 
 
 @register_model("decoder")
@@ -67,9 +51,12 @@ class DecoderConfig(ModelConfig):
     head_dim: int  # width of a head (H), even
     intermediate_size: int  # width of a dense MLP
     rope_theta: float  # base of the rotary position embeddings
-    rope_scaling: Optional[RopeScaling]  # YaRN; null: none
+    rope_scaling: Optional[RopeScaling]  # null: none
     rms_norm_eps: float  # added to the mean square in every norm
     qk_norm: bool  # normalize queries and keys, as Qwen3 does
+    attention_bias: bool  # query, key and value projections have biases, as in Qwen2
+    attention_out_bias: bool  # the output projection of attention has one
+    mlp_bias: bool  # the projections of a dense MLP have biases
     dropout: float  # probability, in [0, 1)
     num_experts: int  # experts per layer (E); 0: dense
     num_experts_per_tok: int  # experts that a token is routed to (k)
@@ -79,7 +66,7 @@ class DecoderConfig(ModelConfig):
     attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
 
     model_class = "models.decoder.Decoder"
-    hf_model_types = tuple(ARCHITECTURES)
+    hf_model_types = tuple(FAMILIES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +85,13 @@ class DecoderConfig(ModelConfig):
         check_choice("model.attention", self.attention, ATTENTION_KERNELS)
         if self.num_experts:
             self._check_experts()
+        if architecture_of(dataclasses.asdict(self)) is None:
+            raise UserError(
+                "no transformers architecture has this combination of model.qk_norm, biases, experts and model.norm_topk_prob",
+                f"model.qk_norm={self.qk_norm} model.mlp_bias={self.mlp_bias} model.num_experts={self.num_experts}",
+                "experts without biases: model.qk_norm=true, or model.norm_topk_prob=true; model.qk_norm=true: model.mlp_bias=false, and "
+                "model.attention_bias equal to model.attention_out_bias",
+            )
 
     def _check_experts(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
@@ -106,19 +100,14 @@ class DecoderConfig(ModelConfig):
                 f"model.num_experts_per_tok={self.num_experts_per_tok}",
                 "e.g. model.num_experts_per_tok=1",
             )
-        if not self.qk_norm:
-            raise UserError(
-                "model.qk_norm=false is not supported with experts: transformers has no such architecture",
-                "model.qk_norm=false",
-                "set model.qk_norm=true, or model.num_experts=0",
-            )
-        if self.norm_topk_prob and self.num_experts_per_tok == 1:
-            # A single renormalized weight is always 1, so the language-model loss has no gradient for the router.
-            raise UserError(
-                "model.norm_topk_prob=true needs model.num_experts_per_tok of at least 2: the router gets no gradient otherwise",
-                "model.norm_topk_prob=true",
-                "set model.norm_topk_prob=false, or model.num_experts_per_tok=2",
-            )
+
+    def training_warnings(self) -> list[str]:
+        if self.num_experts and self.norm_topk_prob and self.num_experts_per_tok == 1:
+            return [
+                "model.norm_topk_prob=true with one expert per token: its weight is always 1, so only the load-balancing loss trains the router; "
+                "MiniMind trains so, model.norm_topk_prob=false trains it by the language-model loss too"
+            ]
+        return []
 
     @property
     def has_dynamic_shapes(self) -> bool:
@@ -134,69 +123,10 @@ class DecoderConfig(ModelConfig):
             )
 
     def to_hf_config(self) -> dict[str, Any]:
-        """For transformers 4 and 5, which have different names for the rotary settings and the dtype."""
-        model_type = next(name for name, (_, moe, qk_norm) in ARCHITECTURES.items() if (moe, qk_norm) == (bool(self.num_experts), self.qk_norm))
-        scaling = None if self.rope_scaling is None else {"rope_type": "yarn", **vars(self.rope_scaling)}
-        return {
-            "architectures": [ARCHITECTURES[model_type][0]],
-            "model_type": model_type,
-            **{field: getattr(self, field) for field in SHARED_FIELDS + (SHARED_MOE_FIELDS if self.num_experts else ())},
-            "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta} | (scaling or {}),
-            "attention_dropout": self.dropout,
-            "torch_dtype": "float32",
-            "dtype": "float32",
-            **REQUIRED_VALUES,
-        }
+        return write_hf_config(dataclasses.asdict(self))
 
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
-        check_required_values(raw, REQUIRED_VALUES, path)
-        _, has_experts, qk_norm = ARCHITECTURES[raw["model_type"]]
-        rope = {"rope_theta": raw.get("rope_theta", 10000.0), **(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-        heads = raw["num_attention_heads"]
-        return cls(
-            family="decoder",
-            name=path.parent.name,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            num_hidden_layers=raw["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            intermediate_size=raw["intermediate_size"],
-            max_position_embeddings=raw["max_position_embeddings"],
-            rope_theta=float(rope["rope_theta"]),
-            rope_scaling=_rope_scaling(rope, raw["max_position_embeddings"], path),
-            rms_norm_eps=raw["rms_norm_eps"],
-            qk_norm=qk_norm,
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            dropout=raw.get("attention_dropout", 0.0),
-            attention="auto",
-            num_experts=(raw.get("num_experts") or raw["num_local_experts"]) if has_experts else 0,
-            num_experts_per_tok=raw["num_experts_per_tok"] if has_experts else 1,
-            moe_intermediate_size=raw["moe_intermediate_size"] if has_experts else 0,
-            norm_topk_prob=raw["norm_topk_prob"] if has_experts else False,
-            router_aux_loss_coef=raw.get("router_aux_loss_coef", 0.001) if has_experts else 0.0,
-        )
-
-
-def _rope_scaling(rope: dict[str, Any], max_positions: int, path: Path) -> RopeScaling | None:
-    """Absent fields get the defaults of transformers."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    rotates_all_channels = rope.get("partial_rotary_factor", 1.0) == 1.0
-    if kind == "default" and rotates_all_channels:
-        return None
-    if kind != "yarn" or not rotates_all_channels or rope.get("mscale") or rope.get("mscale_all_dim") or rope.get("truncate") is False:
-        raise UserError(
-            f"rotary position embeddings of type {kind} with these fields are not supported",
-            str(path),
-            "supported: rope_type default and yarn, partial_rotary_factor 1, no mscale, no mscale_all_dim, no truncate=false",
-        )
-    return RopeScaling(
-        factor=rope["factor"],
-        original_max_position_embeddings=rope.get("original_max_position_embeddings") or max_positions,
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        attention_factor=rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1.0,
-    )
+        settings = read_hf_config(raw, path)
+        scaling = settings.pop("rope_scaling")
+        return cls(**settings, rope_scaling=scaling and RopeScaling(**scaling))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
-from models.config import MODELS, ModelConfig
-from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
+from models.formats.json_files import base_model_of, is_adapter_dir, model_dir, read_json_file, read_model_config
 from models.formats.minimind import read_pth
-from models.formats.peft import base_model_of, is_adapter_dir, merge_adapter_into, read_adapter
+from models.formats.peft import merge_adapter_into, read_adapter
+from models.formats.tensor_files import read_tensors
+from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
 from models.lora import add_lora, load_adapter, merge_adapters
 
@@ -37,21 +38,6 @@ def load_model(source: Path) -> LanguageModel:
     return model.eval()
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Raises UserError if the folder has no config.json, or one of an architecture that no model family supports."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
-    raw = read_json_file(path)
-    with reporting_missing_fields(path):
-        model_type, families = raw["model_type"], MODELS.entries().values()
-        for family in families:
-            if model_type in family.hf_model_types:
-                return family.from_hf_config(raw, path)
-    supported = ", ".join(name for family in families for name in family.hf_model_types)
-    raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model")
-
-
 def load_weights(source: Path) -> dict[str, Tensor]:
     """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file."""
     if source.is_file():
@@ -62,7 +48,10 @@ def load_weights(source: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
-    return {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
+    state = {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
+    if (folder / "config.json").exists():  # not in a checkpoint of a run, which has the decoder's names
+        state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], read_model_config(folder))
+    return state
 
 
 def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
@@ -92,8 +81,3 @@ def _mismatch_table(mismatches: dict[str, list[str]]) -> str:
         lines += [f"    {name}" for name in names[:MAX_NAMES]]
         lines += ["    ..."] if len(names) > MAX_NAMES else []
     return "\n".join(lines)
-
-
-def model_dir(source: Path) -> Path:
-    """Return `source/model` if `source` is a finished run, else `source`."""
-    return source / "model" if (source / "model").is_dir() else source

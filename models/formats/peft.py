@@ -8,7 +8,8 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.config import LoraConfig, check_required_values
-from models.formats.files import read_json_file, read_tensors, reporting_missing_fields
+from models.formats.json_files import base_model_of, read_json_file, reporting_missing_fields
+from models.formats.tensor_files import read_tensors
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
@@ -24,10 +25,6 @@ REQUIRED_ADAPTER_VALUES = {
     "alpha_pattern": {},
     "modules_to_save": [],
 }
-
-
-def is_adapter_dir(folder: Path) -> bool:
-    return (folder / "adapter_config.json").exists()
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
@@ -57,14 +54,3 @@ def merge_adapter_into(weights: dict[str, Tensor], folder: Path) -> dict[str, Te
             )
         weight += delta
     return weights
-
-
-def base_model_of(folder: Path) -> Path:
-    """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
-    path = folder / "adapter_config.json"
-    with reporting_missing_fields(path):
-        name = read_json_file(path)["base_model_name_or_path"]
-    for base in (folder / name, Path(name)):
-        if base.is_dir():
-            return base
-    raise UserError("the adapter's base model does not exist", name, f"restore it, or correct base_model_name_or_path in {path}")

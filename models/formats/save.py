@@ -9,9 +9,11 @@ from pathlib import Path
 from torch import Tensor
 
 from models.config import LoraConfig, ModelConfig
-from models.formats.files import write_json_file, write_tensors
-from models.formats.load import HEAD_KEY, model_dir
-from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES, is_adapter_dir
+from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
+from models.formats.load import HEAD_KEY
+from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES
+from models.formats.tensor_files import write_tensors
+from models.formats.tensor_names import RENAMED_TYPES, to_folder_names
 from models.language_model import LanguageModel
 from models.lora import LoraLinear
 
@@ -22,23 +24,25 @@ def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_d
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before)."""
     folder.mkdir(parents=True, exist_ok=True)
     token_ids = _copy_tokenizer(tokenizer_dir, folder)
-    write_json_file(folder / "config.json", cfg.to_hf_config() | token_ids)
+    hf_config = cfg.to_hf_config()
+    write_json_file(folder / "config.json", hf_config | token_ids)
     write_json_file(folder / "generation_config.json", token_ids)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
-    write_tensors(folder / "model.safetensors", state)
+    write_tensors(folder / "model.safetensors", to_folder_names(state, hf_config["model_type"]))
 
 
 def save_adapter(folder: Path, model: LanguageModel, cfg: LoraConfig, base: str, tokenizer_dir: Path, name: str = "default") -> None:
     """Write adapter `name` as a PEFT folder. `base`: where the base model came from (init_from).
 
-    A base model that PEFT could not open (random weights, a .pth file, an adapter) is written to the folder too.
+    A base model that PEFT could not open under the decoder's names (random weights, a .pth file, an adapter, Mixtral, Phi-3) is written to
+    the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _copy_tokenizer(tokenizer_dir, folder)
     source = model_dir(Path(base))
-    if not (source / "config.json").exists() or is_adapter_dir(source):
+    if not _is_readable_by_peft(source):
         save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir)
     adapter = {
         "base_model_name_or_path": BASE_DIR if (folder / BASE_DIR).exists() else str(source.absolute()),
@@ -56,6 +60,11 @@ def save_adapter(folder: Path, model: LanguageModel, cfg: LoraConfig, base: str,
             for matrix, weight in linear.lora[name].named_parameters():
                 state[f"{PEFT_PREFIX}{path}.lora_{matrix}.weight"] = weight
     write_tensors(folder / "adapter_model.safetensors", state)
+
+
+def _is_readable_by_peft(source: Path) -> bool:
+    path = source / "config.json"
+    return path.exists() and not is_adapter_dir(source) and read_json_file(path)["model_type"] not in RENAMED_TYPES
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:

@@ -62,10 +62,10 @@ class Attention(nn.Module):
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.cfg, self.layer = cfg, layer
-        self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=False)
-        self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
-        self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=False)
-        self.o_proj = nn.Linear(cfg.num_attention_heads * cfg.head_dim, cfg.hidden_size, bias=False)
+        self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=cfg.attention_bias)
+        self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
+        self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
+        self.o_proj = nn.Linear(cfg.num_attention_heads * cfg.head_dim, cfg.hidden_size, bias=cfg.attention_out_bias)
         self.q_norm = RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(cfg.head_dim, eps=cfg.rms_norm_eps) if cfg.qk_norm else nn.Identity()
 
@@ -96,7 +96,7 @@ class DecoderLayer(nn.Module):
         self.dropout = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """Return the output and the load-balancing loss (S,), None for a dense model.
+        """Return the output and the use of the experts (2, S, E), None for a dense model.
 
         Only `body` is compiled, so that hooks of DDP and FSDP stay outside. Evaluation and batches of another kind of row count (the
         compiler specializes on one row) run uncompiled: they have shapes of their own and would cost a second compilation.
@@ -109,8 +109,8 @@ class DecoderLayer(nn.Module):
         dtype = compute_dtype(x)  # one cast per norm, not one per matrix product
         x = x + self.dropout(self.self_attn(self.input_layernorm(x).to(dtype), context))
         h = self.post_attention_layernorm(x).to(dtype)
-        y, aux_loss = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
-        return x + self.dropout(y), aux_loss
+        y, expert_use = self.mlp(h, context.documents) if isinstance(self.mlp, MoE) else (self.mlp(h), None)
+        return x + self.dropout(y), expert_use
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,9 +123,19 @@ def rope_frequencies(cfg: DecoderConfig) -> tuple[Tensor, float]:
     """Return the frequency of each channel pair, (H/2,) in radians per position, and the factor on cos and sin."""
     exponents = torch.arange(0, cfg.head_dim, 2).float() / cfg.head_dim
     frequencies = 1.0 / cfg.rope_theta**exponents
-    if cfg.rope_scaling is None:
+    scaling = cfg.rope_scaling
+    if scaling is None:
         return frequencies, 1.0
-    return _yarn_frequencies(frequencies, cfg, cfg.rope_scaling)
+    if scaling.type == "linear":
+        return frequencies / scaling.factor, 1.0
+    return _llama3_frequencies(frequencies, scaling) if scaling.type == "llama3" else _yarn_frequencies(frequencies, cfg, scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Llama 3.1: keep high frequencies, divide low ones by `factor`, interpolate between by the rotations over the trained length."""
+    rotations = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = ((rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies * keep + frequencies / scaling.factor * (1 - keep), 1.0
 
 
 def _yarn_frequencies(frequencies: Tensor, cfg: DecoderConfig, scaling: RopeScaling) -> tuple[Tensor, float]:

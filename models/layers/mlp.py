@@ -35,9 +35,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, width: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, width, bias=False)
-        self.down_proj = nn.Linear(width, cfg.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
+        self.up_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
+        self.down_proj = nn.Linear(width, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
@@ -67,7 +67,7 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(MLP(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
 
     def forward(self, x: Tensor, documents: DocumentIndex | None) -> tuple[Tensor, Tensor]:
-        """x: (B, T, D) -> the weighted sum of expert outputs (B, T, D) and the load-balancing loss of each document (S,)."""
+        """x: (B, T, D) -> the weighted sum of expert outputs (B, T, D) and the use of the experts (2, S, E)."""
         B, T, D = x.shape
         flat = x.reshape(-1, D)
         probs = self.gate(flat).softmax(-1, dtype=torch.float32)  # (B*T, E)
@@ -75,7 +75,7 @@ class MoE(nn.Module):
         if self.cfg.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
-        return y.view(B, T, D), self._load_balancing_loss(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
+        return y.view(B, T, D), self._expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
         """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
@@ -89,9 +89,18 @@ class MoE(nn.Module):
         outputs = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
         return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
-    def _load_balancing_loss(self, probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
-        """E * sum_e f_e P_e (Switch Transformer, https://arxiv.org/abs/2101.03961, equation 4) of each document, as in DeepSeek-V2
-        (https://arxiv.org/abs/2405.04434, section 2.2.3): sums over documents add up over micro-batches, ranks and packed rows."""
-        fractions = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(probs.dtype) / chosen.shape[-1]  # (B, T, E)
-        f, p = (values.mean(1) if documents is None else documents.mean(values) for values in (fractions, probs))  # (S, E)
-        return self.cfg.num_experts * (f * p).sum(-1)
+    def _expert_use(self, probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
+        """Return for each document how often each expert is chosen per token, and its mean probability: (2, S, E)."""
+        counts = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(probs.dtype)  # (B, T, E)
+        return torch.stack([values.mean(1) if documents is None else documents.mean(values) for values in (counts, probs)])
+
+
+def load_balancing_loss(expert_use: list[Tensor]) -> Tensor:
+    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `expert_use`: (2, S, E) of each layer.
+
+    It is the loss that router_aux_loss_coef weighs in transformers (load_balancing_loss_func; Switch Transformer,
+    https://arxiv.org/abs/2101.03961, equation 4), of each document instead of each batch: sums over documents add up over micro-batches,
+    ranks and packed rows.
+    """
+    f, p = torch.stack(expert_use).mean(0)  # (S, E) each
+    return f.shape[-1] * (f * p).sum(-1)

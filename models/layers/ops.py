@@ -35,8 +35,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def fused_projection(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
-    """Return `linear(x)` of each: one matrix product if all are plain linear layers; layers with adapters run one by one."""
+    """Return `linear(x)` of each: one matrix product if all are plain linear layers, with or without bias; layers with adapters run one by one."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return tuple(linear(x) for linear in linears)
     weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
-    return F.linear(x, weight).split([linear.out_features for linear in linears], dim=-1)
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.to(x.dtype) for linear in linears])
+    return F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1)

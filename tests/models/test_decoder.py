@@ -173,9 +173,9 @@ def test_router_gets_a_gradient_from_the_language_model_loss(changes: dict[str, 
         assert layer.mlp.gate.weight.grad.abs().max() > 1e-4
 
 
-def test_router_with_one_renormalized_expert_is_refused() -> None:
-    with pytest.raises(ValueError, match="the router gets no gradient"):
-        config(**EXPERTS | {"norm_topk_prob": True})
+def test_router_with_one_renormalized_expert_is_warned_about() -> None:
+    assert "only the load-balancing loss trains the router" in config(**EXPERTS | {"norm_topk_prob": True}).training_warnings()[0]
+    assert config(**EXPERTS).training_warnings() == config(**TOP_TWO).training_warnings() == []
 
 
 def test_balance_loss_of_a_row_does_not_depend_on_other_rows() -> None:
@@ -189,10 +189,10 @@ def test_balance_loss_of_a_row_does_not_depend_on_other_rows() -> None:
 def test_balance_loss_is_minimal_for_uniform_routing() -> None:
     model = random_model(**EXPERTS)
     for layer in model.model.layers:
-        torch.nn.init.zeros_(layer.mlp.gate.weight)  # uniform routing: E * sum_e f_e / E = 1 per layer
-    torch.testing.assert_close(model(tokens(2, 16)).aux_loss, torch.full((2,), 2 * 1e-2))
+        torch.nn.init.zeros_(layer.mlp.gate.weight)  # uniform routing: E * sum_e f_e / E = 1
+    torch.testing.assert_close(model(tokens(2, 16)).aux_loss, torch.full((2,), 1e-2))
     unbalanced = random_model(std=1.0, **EXPERTS)
-    assert (unbalanced(tokens(2, 16)).aux_loss > 2 * 1e-2).all()
+    assert (unbalanced(tokens(2, 16)).aux_loss > 1e-2).all()
 
 
 def test_moe_output_is_the_weighted_sum_of_chosen_experts() -> None:

@@ -13,7 +13,7 @@ from tiny_models import Gpt9
 
 from common.errors import UserError
 from models.config import MODELS, ModelConfig, register_model
-from models.formats.load import read_model_config
+from models.formats.json_files import read_model_config
 from models.language_model import create_model
 
 

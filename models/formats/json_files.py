@@ -1,0 +1,73 @@
+"""Read and write the JSON files of a model folder, and the settings of the model in config.json. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from models.config import MODELS, ModelConfig
+
+
+def read_json_file(path: Path) -> dict[str, Any]:
+    """Raises UserError if the file is not a JSON object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"not a JSON file: {error}", str(path), "write or download the folder again") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again")
+    return raw
+
+
+def write_json_file(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def reporting_missing_fields(path: Path) -> Iterator[None]:
+    """Turn the KeyError or TypeError of a missing or mistyped field into a UserError that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"a field is missing or has another type: {error}", str(path), "correct the file, or write or download the folder again") from error
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """Raises UserError if the folder has no config.json, or one with an architecture or a field that no model family computes."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
+    raw = read_json_file(path)
+    with reporting_missing_fields(path):
+        model_type, families = raw["model_type"], MODELS.entries().values()
+        for family in families:
+            if model_type in family.hf_model_types:
+                return family.from_hf_config(raw, path)
+    supported = ", ".join(name for family in families for name in family.hf_model_types)
+    raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model; docs/reference/models.md lists what loads")
+
+
+def is_adapter_dir(folder: Path) -> bool:
+    return (folder / "adapter_config.json").exists()
+
+
+def base_model_of(folder: Path) -> Path:
+    """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
+    path = folder / "adapter_config.json"
+    with reporting_missing_fields(path):
+        name = read_json_file(path)["base_model_name_or_path"]
+    for base in (folder / name, Path(name)):
+        if base.is_dir():
+            return base
+    raise UserError("the adapter's base model does not exist", name, f"restore it, or correct base_model_name_or_path in {path}")
+
+
+def model_dir(source: Path) -> Path:
+    """Return `source/model` if `source` is a finished run, else `source`."""
+    return source / "model" if (source / "model").is_dir() else source
