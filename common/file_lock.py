@@ -3,7 +3,7 @@
 The kernel frees such a lock when its process ends, however it ends, and forked children do not inherit it: data workers that
 outlive a killed trainer do not hold it. Two properties of POSIX need care: closing *any* descriptor of the file frees the lock
 of the process, and a process is granted a lock that it already holds. Hence a lock file has no content, nothing but this module
-opens it, it is never deleted, and a second acquire in the same process fails.
+opens it, only its holder deletes it, and a second acquire in the same process fails.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 
 _holders: dict[Path, int] = {}  # lock file -> pid: a forked child sees the entry, but does not hold the lock
@@ -32,14 +33,10 @@ class FileLock:
         path = _absolute(path)
         if _is_held_here(path):
             raise BlockingIOError(errno.EAGAIN, "locked by this process", str(path))
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, start)
-        except OSError as error:
+        fd = _lock(path, start, length, wait)
+        while not _is_file(path, fd):  # its holder has deleted it meanwhile
             os.close(fd)
-            if error.errno == errno.EACCES:  # POSIX allows EACCES or EAGAIN for a lock that is held
-                raise BlockingIOError(errno.EAGAIN, "locked by another process", str(path)) from error
-            raise
+            fd = _lock(path, start, length, wait)
         _holders[path] = os.getpid()
         return cls(path, fd)
 
@@ -47,7 +44,11 @@ class FileLock:
         """Keep the first `length` bytes locked only, so that other processes can lock the bytes behind them."""
         fcntl.lockf(self._fd, fcntl.LOCK_UN, 0, length)
 
-    def release(self) -> None:
+    def release(self, delete: bool = False) -> None:
+        """`delete`: remove the file, too. A process that waits for the lock creates it again."""
+        if delete:
+            with suppress(OSError):
+                os.unlink(self.path)
         _holders.pop(self.path, None)
         os.close(self._fd)
 
@@ -56,6 +57,26 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _lock(path: Path, start: int, length: int, wait: bool) -> int:
+    """Return a descriptor of the locked file."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, start)
+    except OSError as error:
+        os.close(fd)
+        if error.errno == errno.EACCES:  # POSIX allows EACCES or EAGAIN for a lock that is held
+            raise BlockingIOError(errno.EAGAIN, "locked by another process", str(path)) from error
+        raise
+    return fd
+
+
+def _is_file(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def is_file_locked(path: Path) -> bool:

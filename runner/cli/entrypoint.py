@@ -46,7 +46,10 @@ def train_command(task: Task, argv: list[str] | None = None) -> None:
 
 def _main(task: Task, argv: list[str]) -> None:
     with exiting_with_code(), torchrun.releasing_workers():
-        _dispatch(argv, partial(hydra_app.run_hydra, getattr(task, "__wrapped__", task)))
+        try:
+            _dispatch(argv, partial(hydra_app.run_hydra, getattr(task, "__wrapped__", task)))
+        finally:
+            RunMetadata.discard_opened()  # Hydra refused a setting of its own after it had created the run directory
 
 
 def _worker_main(argv: list[str]) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 
 from common.errors import UserError
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import make_dirs, read_json_object
+from common.filesystem import read_json_object
 from runner.run_dir import provenance
+from runner.run_dir.naming import create_dirs
 
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
@@ -22,7 +23,7 @@ MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
 def acquire_run(folder: Path) -> FileLock:
     """Lock `folder`, which is created if needed. Raises UserError, which names the owner, if it is locked."""
     try:
-        make_dirs(folder)
+        create_dirs(folder)
         return FileLock.acquire(folder / LOCK_FILE)
     except BlockingIOError as error:
         raise busy_error(folder) from error

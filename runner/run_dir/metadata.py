@@ -6,16 +6,17 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
-from common.filesystem import read_bounded, read_json_object, sync_path, write_json
+from common.filesystem import read_bounded, read_json_object, remove_quietly, sync_path, write_json
 from runner.checkpoint.atomic_dir import STEP_NAME, remove_temp
-from runner.run_dir import provenance
-from runner.run_dir.lock import MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
+from runner.run_dir import naming, provenance
+from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
 
 RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
 RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
@@ -33,6 +34,8 @@ DEFAULT_METADATA: dict[str, Any] = {
     "init_from": None,
     "fingerprints": {},
 }
+# What a launch may have written to its directory before it trains
+OWN_NAMES = {RUN_FILE, HYDRA_DIR, LOCK_FILE, OWNER_FILE, "logs", "tokenizer", "train.log", "metrics.jsonl", "samples.jsonl", "checkpoints"}
 
 
 class RunMetadata:
@@ -43,6 +46,8 @@ class RunMetadata:
     def __init__(self, folder: Path, lock: FileLock | None, fields: dict[str, Any], owns_folder: bool = True, is_writer: bool = True):
         self.folder, self.fields, self._lock = folder, fields, lock
         self._owns_folder, self.is_writer = owns_folder, is_writer
+        self._is_new_dir = False  # whether this launch has created the directory
+        self._names_before: list[str] | None = None  # names in the directory before this launch; None: it held a run
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -60,8 +65,10 @@ class RunMetadata:
         folder = folder.absolute()
         if resume and not (folder / RUN_FILE).is_file():
             raise UserError("this directory holds no run: there is no run.json", str(folder), "give a run directory, e.g. resume=last")
-        lock = acquire_run(folder)
+        is_new_run, lock = not (folder / RUN_FILE).exists(), acquire_run(folder)
+        is_new_dir = naming.claim(folder)
         try:
+            names = [name for name in os.listdir(folder) if name != LOCK_FILE]
             fields = _load_fields(folder / RUN_FILE)
             if not resume and (fields["status"] != "new" or _has_checkpoints(folder)):
                 raise UserError(
@@ -74,9 +81,12 @@ class RunMetadata:
                 if parent.is_dir():
                     remove_temp(parent)
             metadata = cls(folder, lock, fields)
+            metadata._is_new_dir, metadata._names_before = is_new_dir, names if is_new_run else None
             if not (folder / RUN_FILE).exists():
                 metadata._write({})
         except BaseException as error:
+            if is_new_dir:
+                naming.remove_dir(folder)
             lock.release()
             if isinstance(error, OSError):
                 raise unusable_error(folder, error) from error
@@ -150,11 +160,33 @@ class RunMetadata:
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
         self._write({"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields})
 
+    def discard_if_empty(self) -> None:
+        """Remove the directory of a new run that was refused before it trained. If it existed before, or holds other files, what this launch has written."""
+        if self._names_before is None or self.fields["status"] != "new" or self._lock is None:
+            return
+        names = os.listdir(self.folder)
+        metrics = self.folder / "metrics.jsonl"
+        if _has_checkpoints(self.folder) or (metrics.is_file() and metrics.stat().st_size):
+            return
+        if self._is_new_dir and OWN_NAMES.issuperset(names):
+            return naming.remove_dir(self.folder)
+        for name in OWN_NAMES.intersection(names).difference(self._names_before):
+            remove_quietly(self.folder / name)
+
+    @classmethod
+    def discard_opened(cls) -> None:
+        """Discard and close the new runs that this process has opened and not closed: Hydra failed before it called the task."""
+        for metadata in [*cls._opened.values()]:
+            if metadata._names_before is not None:
+                metadata.discard_if_empty()
+                metadata.close()
+
     def close(self) -> None:
         """Release the lock. The operating system releases it too when the process ends."""
         if self._lock is not None:
             if self._owns_folder:
-                (self.folder / OWNER_FILE).unlink(missing_ok=True)
+                with suppress(OSError):
+                    (self.folder / OWNER_FILE).unlink(missing_ok=True)
                 self._opened.pop(self.folder, None)
             self._lock.release()
             self._lock = None
@@ -162,7 +194,9 @@ class RunMetadata:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self.discard_if_empty()
         self.close()
 
     def _was_written_by_this_process(self) -> bool:

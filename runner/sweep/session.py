@@ -172,10 +172,15 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
             config.hydra.sweep.dir = str(folder)
     names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
     state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base_rows, **names)
-    for point in points if sweeper.is_grid else ():
-        state.add_job(point)
-    config_snapshot.save_snapshot(state.folder, shared)
-    for groups in composer.group_choices:
-        config_snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
-    state.write()
+    try:
+        for point in points if sweeper.is_grid else ():
+            state.add_job(point)
+        config_snapshot.save_snapshot(state.folder, shared)
+        for groups in composer.group_choices:
+            config_snapshot.extend_snapshot(state.folder, [*shared, *groups], paths.CONF_DIR)
+        state.write()
+    except BaseException:
+        state.discard()
+        state.close()
+        raise
     return state, composer

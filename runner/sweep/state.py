@@ -15,14 +15,14 @@ from typing import Any, Self
 
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
-from common.filesystem import make_dirs, read_bounded, write_json
+from common.filesystem import read_bounded, remove_quietly, write_json
 from runner.config.overrides import canonical_value
-from runner.run_dir import provenance
+from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
-from runner.run_dir.metadata import RUN_FILE, RUN_STATUSES, RunMetadata, final_loss, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, final_loss, has_diverged, has_started, timestamp
 from runner.run_dir.naming import job_dirname
+from runner.run_dir.resolve import SWEEP_FILE
 
-SWEEP_STATE_FILE = "sweep.json"
 INFINITE = "inf"  # JSON has no infinity
 
 
@@ -69,17 +69,19 @@ class SweepState:
     jobs: list[SweepJob] = field(default_factory=list)
     lock: FileLock | None = None  # None: read only
     is_stale: bool = False  # whether sweep.json was behind the run.json of a job
+    is_new_dir: bool = False  # whether this process has created the directory
+    has_begun: bool = True  # False until a sweep that `create` returned is running: a refusal removes its directory
 
     @classmethod
     def create(cls, folder: Path, **fields: Any) -> SweepState:
         """Lock the directory of a new sweep; sweep.json is not written yet. Raises UserError if it holds, or is inside, a sweep or run."""
         for parent in (folder, *folder.parents):
-            for name, kind in ((SWEEP_STATE_FILE, "sweep"), (RUN_FILE, "run")):
+            for name, kind in ((SWEEP_FILE, "sweep"), (RUN_FILE, "run")):
                 if (parent / name).is_file():
                     relation = "already holds" if parent == folder else "is inside"
                     fix = f"resume={parent} continues it; hydra.sweep.dir=DIR sets another directory for the new one"
                     raise UserError(f"the sweep directory {relation} a {kind}", str(folder), fix)
-        return cls(folder, lock=_acquire_lock(folder), **fields)
+        return cls(folder, lock=_acquire_lock(folder), is_new_dir=naming.claim(folder), has_begun=False, **fields)
 
     @classmethod
     def open(cls, folder: Path) -> SweepState:
@@ -129,12 +131,12 @@ class SweepState:
             self.refresh_job(job)
 
     def set_status(self, status: str) -> None:
-        self.status = status
+        self.status, self.has_begun = status, True
         self.write()
 
     def write(self) -> None:
         fields = {name: getattr(self, name) for name in STORED_FIELDS}
-        write_json(self.folder / SWEEP_STATE_FILE, {**fields, "jobs": [dataclasses.asdict(job) for job in self.jobs]})
+        write_json(self.folder / SWEEP_FILE, {**fields, "jobs": [dataclasses.asdict(job) for job in self.jobs]})
 
     def close(self) -> None:
         if self.lock is not None:
@@ -144,11 +146,20 @@ class SweepState:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None and not self.has_begun:
+            self.discard()
         self.close()
 
+    def discard(self) -> None:
+        """Remove the directory of a sweep that was refused before its first job; one that existed before keeps what else it holds."""
+        if self.is_new_dir:
+            return naming.remove_dir(self.folder)
+        for name in (SWEEP_FILE, HYDRA_DIR):
+            remove_quietly(self.folder / name)
 
-STORED_FIELDS = [spec.name for spec in dataclasses.fields(SweepState) if spec.name not in ("folder", "jobs", "lock", "is_stale")]
+
+STORED_FIELDS = [spec.name for spec in dataclasses.fields(SweepState) if spec.name not in ("folder", "jobs", "lock", "is_stale", "is_new_dir", "has_begun")]
 
 
 def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +188,7 @@ def _canonical(overrides: Mapping[str, str]) -> dict[str, object]:
 
 def _acquire_lock(folder: Path) -> FileLock:
     try:
-        make_dirs(folder)
+        naming.create_dirs(folder)
         lock = FileLock.acquire(folder / LOCK_FILE)
     except BlockingIOError as error:
         raise UserError(f"this sweep is being run by {describe_holder(folder)}", str(folder), "wait for it to end, or stop it") from error
@@ -195,7 +206,7 @@ def _release_lock(folder: Path, lock: FileLock) -> None:
 
 
 def _read_state(folder: Path) -> SweepState:
-    path = folder / SWEEP_STATE_FILE
+    path = folder / SWEEP_FILE
     try:
         fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
         if "overrides" not in fields:

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import subprocess
 import sys
@@ -65,3 +66,25 @@ def test_lock_that_shrinks_leaves_the_bytes_behind_it_to_others(tmp_path):
 
 def test_lock_question_creates_no_file(tmp_path):
     assert not is_file_locked(tmp_path / "lock") and not list(tmp_path.iterdir())
+
+
+def test_lock_on_a_file_that_its_holder_deleted_is_taken_again(tmp_path, monkeypatch):
+    """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude nobody."""
+    opened = []
+
+    def lockf(fd, *args):
+        opened.append(fd)
+        if len(opened) == 1:
+            (tmp_path / "lock").unlink()
+        fcntl_lockf(fd, *args)
+
+    fcntl_lockf = fcntl.lockf
+    monkeypatch.setattr("fcntl.lockf", lockf)
+    with FileLock.acquire(tmp_path / "lock"):
+        assert len(opened) == 2 and (tmp_path / "lock").is_file()
+
+
+def test_lock_is_released_with_its_file(tmp_path):
+    FileLock.acquire(tmp_path / "lock").release(delete=True)
+    assert not list(tmp_path.iterdir())
+    FileLock.acquire(tmp_path / "lock").release()
