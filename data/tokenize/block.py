@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 SpanPair = tuple[int, int]  # [start, stop) within a sequence
+MAXIMA = ("longest_conversation", "most_answers")  # counts of RowStats of which the stats of a whole have the largest
 
 
 @dataclass
 class RowStats:
-    """Counts of the rows of a source, by what happened to them. Stats of parts add up."""
+    """Counts of the rows of a source, by what happened to them. Stats of parts add up, except MAXIMA."""
 
     read: int = 0
     kept: int = 0
@@ -22,6 +23,8 @@ class RowStats:
     tokens: int = 0
     loss_tokens: int = 0  # tokens with loss
     lost_loss_tokens: int = 0  # tokens that would have loss if no row were truncated or dropped for its length
+    longest_conversation: int = 0  # tokens
+    most_answers: int = 0  # of the assistant in one conversation; 0: not counted, because not every answer has loss
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out because of a setting, by reason
     bad: Counter[str] = field(default_factory=Counter)  # rows that cannot be used, by reason
     first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
@@ -29,8 +32,11 @@ class RowStats:
     def __iadd__(self, other: RowStats) -> RowStats:
         for part in dataclasses.fields(self):
             mine, added = getattr(self, part.name), getattr(other, part.name)
-            setattr(self, part.name, {**added, **mine} if part.name == "first_seen" else mine + added)
+            setattr(self, part.name, {**added, **mine} if part.name == "first_seen" else max(mine, added) if part.name in MAXIMA else mine + added)
         return self
+
+    def add_conversation(self, tokens: int, answers: int) -> None:
+        self.longest_conversation, self.most_answers = max(self.longest_conversation, tokens), max(self.most_answers, answers)
 
     def count_dropped(self, kind: str, reason: str, where: str) -> None:
         """Count a row that is left out; `kind` is dropped or bad."""

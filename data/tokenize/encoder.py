@@ -101,7 +101,7 @@ class Encoder:
         if not all(spans):
             fix = "add an answer of the assistant, or delete the row"
             return self._handle_bad_row(BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats)
-        shared = _common_prefix(chats)
+        shared, answers = _common_prefix(chats), spans
         spans = [[span for span in each if span[1] > shared] for each in spans]
         if not any(spans):
             fix = "make them differ, or delete the row"
@@ -120,6 +120,9 @@ class Encoder:
             chats = [(ids[:stop], loss_mask) for (ids, loss_mask), stop in zip(chats, stops, strict=True)]
             stats.truncated += 1
         stats.kept += 1
+        for (ids, _), each in zip(chats, answers, strict=True):
+            count = sum(start < len(ids) for start, _ in each) if self.encoding.loss_on == "assistant" else 0  # else a span is no answer
+            stats.add_conversation(len(ids), count)
         builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
 
     def _truncation_point(self, ids: list[int], spans: list[SpanPair], max_ids: int) -> int:

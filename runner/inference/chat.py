@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from common.errors import UserError
 from common.settings import check_at_least, check_choice
 from runner.inference.load import LoadedModel, load_trained
+from runner.inference.trained_length import trained_length
 from runner.tracking.console import strip_control
 
 if TYPE_CHECKING:
@@ -102,12 +103,14 @@ class ChatSession:
         if cfg.system and not self.is_chat:
             raise UserError("mode=text has no system message: the model continues the prompt", f"system={cfg.system}", "omit system=, or set mode=chat")
         self._template = ChatTemplate(trained.tokenizer) if self.is_chat else None
+        self._trained_length = trained_length(trained.folder) if self.is_chat else None
         self._generator: torch.Generator = torch.Generator(trained.device).manual_seed(cfg.seed)
         self.clear()
 
     def clear(self) -> None:
         """Start a new conversation."""
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.cfg.system}] if self.cfg.system else []
+        self._is_note_printed = False
 
     def answer(self, text: str, write: Callable[[str], None]) -> str:
         """Return the answer to `text`; `write` gets each character as soon as it is complete."""
@@ -117,9 +120,11 @@ class ChatSession:
         self.messages.append({"role": "user", "content": text})
         streamer = TokenStreamer(tokenizer, write)
         try:
+            prompt = self._encode_prompt(text)
+            self._note_untrained_length(len(prompt))
             generate(
                 self.trained.model,
-                [self._encode_prompt(text)],
+                [prompt],
                 max_new_tokens=cfg.max_new_tokens,
                 temperature=cfg.temperature,
                 top_k=cfg.top_k,
@@ -153,6 +158,22 @@ class ChatSession:
                 "shorten the prompt, or lower max_new_tokens",
             )
         return ids
+
+
+    def _note_untrained_length(self, tokens: int) -> None:
+        """Print one line on standard error when the conversation becomes longer than every conversation that the model was trained on."""
+        length = self._trained_length
+        if length is None or self._is_note_printed:
+            return
+        answers = sum(message["role"] == "assistant" for message in self.messages) + 1
+        if length.answers and answers > length.answers:
+            found = f"answer {answers} of this conversation, those of the training have at most {length.answers}"
+        elif tokens > length.tokens:
+            found = f"this conversation has {tokens} tokens, those of the training have at most {length.tokens}"
+        else:
+            return
+        self._is_note_printed = True
+        print(f"note: {found}: answers may be wrong{'' if self.cfg.prompt else '; /new starts a new conversation'}", file=sys.stderr, flush=True)
 
 
 class TokenStreamer:

@@ -145,6 +145,15 @@ def test_long_conversation_with_loss_on_all_ends_with_a_turn(tokenizer, write, b
     assert tokenizer.decode(sequence.ids.tolist(), skip_special=False).endswith("and then?<|im_end|>")
 
 
+def test_stats_have_the_longest_conversation_after_truncation(write, build):
+    turns = [("user", "hi"), ("assistant", "ho")]
+    path = write([chat(*turns), chat(*turns * 5), *[chat(*turns * 2)] * 600])  # a chunk has 512 rows
+    whole, cut, last = (build("chat", path, **options) for options in ({"max_length": 200}, {"max_length": 36}, {"loss_on": "last_assistant"}))
+    assert (stats_of(whole).longest_conversation, stats_of(whole).most_answers) == (len(whole[1].sequences[0].ids), 5)
+    assert stats_of(cut).most_answers == 2 and stats_of(cut).longest_conversation == max(len(row.sequences[0].ids) for row in list_of(cut))
+    assert stats_of(last).most_answers == 0
+
+
 def test_stats_of_several_chunks_add_up(write, build):
     path = write([{"text": "one two three four five six"} if i % 3 else {"text": ""} for i in range(1500)])  # a chunk has 512 rows
     rows = build("text", path, max_length=4, on_bad_row="skip")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from common.errors import UserError
 from data.tokenize.tokenizer import Tokenizer
 from runner.inference.chat import ChatConfig, ChatSession, TokenStreamer, chat
 from runner.inference.load import load_trained, weights_dir
+from runner.inference.trained_length import trained_length
 
 TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
 
@@ -79,6 +81,39 @@ def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(hf_folder: Pat
     contents = [message["content"] for message in session.messages]
     assert contents[0] == "Be brief." and "number 11" in contents[-2] and not any("number 0" in content for content in contents)
     assert [message["role"] for message in session.messages[1:3]] == ["user", "assistant"]
+
+
+def write_stage(folder: Path, init_from: object, **data: int) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"status": "completed", "init_from": str(init_from), "data": [data]}))
+
+
+def test_chat_notes_once_per_conversation_that_it_is_longer_than_those_of_the_training(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(hf_folder, tmp_path, "preference")
+    write_stage(tmp_path / "pretrain", "scratch", longest_conversation=0, most_answers=0)
+    write_stage(tmp_path / "sft", tmp_path / "pretrain", longest_conversation=90, most_answers=2)
+    write_stage(run, tmp_path / "sft", longest_conversation=40, most_answers=1)  # DPO pairs of one turn do not make the model forget two
+    session = open_session(run, max_new_tokens=2)
+    notes = []
+    for text in ("a", "b", "c", "d"):
+        session.answer(text, lambda text: None)
+        notes.append(capsys.readouterr().err)
+    answers = "note: answer 3 of this conversation, those of the training have at most 2: answers may be wrong; /new starts a new conversation\n"
+    assert notes == ["", "", answers, ""]
+    session.clear()
+    session.answer("a b c d " * 24, lambda text: None)
+    assert "tokens, those of the training have at most 90" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", ["weights from outside", "deleted run", "older run", "circle"])
+def test_chat_notes_nothing_where_the_length_of_the_training_is_not_known(hf_folder: Path, tmp_path: Path, case: str) -> None:
+    run = write_run(hf_folder, tmp_path, "chat")
+    sources = {"weights from outside": hf_folder, "deleted run": tmp_path / "deleted", "older run": "scratch", "circle": run}
+    counts = {} if case == "older run" else {"longest_conversation": 9, "most_answers": 1}
+    write_stage(run, sources[case], **counts)
+    assert trained_length(run) is None
 
 
 def test_chat_refuses_a_prompt_longer_than_the_model(hf_folder: Path) -> None:
