@@ -17,7 +17,9 @@ from runner.engine.config import Config
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import reject_interpolations
+from runner.tracking.next_commands import next_commands
 
 # gloo and NCCL raise a plain RuntimeError when a peer dies; only its text tells
 PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
@@ -115,6 +117,17 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     )
     counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens}
     metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
+    if outcome == Outcome.COMPLETED and not is_sweep_dir(state.run_dir.parent):
+        with suppress(OSError):  # e.g. the current directory was deleted; the run is complete
+            state.logger.info(_next_commands(state))
+
+
+def _next_commands(state: TrainState) -> str:
+    train, stage, paths = state.cfg.train, state.cfg.stage, state.cfg.data.paths
+    longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
+    return next_commands(
+        state.run_dir, stage.name, stage.data_format, Path(paths[0]) if len(paths) == 1 else None, longer=None if state.stopped_early else longer
+    )
 
 
 def _verify_resume(config: Config, metadata: RunMetadata) -> float:

@@ -57,6 +57,15 @@ def test_completed_run_records_step_stage_and_fingerprints(launch: Launch, confi
     assert fields["fingerprints"].keys() == {"model", "tokenizer", "data"}
 
 
+def test_completed_run_ends_with_the_next_commands_and_a_job_of_a_sweep_does_not(launch: Launch, config: Config, workspace: Path) -> None:
+    last = (launch(config) / "train.log").read_text().splitlines()[-5:]
+    assert last[0].startswith("model  ") and last[0].endswith("run/model") and last[1].startswith("next   ") and "train.max_steps=4" in last[-1]
+    (workspace / "sweep").mkdir()
+    (workspace / "sweep" / "sweep.json").write_text("{}")
+    job = launch(config, "sweep/job")
+    assert (job / "train.log").read_text().splitlines()[-1].startswith("completed after")
+
+
 def test_refused_launch_leaves_every_byte_of_the_run(launch: Launch, config: Config) -> None:
     folder = launch(config)
     before = contents(folder)
