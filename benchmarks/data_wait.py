@@ -50,12 +50,12 @@ def training_cells(overrides: list[str], steps: int) -> str:
 
 def data_seconds(overrides: list[str]) -> float:
     """Return the processor time for the data of a step (s)."""
-    from data.tokenize.tokenizer import Tokenizer
+    from data.tokenize.origin import open_tokenizer
     from runner.config.compose import compose_config
     from runner.engine.data_pipeline import build_data_pipeline, build_loader
 
     cfg = compose_config([*overrides, "data.num_workers=0"])
-    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
+    tokenizer = open_tokenizer(cfg.data, "scratch")
     loader = build_loader(build_data_pipeline(cfg, tokenizer).train, cfg, tokenizer, cfg.train.batch_size * cfg.train.accumulation_steps)
     with closing(loader.iter_steps(0, 1 + DATA_STEPS)) as steps:
         next(steps)

@@ -26,13 +26,13 @@ NEAR_STEP, FAR_STEP = 10, 1_000_000
 
 def first_batch(folder: Path, step: int) -> dict[str, float]:
     """Return the seconds from the config to the batch of `step`, and the memory of this process then."""
-    from data.tokenize.tokenizer import Tokenizer
+    from data.tokenize.origin import open_tokenizer
     from runner.engine.data_pipeline import build_data_pipeline, build_loader
 
     for module in ("loader", "mixture", "packing"):  # torch and others: every start imports them
         importlib.import_module(f"data.batching.{module}")
     cfg = store_config(folder)
-    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
+    tokenizer = open_tokenizer(cfg.data, "scratch")
     started = time.perf_counter()
     pipeline = build_data_pipeline(cfg, tokenizer)
     opened = time.perf_counter()

@@ -7,13 +7,16 @@ from typing import Any, Optional
 
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice, check_fraction
-from data.schemas.registry import SCHEMAS
+from data.schemas.registry import SCHEMAS, check_columns
+from data.sources.files import ReadOptions
 
 CHOICES = {
     "too_long": ("auto", "truncate", "drop", "split"),
     "on_bad_row": ("error", "skip"),
     "loss_on": ("assistant", "last_assistant", "all"),
+    "val_duplicates": ("auto", "drop", "keep"),
     "packing": ("none", "best_fit"),
+    "text_unit": ("file", "line"),
 }
 
 
@@ -22,10 +25,14 @@ class DataConfig:
     name: str = field(metadata=IGNORED)  # name of the group file in conf/data/
     path: Any = field(metadata=IGNORED)  # training data: a file, a glob, a folder, hub:owner/name[@config][:split], or a list of these
     weights: Optional[list[float]]  # relative share of each entry of data.path in an epoch, e.g. [3,1]; null: each row once
+    columns: Any = field(metadata=IGNORED)  # columns of your files, e.g. {prompt: question}: the field prompt is the column question; {label: null}: not read
+    encoding: Optional[str] = field(metadata=IGNORED)  # of text files that are not UTF-8, e.g. gb18030, cp1252; null: detected
+    text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     val_path: Optional[str] = field(metadata=IGNORED)  # validation data, same forms as data.path; auto: X_val.jsonl beside X.jsonl if it exists; null: none
     val_fraction: float  # fraction of the rows to hold out for validation where data.val_path gives none, in [0, 1); 0: no evaluation
-    tokenizer: str = field(metadata=IGNORED)  # folder with tokenizer.json and tokenizer_config.json
+    val_duplicates: str  # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with data.val_path
+    tokenizer: str = field(metadata=IGNORED)  # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
     max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
     too_long: str  # longer examples: truncate, drop, split (texts only), or auto: split texts, truncate conversations
     on_bad_row: str = field(metadata=IGNORED)  # a row that cannot be used: error (stop at the first) or skip (count and continue)
@@ -40,6 +47,10 @@ class DataConfig:
     num_workers: int = field(metadata=IGNORED)  # processes that prepare batches in advance; 0: the training process does it
 
     @property
+    def read_options(self) -> ReadOptions:
+        return ReadOptions.of(self)
+
+    @property
     def paths(self) -> list[str]:
         return list(self.path) if isinstance(self.path, (list, tuple)) else [self.path]
 
@@ -47,6 +58,8 @@ class DataConfig:
         if not self.paths or not all(isinstance(path, str) and path for path in self.paths):
             raise UserError("data.path must name a file, a folder, or a list of these", f"data.path={self.path}", "e.g. data.path=[a.jsonl,b.parquet]")
         self._check_weights()
+        check_columns(self.columns or {})
+        ReadOptions.of(self)
         if self.schema is not None:
             check_choice("data.schema", self.schema, SCHEMAS)
         for key, choices in CHOICES.items():

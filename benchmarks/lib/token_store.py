@@ -28,13 +28,13 @@ def write_random_store(folder: Path, size: int) -> int:
 
     from data.store.writer import write_store
     from data.tokenize.block import EncodedBlock, RowStats
-    from data.tokenize.tokenizer import Tokenizer
+    from data.tokenize.origin import open_tokenizer
     from runner.engine.data_pipeline import build_data_pipeline
 
     folder.mkdir()
     (folder / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     cfg = store_config(folder)
-    build_data_pipeline(cfg, Tokenizer.load(Path(cfg.data.tokenizer)))
+    build_data_pipeline(cfg, open_tokenizer(cfg.data, "scratch"))
     [store] = {path.parent for path in (folder / "cache").rglob("rows.bin")}
     metadata = json.loads((store / "MANIFEST.json").read_text())["metadata"]
     generator, rows = np.random.default_rng(0), 0

@@ -13,7 +13,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, appears_in, compile_template, mask_control_tokens, unmask_control_tokens
 from data.tokenize.tokenizer import Tokenizer
+from data.tokenize.training_version import TurnEnd, apply_edits, close_turns, ends_with_token, possible_end_tokens, training_version
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
@@ -52,13 +55,21 @@ class ChatTemplate:
             raise UserError("the tokenizer has no chat template", self._where, f"add one, e.g. a copy of data/tokenize/{CHATML.name}")
         self.tokenizer = tokenizer
         self._source = _default_template(tokenizer.chat_template)
+        self.training_version = training_version(self._source)
+        if self.training_version:
+            self._source = apply_edits(self._source, self.training_version)
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
         self._boundaries = _any_of([BEGIN, END, *tokenizer.control_ids])
         self._control, self._special = _any_of(_maskable(tokenizer.control_ids)), _any_of(_maskable(tokenizer.special_tokens))
+        self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
             self._template = compile_template(self._source)
         except TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}", self._where, "correct the template of the tokenizer") from error
+
+    def names(self, field: str) -> bool:
+        """Return whether the template mentions a field of messages; one that it does not mention has no effect."""
+        return re.search(rf"\b{re.escape(field)}\b", self._source) is not None
 
     def segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str = "assistant") -> list[TemplateSegment]:
         """Render a conversation and split it into segments.
@@ -76,11 +87,11 @@ class ChatTemplate:
         weighted = [turn for turn in turns if turn not in unweighted]
         if loss_on == "all":
             self._check_reasoning(whole, masked, weighted, where)
-            return [replace(segment, has_loss=not segment.has_loss) for segment in self._split_turns(whole, messages, unweighted, render, where)]
+            return [replace(segment, has_loss=not segment.has_loss) for segment in self._split_turns(whole, messages, tools, unweighted, render, where)]
         if unweighted and not weighted:
             raise BadRowError("no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row")
         weighted = weighted[-1:] if loss_on == "last_assistant" else weighted
-        segments = self._split_turns(whole, messages, weighted, render, where)
+        segments = self._split_turns(whole, messages, tools, weighted, render, where)
         self._check_reasoning(whole, masked, weighted, where)
         if turns and not any(segment.has_loss for segment in segments):
             message = "the chat template marks no text of this conversation as the assistant's"
@@ -115,7 +126,69 @@ class ChatTemplate:
         render, masked = self._renderer(messages, tools, where)
         whole = render(len(messages), prompt=True)
         self._check_contents(whole, masked, where)
+        if not self.turn_end.is_trained and not self._has_marks and messages[-1]["role"] != "assistant":
+            with suppress(BadRowError):  # earlier answers end as they do in training
+                whole = self._close_turns(self._insert_marks(whole, messages, _assistant_turns(messages), render, where), messages, tools)
         return self.encode_segments([self._split(whole)])[0][0]
+
+    @cached_property
+    def turn_end(self) -> TurnEnd:
+        """How an assistant turn ends, with and without a message behind it."""
+        eos_token = self.tokenizer.named_tokens["eos_token"]
+        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+        try:
+            inside, after = self._answer_and_rest([question, answer])
+        except BadRowError:  # the template refuses such a conversation, or does not show where the answer is
+            return TurnEnd(eos_token)
+        try:
+            inside_followed, after_followed = self._answer_and_rest([question, answer, question])
+        except BadRowError:
+            inside_followed, after_followed = inside, ""
+        first = next((segment.text for segment in self._split(inside.partition("answer")[2]) if segment.text in self._end_tokens), None)
+        if first and ends_with_token(inside, self._end_tokens):
+            return TurnEnd(first, is_trained=ends_with_token(inside_followed, self._end_tokens))
+        if unmarked := self._leading_end_token(after):
+            note = f"the marks of the chat template leave out {unmarked}, which ends an answer: it has loss, too"
+            return TurnEnd(unmarked, False, "none", note)
+        problem = f"the chat template writes no end token after an answer ({self._where})"
+        if following := self._leading_end_token(after_followed):
+            note = f"{problem}: {following}, with which the next message begins, ends it, has loss, and is added after the last answer"
+            return TurnEnd(following, False, "last", note)
+        return TurnEnd(eos_token, False, "every", f"{problem}: {eos_token} is added and has loss")
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end an answer."""
+        return sorted({self.tokenizer.eos_id, self.tokenizer.control_ids.get(self.turn_end.token, self.tokenizer.eos_id)})
+
+    @property
+    def notes(self) -> list[str]:
+        """What training does otherwise than the template of the tokenizer, one line each."""
+        version = self.training_version
+        rewrites = [f"the chat template is that of {version.name}, which rewrites earlier answers: rows keep them as they were generated"] if version else []
+        return rewrites + ([self.turn_end.note] if self.turn_end.note else [])
+
+    def _answer_and_rest(self, messages: list[dict]) -> tuple[str, str]:
+        """Return the text of the only answer of a conversation, and the text after it."""
+        render, _ = self._renderer(messages, None, "messages")
+        marked, _ = self._mark_turns(render(len(messages)), messages, [1], render, "messages")
+        start, end = marked.rfind(BEGIN), marked.rfind(END)
+        return marked[start + 1 : end], marked[end + 1 :]
+
+    def _close_turns(self, marked: str, messages: list[dict], tools: list[dict] | None) -> str:
+        """Return marked text with an end token in every turn, for a template that leaves it out."""
+        last, eos_token = self.turn_end.token, self.tokenizer.named_tokens["eos_token"]
+        if messages[-1].get("tool_calls"):  # another token may end a turn with calls
+            render, _ = self._renderer([*messages, {"role": "tool", "content": "result"}], tools, "messages")
+            text = marked.replace(BEGIN, "").replace(END, "")
+            with suppress(BadRowError):
+                followed = render(len(messages) + 1)
+                if followed.startswith(text) and (token := self._leading_end_token(followed[len(text) :])):
+                    last = token
+        return close_turns(marked, self._end_tokens, last, None if self._has_marks else eos_token)
+
+    def _leading_end_token(self, text: str) -> str | None:
+        return next((token for token in self._end_tokens if text.lstrip().startswith(token)), None)
 
     def turn_ends(self, messages: list[dict], tools: list[dict] | None, where: str) -> list[tuple[int, str]]:
         """Return (number of characters, role): where each message ends in the rendered conversation, for display.
@@ -123,14 +196,16 @@ class ChatTemplate:
         Messages whose texts cannot be separated are one entry with an empty role.
         """
         render, _ = self._renderer(messages, tools, where)
-        whole, ends, is_merged = render(len(messages)), [], False
+        whole, ends, is_merged, added = render(len(messages)), [], False, 0
         for count, message in enumerate(messages, 1):
+            if message["role"] == "assistant" and (self.turn_end.added_after == "every" or (self.turn_end.added_after == "last" and count == len(messages))):
+                added += len(self.turn_end.token)
             try:
                 end = self._prefix_length(whole, render(count))
             except BadRowError:  # the template rejects a conversation that ends here
                 end = None
             if end is not None:
-                ends.append((len(unmask_control_tokens(whole[:end])), "" if is_merged else message["role"]))
+                ends.append((len(unmask_control_tokens(whole[:end])) + added, "" if is_merged else message["role"]))
             is_merged = end is None
         return ends
 
@@ -174,20 +249,32 @@ class ChatTemplate:
         fix = f"{alternative}use a tokenizer whose template reads {part} (data/tokenize/{CHATML.name} does), or remove it"
         return BadRowError(f"{part} dropped by the chat template", f"the chat template drops {part}", where, fix)
 
-    def _split_turns(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> list[TemplateSegment]:
+    def _split_turns(self, whole: str, messages: list[dict], tools: list[dict] | None, turns: list[int], render: Render, where: str) -> list[TemplateSegment]:
         """Split `whole` into segments; those of `turns` have loss."""
+        marked, marks = self._mark_turns(whole, messages, turns, render, where)
+        if self.turn_end.is_trained:
+            return self._split(marked, marks)
+        all_turns = _assistant_turns(messages)
+        if not self._has_marks and turns != all_turns:  # end tokens are added to other turns, too: the choice of turns changes no token
+            with suppress(BadRowError):
+                marked, marks = self._insert_marks(whole, messages, all_turns, render, where), {all_turns.index(turn) for turn in turns}
+        return self._split(self._close_turns(marked, messages, tools), marks)
+
+    def _mark_turns(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> tuple[str, Container[int]]:
+        """Return the text with marks, and the numbers of the marked spans that belong to `turns`."""
+        all_spans = range(sys.maxsize)
         if not self._has_marks:
-            return self._split(self._insert_marks(whole, messages, turns, render, where))
+            return self._insert_marks(whole, messages, turns, render, where), all_spans
         all_turns = _assistant_turns(messages)
         if turns == all_turns:
-            return self._split(whole)
+            return whole, all_spans
         # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
         marks: set[int] = set()
         for turn in turns:
             following = next((later for later in all_turns if later > turn), None)
             stop = whole if following is None else render(following, prompt=True)
             marks.update(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)))
-        return self._split(whole, marks)
+        return whole, marks
 
     def _insert_marks(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
         """Return `whole` with marks around each of `turns`, which are found by comparing prefixes."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer as Engine
@@ -14,6 +14,9 @@ from tokenizers import Tokenizer as Engine
 from common.errors import UserError
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
+TEMPLATE_FILE, SPECIAL_TOKENS_MAP = "chat_template.jinja", "special_tokens_map.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+GPT2_TOKEN = "<|endoftext|>"  # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
@@ -24,10 +27,10 @@ class Tokenizer:
 
     folder: Path
     vocab_size: int
-    named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token: variables of chat templates
-    bos_id: int
+    named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token, as far as there are: variables of chat templates
+    bos_id: int | None  # None: texts begin without one
     eos_id: int
-    pad_id: int
+    pad_id: int  # eos_id if there is no pad_token; padding is known by its position, never by its id
     control_ids: dict[str, int]  # id of each added token
     special_tokens: frozenset[str]  # added tokens that `decode` skips
     chat_template: str | None
@@ -39,13 +42,36 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Raises UserError if a file is missing or cannot be used."""
         folder = Path(folder)
-        template = folder / "chat_template.jinja"
+        required = (_read_text(folder / "tokenizer.json"), _read_text(folder / "tokenizer_config.json"))
         return _build_tokenizer(
-            folder,
-            _read_text(folder / "tokenizer.json"),
-            _read_text(folder / "tokenizer_config.json"),
-            _read_text(template) if template.exists() else None,
+            folder, *required, *(_read_text(file) if file.exists() else None for file in (folder / TEMPLATE_FILE, folder / SPECIAL_TOKENS_MAP))
         )
+
+    @property
+    def bos_ids(self) -> list[int]:
+        """The ids that a text begins with: bos_id, or none."""
+        return [] if self.bos_id is None else [self.bos_id]
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a user of transformers may not expect, one line each."""
+        notes = [] if self.bos_id is not None else ["the tokenizer has no bos_token: texts begin without one"]
+        if "pad_token" not in self.named_tokens:
+            notes.append(f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention")
+        return notes
+
+    @cached_property
+    def tokens_fingerprint(self) -> str:
+        """sha256 of what decides the ids of a text: vocabulary, merges, normalizer, pre_tokenizer and added tokens. File formats do not change it."""
+        stored = json.loads(self._full.to_str())
+        model = {key: value for key, value in stored["model"].items() if key != "vocab" and value not in (None, False, "")}
+        added = sorted(token["content"] for token in stored["added_tokens"])
+        parts = [model, self.token_ids(), added, stored["normalizer"], stored["pre_tokenizer"]]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def token_ids(self) -> dict[str, int]:
+        """Return the id of every token, added tokens included."""
+        return self._full.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
@@ -59,14 +85,16 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=2)  # the checks, the data pipeline and the training of a run load the same one
-def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, template_file: str | None) -> Tokenizer:
+def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, template_file: str | None, special_tokens_map: str | None) -> Tokenizer:
     """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template, as in transformers."""
     stored, config = _parse_json(tokenizer_json, folder / "tokenizer.json"), _parse_json(config_json, folder / "tokenizer_config.json")
     # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     full, plain = _build_engine(stored, folder), _build_engine(_without_control_tokens(stored, folder), folder)
-    named = {key: _token_text(config[key]) for key in ("bos_token", "eos_token", "pad_token", "unk_token") if config.get(key)}
-    bos_id, eos_id, pad_id = (_token_id(full, named, key, folder) for key in ("bos_token", "eos_token", "pad_token"))
+    named = _named_tokens(config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full)
+    eos_id = _token_id(full, named, "eos_token", folder)
+    bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
+    pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
     template = config.get("chat_template") if template_file is None else template_file
     return Tokenizer(
         folder=folder,
@@ -82,6 +110,14 @@ def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, templa
         _full=full,
         _plain=plain,
     )
+
+
+def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dict[str, str]:
+    """Return bos_token, eos_token, ... as far as the files name them. `null` in tokenizer_config.json means that there is none."""
+    named = {key: _token_text(token) for key in NAMED_TOKENS if (token := config[key] if key in config else special_tokens_map.get(key))}
+    if not named and not any(key in config for key in NAMED_TOKENS) and engine.token_to_id(GPT2_TOKEN) is not None:
+        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_TOKEN)
+    return named
 
 
 def _without_control_tokens(stored: dict, folder: Path) -> dict:
@@ -107,7 +143,8 @@ def _build_engine(stored: dict, folder: Path) -> Engine:
 def _token_id(engine: Engine, named: dict[str, str], key: str, folder: Path) -> int:
     token_id = engine.token_to_id(named.get(key, ""))
     if token_id is None:
-        raise UserError(f"the tokenizer has no {key}", f"{folder}/tokenizer_config.json", f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}")
+        problem = f"{key} {named[key]} is none of its tokens" if key in named else f"the tokenizer has no {key}"
+        raise UserError(problem, f"{folder}/tokenizer_config.json", f"set {key} there to one of its tokens, or {TRAIN_TOKENIZER_HINT}")
     return token_id
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
-from runner.run_dir.initial_weights import check_init_from, check_tokenizer
+from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import complete_hydra_dir
 
@@ -64,9 +65,12 @@ class RunDirCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         typed = list(config.hydra.overrides.task)
         with exiting_with_code(), translating_hydra_errors(typed):  # Hydra turns any other exception of a callback into a warning
+            if source := adopt_model(config, [*config.hydra.overrides.hydra, *typed]):
+                print(f"model: the settings are those of the weights, {source}", file=sys.stderr)
             job_config = to_config(without_hydra(config))
             preflight.check_inputs(job_config)
             check_init_from(job_config)
+            check_model(job_config)
             check_tokenizer(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):

@@ -23,10 +23,14 @@ from common.plugins import import_plugins
 from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
-from runner.config.compose import compose_command, compose_config
+from runner.config.compose import compose_command, compose_tree, to_config, without_hydra
 from runner.config.flags import flag_value, has_flag, parse_argv
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.literals import COLUMNS_KEY, hydra_quote, quote_columns
 from runner.config.schema import config_groups, config_schema
+from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
+from runner.run_dir.initial_weights import adopt_model, resolve_start
 from runner.tracking.progress import ignore_broken_pipe
 
 T = TypeVar("T")
@@ -56,7 +60,15 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
             return action(to_schema(compose_command(name, own), schema))
         if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
             raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
-        action(to_schema(compose_command(name, own), schema), compose_config(others))
+        action(to_schema(compose_command(name, own), schema), resolve_start(_compose_start(others)))
+
+
+def _compose_start(typed: list[str]) -> Config:
+    """Return the config that `python runner/train.py <typed>` trains, with the model of its initial weights."""
+    tree = without_hydra(compose_tree(typed))
+    with translating_hydra_errors(typed):
+        adopt_model(tree, typed)
+        return to_config(tree)
 
 
 def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> tuple[list[str], list[str]]:
@@ -96,11 +108,13 @@ def quote_free_text(typed: list[str], kinds: dict[str, str]) -> list[str]:
 
 def _quote(override: str, kind: str) -> str:
     key, equals, value = override.partition("=")
+    if key == COLUMNS_KEY and value != "null":
+        return quote_columns(override)
     if not equals or value == "null" or kind not in ("str", "list"):
         return override
     if kind == "str":
-        return f"{key}={overrides.hydra_quote(value)}"
-    return override if value.startswith("[") and value.endswith("]") else f"{key}=[{overrides.hydra_quote(value)}]"
+        return f"{key}={hydra_quote(value)}"
+    return override if value.startswith("[") and value.endswith("]") else f"{key}=[{hydra_quote(value)}]"
 
 
 def _check_override(override: str, kinds: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from common.errors import UserError
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
+from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
 from models.formats.load import load_into, load_weights
@@ -44,7 +45,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     cfg.model.check_device(dist.device, precision.dtype)
     tokenizer = load_tokenizer(cfg)
     pipeline = build_data_pipeline(cfg, tokenizer)
-    update_metadata(data=pipeline.files)
+    update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     saved = read_newest_state(run_dir)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
@@ -69,6 +70,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
         compatibility["environment.compiled"] = compile_decision.mode
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
+    for warning in cfg.model.training_warnings():
+        logger.warning(warning)
     retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
     return TrainState(
         cfg=cfg,
@@ -93,8 +96,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
 
 
 def load_tokenizer(cfg: Config) -> Tokenizer:
-    """Raises UserError if the model has no embedding for some tokens."""
-    tokenizer = Tokenizer.load(Path(cfg.data.tokenizer))
+    """Raises UserError if there is none, or if the model has no embedding for some of its tokens."""
+    tokenizer = open_tokenizer(cfg.data, cfg.init_from)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise UserError(
             f"tokenizer vocabulary ({tokenizer.vocab_size}) is larger than model.vocab_size ({cfg.model.vocab_size})",

@@ -1,46 +1,79 @@
-"""Export of a finished run: the folder `model/`."""
+"""Export of a finished run: the folder `model/`, with the best or the last weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.filesystem import sync_path, sync_tree
 from models.formats import save
 from models.language_model import LanguageModel
-from runner.checkpoint.format import read_checkpoint_tensors
+from runner.checkpoint.best import find_best_weights
+from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.build import build_model
 from runner.engine.device import rng
+from runner.engine.evaluation import is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.state import TrainState, load_strict, trainable_parameters
 
 
-def export_model(state: TrainState) -> None:
+@dataclass(frozen=True)
+class ExportedWeights:
+    """The weights of `model/`, as run.json records them. Readers (evaluate.py, leaderboards, samplers) name them by it."""
+
+    weights: str  # best or last
+    step: int
+    loss: float | None  # of the evaluation of exactly these weights; None: there was none
+    source: Path | None  # folder with their tensors; None: the model in memory
+
+
+def choose_weights(state: TrainState) -> ExportedWeights:
+    """Return the weights that export.weights means. Every rank returns the same step and loss."""
+    progress = state.progress
+    is_evaluated = is_evaluation_due(state) or state.stopped_early
+    checkpoint = newest_checkpoint(state.run_dir) if state.dist.sharded and state.dist.is_rank_zero else None
+    last = ExportedWeights("last", progress.step, progress.eval_loss if is_evaluated else None, checkpoint)
+    if state.cfg.export.weights == "last" or state.pipeline.evaluates_training_rows or progress.best_step is None:
+        return last
+    if progress.best_step == progress.step:
+        return dataclasses.replace(last, weights="best", loss=progress.best_loss)
+    source = find_best_weights(state.checkpoints.dir, progress.best_step) if state.dist.is_rank_zero else None
+    if state.dist.broadcast_flag(source is None):
+        state.logger.warning(f"the weights of the best evaluation, step {progress.best_step}, are not on disk: the last weights are exported")
+        return last
+    return ExportedWeights("best", progress.best_step, progress.best_loss, source)
+
+
+def export_model(state: TrainState, exported: ExportedWeights) -> None:
     """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous one only once it is on disk.
 
     The run's last checkpoint must have been saved: sharded weights are read from it.
     """
-    model = _load_unsharded_model(state) if state.dist.sharded else state.model
+    model = state.model if exported.source is None else _load_unsharded_model(state, exported.source)
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
     if state.cfg.stage.lora is not None:
-        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, Path(state.cfg.data.tokenizer))
+        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, state.tokenizer.folder)
     else:
-        save.save_model(new, model, state.cfg.model, Path(state.cfg.data.tokenizer))
+        save.save_model(new, model, state.cfg.model, state.tokenizer.folder)
     sync_tree(new)
     if target.exists():
         target.rename(old)
     new.rename(target)
     sync_path(state.run_dir)
     shutil.rmtree(old, ignore_errors=True)
+    state.update_metadata(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
+    loss = "" if exported.loss is None else f", evaluation loss {exported.loss:.4f}"
+    state.logger.info(f"model/ has the {exported.weights} weights: step {exported.step}{loss}")
 
 
-def _load_unsharded_model(state: TrainState) -> LanguageModel:
+def _load_unsharded_model(state: TrainState, source: Path) -> LanguageModel:
     rng.seed_all(state.cfg.seed)
     model = build_model(state.cfg, load_initial_weights=False)
     prepare_stage(state.cfg.stage, model)
-    checkpoint = newest_checkpoint(state.run_dir)
-    load_strict(trainable_parameters(model), read_checkpoint_tensors(checkpoint)["model"], checkpoint)
+    load_strict(trainable_parameters(model), read_model_tensors(source), source)
     return model

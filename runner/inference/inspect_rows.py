@@ -46,16 +46,16 @@ class RowsConfig:
 
 def inspect_rows(cfg: RowsConfig, run: Config) -> None:
     """Raises UserError as training would."""
-    from data.tokenize.tokenizer import Tokenizer
+    from data.tokenize.origin import open_tokenizer
 
     if cfg.packed is not None:
         data = dataclasses.replace(run.data, packing="best_fit" if cfg.packed else "none", group_by_length=run.data.group_by_length and not cfg.packed)
         run = dataclasses.replace(run, data=data)
-    tokenizer = Tokenizer.load(Path(run.data.tokenizer))
+    tokenizer = open_tokenizer(run.data, run.init_from)
     pipeline = build_data_pipeline(run, tokenizer)
     chosen = _find_row(cfg.row, pipeline) if cfg.row is not None else []
     view = open_token_view(cfg.plain)
-    view.print(data_table(pipeline.files))
+    view.print("\n".join([data_table(pipeline.files), *pipeline.notes, *(f"warning: {warning}" for warning in pipeline.warnings)]))
     view.print(f"rows per epoch: {len(pipeline.train.rows):,}; held out: {pipeline.held_out:,}")
     for line in ["", *length_histogram(pipeline.train.rows), "", *_fill_ratios(pipeline.train, run, tokenizer), ""]:
         view.print(line)

@@ -9,7 +9,7 @@ from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.train_process import train_or_verify
-from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
+from runner.run_dir.initial_weights import check_model, compatibility_fingerprints, resolve_init_from, with_tokenizer
 from runner.run_dir.metadata import RunMetadata
 
 
@@ -20,12 +20,14 @@ def run(config: Config, metadata: RunMetadata) -> float:
     """
     before = dict(metadata.fields)
     try:
-        fingerprints = compatibility_fingerprints(config)
         if before["init_from"] is None:
-            config = dataclasses.replace(config, init_from=resolve_init_from(config, metadata.folder, fingerprints))
+            config = dataclasses.replace(config, init_from=resolve_init_from(config, metadata.folder, compatibility_fingerprints(config)))
+            check_model(config)
         elif config.init_from == "auto":  # resolved once, at the start of the run
             config = dataclasses.replace(config, init_from=before["init_from"])
-        metadata.mark_running(stage=config.stage.name, init_from=config.init_from, fingerprints=fingerprints)
+        config, tokenizer_source = with_tokenizer(config, metadata.folder, before["tokenizer_source"])
+        fingerprints = compatibility_fingerprints(config)
+        metadata.mark_running(stage=config.stage.name, init_from=config.init_from, fingerprints=fingerprints, tokenizer_source=tokenizer_source)
         if not torchrun.under_torchrun() and (count := local_ranks.count_local_ranks(config)) > 1:
             return local_ranks.train_on_ranks(config, metadata, count)
         with StopFlag() as stop:

@@ -1,4 +1,4 @@
-"""Initial weights of a run: init_from=DIR, or for init_from=auto the newest completed run of the previous stage, or random weights."""
+"""What a run starts from: weights (init_from=DIR, for init_from=auto the newest completed run of the previous stage, or random) and their tokenizer."""
 
 from __future__ import annotations
 
@@ -6,26 +6,93 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path
-from common.paths import outputs_dir
+from common.paths import CONF_DIR, outputs_dir
+from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
+from models.formats.json_files import read_config_of_weights
+from runner.config.compose import files_that_choose, section_object
+from runner.config.overrides import key_of
 from runner.engine.config import Config
+from runner.run_dir import saved_config
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 from runner.run_dir.naming import find_runs
+from runner.run_dir.resolve import enclosing_run
 
 IRRELEVANT_TO_WEIGHTS = ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
 
 
 def compatibility_fingerprints(config: Config) -> dict[str, str]:
-    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokenizer."""
+    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokenizer's tokens.
+
+    With data.tokenizer=auto the tokenizer comes with the weights: any will do.
+    """
     from data.tokenize.tokenizer import Tokenizer
 
     shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
-    model = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    return {"model": model, "tokenizer": Tokenizer.load(Path(config.data.tokenizer)).fingerprint}
+    shape = {key: value for key, value in shape.items() if value or not key.endswith("_bias")}  # runs from before there were biases count, too
+    fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
+    if config.data.tokenizer in (AUTO, MINIMIND):
+        return fingerprints
+    return fingerprints | {"tokenizer": Tokenizer.load(check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint}
+
+
+def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = CONF_DIR) -> str | None:
+    """Give the composed config `tree` the model of the weights that init_from names, with the typed values of model.*; return where it comes from.
+
+    A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model` compares it.
+    """
+    init_from = tree["init_from"]
+    keys = {key_of(override) for override in typed}
+    if init_from in ("auto", "scratch") or not Path(init_from).exists() or "model" in keys or files_that_choose("model", typed, conf):
+        return None
+    composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from)))
+    if composed["family"] == settings["family"]:
+        settings = composed | settings  # a setting that is newer than the run keeps its default
+    for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
+        settings[name] = composed.get(name)
+    tree["model"] = settings
+    return str(_model_source(Path(init_from)))
+
+
+def check_model(config: Config) -> None:
+    """Raise UserError if the model differs, in a setting that its logits depend on, from that of the weights that init_from names."""
+    if config.init_from in ("auto", "scratch"):
+        return
+    recorded = _model_settings(Path(config.init_from))
+    family = {"family": config.model.family}
+    known = dataclasses.asdict(config.model) if recorded.items() >= family.items() else {}
+    own, theirs = config.model.mathematics(), section_object("model", known | recorded).mathematics()
+    differences = {name: (own.get(name), theirs.get(name)) for name in own | theirs if own.get(name) != theirs.get(name)}
+    if differences:
+        table = "\n".join(f"  model.{name}={mine}, in the weights {other}" for name, (mine, other) in differences.items())
+        values = " ".join(f"model.{name}={'null' if other is None else other}" for name, (_, other) in differences.items() if not isinstance(other, dict))
+        raise UserError(
+            f"these weights belong to another model:\n{table}",
+            f"init_from={config.init_from}",
+            f"leave out model=... (or the experiment that sets it): the settings of the weights are taken then{f'; or {values}' if values else ''}",
+        )
+
+
+@cache
+def _model_settings(source: Path) -> dict[str, Any]:
+    """Return the settings of the model that weights belong to, of a run those that it recorded."""
+    run = _model_source(source)
+    if (run / saved_config.CONFIG_FILE).is_file():
+        recorded: dict[str, Any] = saved_config.reject_interpolations(saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE)["model"]
+        return recorded
+    return dataclasses.asdict(read_config_of_weights(source))
+
+
+def _model_source(source: Path) -> Path:
+    """Return the run directory if `source` is a run, its model or one of its checkpoints; else `source`."""
+    run = enclosing_run(source)
+    is_of_run = run is not None and source.relative_to(run).parts[:1] in ((), ("model",), ("checkpoints",)) and "base" not in source.relative_to(run).parts
+    return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
 
 
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:
@@ -42,6 +109,39 @@ def check_init_from(config: Config) -> None:
         raise UserError(
             f"init_from must be auto, scratch or an existing path, got {config.init_from}", f"init_from={config.init_from}", did_you_mean_path(config.init_from)
         )
+
+
+def check_tokenizer(config: Config) -> None:
+    """Raise UserError if data.tokenizer and init_from do not fit. The weights of init_from=auto are found later: only a typed folder is checked then."""
+    if config.init_from != "auto" or config.stage.init_from_stage is None:
+        resolve_tokenizer(config.data, "scratch" if config.init_from == "auto" else config.init_from)
+    elif config.data.tokenizer not in (AUTO, MINIMIND):
+        check_tokenizer_path(config.data.tokenizer)
+
+
+def with_tokenizer(config: Config, folder: Path, source: str | None) -> tuple[Config, str]:
+    """Return the config with the tokenizer in the run directory `folder`, and where that was copied from: a resume and the export do not depend on it.
+
+    `config.init_from` is a path or "scratch"; `source` is None for a new run. Another tokenizer that is typed for a resume is kept: the checkpoint refuses it.
+    """
+    copy, typed = folder / RUN_TOKENIZER, config.data.tokenizer
+    if source is None or (typed in (AUTO, MINIMIND) and not copy.is_dir()):  # the second: the copy was deleted
+        found = resolve_tokenizer(config.data, config.init_from)
+        copy_tokenizer(found, copy)
+        source = str(found.absolute())
+    elif typed not in (AUTO, MINIMIND, source):
+        return _with_tokenizer_path(config, check_tokenizer_path(typed)), source
+    return _with_tokenizer_path(config, copy), source
+
+
+def resolve_start(config: Config) -> Config:
+    """Return the config with the weights and the tokenizer that a run would start from now, for commands without a run directory."""
+    init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config))
+    return _with_tokenizer_path(dataclasses.replace(config, init_from=init_from), resolve_tokenizer(config.data, init_from))
+
+
+def _with_tokenizer_path(config: Config, path: Path) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
 
 
 def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:

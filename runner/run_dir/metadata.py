@@ -32,6 +32,7 @@ DEFAULT_METADATA: dict[str, Any] = {
     "inexact_because": [],
     "degraded": None,  # message of a disk problem that training survives
     "init_from": None,
+    "tokenizer_source": None,  # folder that tokenizer/ was copied from
     "fingerprints": {},
 }
 # What a launch may have written to its directory before it trains

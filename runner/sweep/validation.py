@@ -92,6 +92,8 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
         configs.append(composer.config(point))
         preflight.check_inputs(configs[-1])
         initial_weights.check_init_from(configs[-1])
+        initial_weights.check_model(configs[-1])
+        initial_weights.check_tokenizer(configs[-1])
         if number % PROGRESS_EVERY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
     return configs

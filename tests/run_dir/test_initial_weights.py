@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from data.tokenize.origin import SAMPLE_TOKENIZER
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
@@ -42,12 +43,18 @@ def test_auto_takes_the_newest_completed_run_of_the_previous_stage(sft: Config, 
     write_run(day / "10-02-00", fingerprints, "10:07:00")  # started later, completed earlier
     write_run(day / "10-03-00", fingerprints, "10:11:00", status="failed")
     write_run(day / "10-04-00", fingerprints, "10:12:00", stage="sft")
-    write_run(day / "10-05-00", {**fingerprints, "tokenizer": "another"}, "10:13:00")
     write_run(day / "10-06-00", {**fingerprints, "model": "another"}, "10:14:00")
     (day / "10-07-00").mkdir()
     (day / "10-07-00" / "run.json").write_text("torn {")
     assert resolved(sft, day) == newest
     assert newest in capsys.readouterr().err
+
+
+def test_auto_takes_a_run_of_any_tokenizer_unless_one_is_typed(sft: Config, day: Path) -> None:
+    typed = dataclasses.replace(sft, data=dataclasses.replace(sft.data, tokenizer=str(SAMPLE_TOKENIZER)))
+    same = write_run(day / "10-00-00", compatibility_fingerprints(typed), "10:05:00")
+    another = write_run(day / "10-01-00", {**compatibility_fingerprints(sft), "tokenizer": "another"}, "10:09:00")
+    assert (resolved(sft, day), resolved(typed, day)) == (another, same)
 
 
 def test_auto_finds_jobs_of_a_sweep(sft: Config, day: Path) -> None:

@@ -1,0 +1,149 @@
+"""The tokenizer of a run: `data.tokenizer`, by default the one that belongs to the weights that the run starts from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import UserError, did_you_mean_path
+from common.filesystem import remove_tree, sync_tree, temp_name
+from data.config import DataConfig
+
+if TYPE_CHECKING:
+    from data.tokenize.tokenizer import Tokenizer
+
+AUTO, MINIMIND = "auto", "minimind"  # values of data.tokenizer that are no folder
+RUN_TOKENIZER = "tokenizer"  # folder of a run directory
+SCRATCH = "scratch"  # value of init_from
+TOKENIZER_JSON = "tokenizer.json"
+SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
+COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # of tokenizers that the library `tokenizers` does not read
+MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def resolve_tokenizer(data: DataConfig, init_from: str) -> Path:
+    """Return the tokenizer folder of a run that starts from `init_from`, a path or "scratch".
+
+    Raises UserError if there is none, or if a typed one has other tokens than that of the weights.
+    """
+    if init_from == SCRATCH:
+        return _tokenizer_from_scratch(data)
+    of_weights = tokenizer_of_weights(Path(init_from))
+    if data.tokenizer in (AUTO, MINIMIND):
+        if of_weights is None:
+            raise _missing_error(Path(init_from))
+        return of_weights
+    typed = check_tokenizer_path(data.tokenizer)
+    if of_weights and typed.resolve() != of_weights.resolve():
+        check_same_tokens(typed, of_weights)
+    return typed
+
+
+def open_tokenizer(data: DataConfig, init_from: str) -> Tokenizer:
+    """Return the tokenizer of a run whose folder may be resolved already: a resumed run does not look at the weights again."""
+    from data.tokenize.tokenizer import Tokenizer
+
+    return Tokenizer.load(resolve_tokenizer(data, init_from) if data.tokenizer in (AUTO, MINIMIND) else check_tokenizer_path(data.tokenizer))
+
+
+def check_tokenizer_path(setting: str) -> Path:
+    """Return a typed data.tokenizer as a path. Raises UserError if it does not exist."""
+    if not Path(setting).exists():
+        raise UserError(f"data.tokenizer does not exist: {setting}", f"data.tokenizer={setting}", did_you_mean_path(setting))
+    return Path(setting)
+
+
+def tokenizer_of_weights(source: Path) -> Path | None:
+    """Return the tokenizer folder of a run, a Hugging Face or PEFT folder, or a MiniMind .pth file; None if there is none."""
+    return next((folder for folder in _candidates(source) if (folder / TOKENIZER_JSON).is_file()), None)
+
+
+def _candidates(source: Path) -> Iterator[Path]:
+    if source.is_file():  # MiniMind's checkout: out/pretrain_768.pth and model/tokenizer.json
+        yield from (source.parent, source.parent.parent / "model")
+        return
+    if source.parent.name == "checkpoints":  # a checkpoint of a run
+        source = source.parent.parent
+    if (source / RUN_TOKENIZER).is_dir():
+        yield source / RUN_TOKENIZER
+    for _ in range(MAX_BASE_MODELS):
+        source = source / "model" if (source / "model").is_dir() else source
+        yield source
+        if (base := _base_model(source)) is None:
+            return
+        source = base
+
+
+def _base_model(folder: Path) -> Path | None:
+    """Return the base model of an adapter folder, None if `folder` is none."""
+    try:
+        with open(folder / "adapter_config.json", "rb") as file:
+            name = json.loads(file.read(MAX_CONFIG_BYTES))["base_model_name_or_path"]
+        return next((base for base in (folder / name, Path(name)) if base.is_dir()), None)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _tokenizer_from_scratch(data: DataConfig) -> Path:
+    if data.tokenizer == AUTO:
+        return SAMPLE_TOKENIZER
+    if data.tokenizer != MINIMIND:
+        return check_tokenizer_path(data.tokenizer)
+    # MiniMind's checkout has its data in dataset/ and its tokenizer in model/.
+    parents = [Path(path).absolute().parent for path in data.paths]
+    folders = list(dict.fromkeys(folder for parent in parents for folder in (parent, parent / "model", parent.parent / "model")))
+    if found := next((folder for folder in folders if (folder / TOKENIZER_JSON).is_file()), None):
+        return found
+    raise UserError(
+        f"MiniMind's tokenizer is not found: no tokenizer.json in {', '.join(map(str, folders))}",
+        f"data.tokenizer={MINIMIND}",
+        "data.tokenizer=DIR/model, where DIR is a clone of https://github.com/jingyaogong/minimind",
+    )
+
+
+def _missing_error(source: Path) -> UserError:
+    folders = [str(folder) for folder in dict.fromkeys(_candidates(source))]
+    fix = "data.tokenizer=DIR names the tokenizer that they were trained with"
+    if found := next((name for folder in folders for name in OTHER_FORMATS if Path(folder, name).is_file()), None):
+        fix = f"convert {found} with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR); or {fix}"
+    return UserError(f"the weights come without a tokenizer: there is no tokenizer.json in {' or '.join(folders)}", f"init_from={source}", fix)
+
+
+def check_same_tokens(typed: Path, of_weights: Path) -> None:
+    """Raise UserError if the tokenizers differ in more than file bytes, template and which tokens are called bos, eos and pad."""
+    from data.tokenize.tokenizer import Tokenizer
+
+    first, second = Tokenizer.load(typed), Tokenizer.load(of_weights)
+    if first.tokens_fingerprint == second.tokens_fingerprint:
+        return
+    raise UserError(
+        f"data.tokenizer is not the tokenizer of the weights, {of_weights}: {_difference(first, second)}",
+        f"data.tokenizer={typed}",
+        f"data.tokenizer=auto takes that of the weights; a model with this tokenizer starts from random weights: init_from={SCRATCH}",
+    )
+
+
+def _difference(first: Tokenizer, second: Tokenizer) -> str:
+    mine, others = first.token_ids(), second.token_ids()
+    if mine == others:
+        return "the tokens are equal, and texts are split into them in another way (merges, normalizer or pre_tokenizer)"
+    same = len(mine.items() & others.items())
+    return f"{same:,} of {len(mine):,} and {len(others):,} tokens have the same id"
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch."""
+    new = target.with_name(temp_name("tmp", target.name))
+    new.mkdir(parents=True)
+    for file in (source / name for name in COPIED_FILES):
+        if file.is_file():
+            shutil.copyfile(file, new / file.name)
+    sync_tree(new)
+    if target.exists():
+        remove_tree(target)
+    new.rename(target)
