@@ -109,7 +109,8 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
 
 
 class Throughput:
-    """Tokens per second of training, without evaluation and samples, and the share of the time spent waiting for data."""
+    """Tokens per second of training steps, without padding and without the time of saves, evaluation and samples; and the share of that time
+    in which the device waited for data."""
 
     def __init__(self, is_device_idle: Callable[[], bool]) -> None:
         self._is_device_idle = is_device_idle

@@ -50,8 +50,7 @@ def read_run_metrics(path: Path) -> RunMetrics:
     metrics = RunMetrics()
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
-    loss_tokens = tokens = step = 0.0
-    weighted_steps = weighted_seconds_per_token = 0.0  # for the mean of tokens_per_second: a record counts for the steps since the one before
+    loss_tokens = tokens = timed_from = timed_tokens = seconds = 0.0  # timed_tokens / seconds: the mean of tokens_per_second, by tokens
     for record in _read_records(path):
         record_step = finite_number(record.get("step"))
         points = series.get(str(record.get("kind")))
@@ -60,15 +59,17 @@ def read_run_metrics(path: Path) -> RunMetrics:
         if record.get("attempt") != attempt:
             attempt, earlier_attempts, time = record.get("attempt"), earlier_attempts + time, 0.0
         time = _finite_or(record.get("time"), time)
+        if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
+            record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
         loss_tokens, tokens = _finite_or(record.get("loss_tokens"), loss_tokens), _finite_or(record.get("tokens"), tokens)
         points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, finite_number(record.get("loss"))))
         if points is metrics.train:
             speed = finite_number(record.get("tokens_per_second"))
-            if speed and speed > 0 and record_step > step:
-                weighted_steps += record_step - step
-                weighted_seconds_per_token += (record_step - step) / speed
-            step = record_step
-    metrics.tokens_per_second = weighted_steps / weighted_seconds_per_token if weighted_seconds_per_token else None
+            if speed and speed > 0 and tokens > timed_from:
+                timed_tokens += tokens - timed_from
+                seconds += (tokens - timed_from) / speed
+            timed_from = tokens
+    metrics.tokens_per_second = timed_tokens / seconds if seconds else None
     return metrics
 
 

@@ -39,6 +39,9 @@ def small_config() -> DecoderConfig:
         moe_intermediate_size=32,
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
+        attention_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
     )
 
 

@@ -28,7 +28,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: object) -> EvaluateConfig:
-    values = {"run": "here", "metric": metric, "data": EvaluationData(str(data), max_length, str(data.parent / "cache")), "batch_size": 3}
+    values = {
+        "run": "here",
+        "metric": metric,
+        "data": EvaluationData(str(data), columns=None, encoding=None, text_unit="file", max_length=max_length, cache=str(data.parent / "cache")),
+        "batch_size": 3,
+    }
     values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
     return EvaluateConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
@@ -62,7 +67,31 @@ def test_perplexity_does_not_depend_on_the_batch_size(hf_folder: Path, tmp_path:
 def test_perplexity_of_an_untrained_model_is_the_vocabulary_size(hf_folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "chat.jsonl", [{"conversations": chat("Where does Ludo live?", text)} for text in TEXTS])
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
-    assert results["perplexity"] == pytest.approx(6400, rel=0.15) and "bits_per_byte" not in results
+    assert results["perplexity"] == pytest.approx(6400, rel=0.15)
+    answer_bytes = sum(len(text.encode()) for text in TEXTS)
+    assert results["bits_per_byte"] == pytest.approx(results["loss"] * results["loss_tokens"] / math.log(2) / answer_bytes, rel=1e-6)
+
+
+@torch.inference_mode()
+def test_bits_per_byte_weighs_bytes_as_losses_where_rows_have_weights(hf_folder: Path, tmp_path: Path) -> None:
+    weights = [3.0, 1.0, 1.0, 2.0]
+    data = write(tmp_path / "text.jsonl", [{"text": text, "weight": weight} for text, weight in zip(TEXTS, weights, strict=True)])
+    trained = load_trained(hf_folder, "cpu")
+    loss = tokens = num_bytes = 0.0
+    for text, weight in zip(TEXTS, weights, strict=True):
+        ids = torch.tensor([[trained.tokenizer.bos_id, *trained.tokenizer.encode(text), trained.tokenizer.eos_id]])
+        loss -= weight * trained.model(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).sum().item()
+        tokens += weight * (ids.shape[1] - 1)
+        num_bytes += weight * len(text.encode())
+    results = evaluate(evaluate_config("perplexity", data), hf_folder)
+    assert results["loss_tokens"] == tokens and results["loss"] == pytest.approx(loss / tokens, rel=1e-5)
+    assert results["bits_per_byte"] == pytest.approx(loss / math.log(2) / num_bytes, rel=1e-5)
+
+
+def test_bits_per_byte_of_split_texts_is_that_of_the_whole_bytes(hf_folder: Path, tmp_path: Path) -> None:
+    text = "托洛最喜欢棕色。é 🙂 " * 20
+    results = evaluate(evaluate_config("perplexity", write(tmp_path / "long.jsonl", [{"text": text}]), max_length=16), hf_folder)
+    assert results["bits_per_byte"] == pytest.approx(results["loss"] * results["loss_tokens"] / math.log(2) / len(text.encode()), rel=1e-6)
 
 
 def test_perplexity_covers_all_tokens_of_a_split_text(hf_folder: Path, tmp_path: Path) -> None:

@@ -104,10 +104,17 @@ def test_time_includes_the_last_evaluation(tmp_path: Path) -> None:
     assert metrics.last and metrics.last.time == 6.0
 
 
-def test_tokens_per_second_is_weighted_by_the_steps_of_each_record(tmp_path: Path) -> None:
-    """Ten steps at 1000 and thirty at 3000 tokens per second: forty steps' tokens in twenty units of time, 2000 on average."""
-    records = [record(10, 5.0) | {"tokens_per_second": 1000.0}, record(40, 4.0) | {"tokens_per_second": 3000.0}, record(41, 4.0) | {"tokens_per_second": None}]
+def test_tokens_per_second_is_all_tokens_by_the_time_they_took(tmp_path: Path) -> None:
+    """10,000 tokens at 1000 and 30,000 at 3000 tokens per second: 40,000 tokens in 20 seconds."""
+    speeds = [(10, 10_000, 1000.0), (20, 40_000, 3000.0), (21, 41_000, None)]
+    records = [record(step, 5.0) | {"tokens": tokens, "tokens_per_second": speed} for step, tokens, speed in speeds]
     assert read_run_metrics(write_metrics(tmp_path, *records)).tokens_per_second == pytest.approx(2000)
+
+
+def test_tokens_in_a_file_of_version_0_1_are_those_with_a_label(tmp_path: Path) -> None:
+    old = {name: value for name, value in record(10, 5.0).items() if name != "loss_tokens"}
+    [point] = read_run_metrics(write_metrics(tmp_path, old)).train
+    assert (point.loss_tokens, point.tokens) == (old["tokens"], 0)
 
 
 def test_tokens_with_a_label_and_all_tokens_are_read_apart(tmp_path: Path) -> None:

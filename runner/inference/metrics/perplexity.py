@@ -1,24 +1,29 @@
-"""Perplexity, and bits per byte of texts."""
+"""Perplexity and bits per byte."""
 
 from __future__ import annotations
 
 import math
 
-from data.schemas.registry import TextExample
+from common.errors import UserError
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
 from runner.inference.load import LoadedModel
+from runner.inference.token_bytes import TokenBytes
 
 
 @register_metric("perplexity", reads=("text", "chat"))
 def perplexity(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
-    """Mean loss per token with a label, in nats; for texts also bits per byte, which do not depend on the tokenizer."""
-    loss, tokens = 0.0, 0
+    """Mean loss per token with a label, in nats, exp(loss), and the loss in bits per byte of these tokens, which does not depend on the tokenizer.
+
+    A row with a weight counts as in training, in the loss and in the bytes. Special tokens with a label (the end of a text) have no bytes.
+    """
+    loss, tokens, num_bytes = 0.0, 0, 0
+    bytes_of = TokenBytes(trained.tokenizer)
     for batch in examples.batches(trained, cfg.batch_size):
-        loss += trained.model(**batch.inputs).nll.sum().item()
-        tokens += batch.num_supervised_tokens
+        loss += trained.model(**batch.inputs).nll.double().sum().item()
+        tokens += int((batch.labels >= 0).sum())
+        num_bytes += bytes_of.count(batch)
+    if not tokens:
+        raise UserError("no token of the data has a label, so there is no loss", f"data.path={examples.cfg.path}", "choose a file with texts or answers")
     results: MetricResults = {"loss": loss / tokens, "perplexity": math.exp(min(loss / tokens, 700.0)), "loss_tokens": tokens}
-    if examples.data_format == "text":  # every token of a text is predicted exactly once
-        num_bytes = sum(len(example.text.encode()) for _, example in examples.examples() if isinstance(example, TextExample))
-        results["bits_per_byte"] = loss / math.log(2) / num_bytes
-    return results
+    return results | ({"bits_per_byte": loss / math.log(2) / num_bytes} if num_bytes else {})
