@@ -52,4 +52,4 @@ def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
 
 
 def not_utf8(where: str, reason: str = "") -> BadRowError:
-    return BadRowError("not UTF-8", f"not UTF-8{': ' * bool(reason)}{reason}", where, "save the file as UTF-8, e.g. with: iconv -f LATIN1 -t UTF-8")
+    return BadRowError("not UTF-8", f"not UTF-8{': ' * bool(reason)}{reason}", where, "write the text as UTF-8")

@@ -51,7 +51,7 @@ THIRD_PARTY = {
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},
     "runner.tracking.trackers": {"swanlab"},
-    "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub"},
+    "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
     "models": {"torch", "safetensors", "transformers"},
     "common": set(),
 }

@@ -9,6 +9,7 @@ from data.schemas.messages import as_objects, check_chat, check_order, drop_empt
 from data.schemas.registry import ChatExample, register_schema
 from data.schemas.text import optional_text, required_text
 
+CHAT_FIELDS = ("system", "tools")  # optional fields of conversations of every schema
 NO_PROMPT: list[dict] = []  # of rows whose answers contain the prompt
 
 
@@ -92,33 +93,33 @@ def chat_tools(row: dict, where: str) -> list[dict] | None:
 # --- schemas: of those that match a row, the last one is used ---
 
 
-@register_schema("prompt response", "chat", keys=("prompt", "response"))
+@register_schema("prompt response", "chat", keys=("prompt", "response"), optional=CHAT_FIELDS)
 def parse_prompt_response(row: dict, where: str) -> ChatExample:
     return answer_example(prompt_messages(row, where), row, "response", where)
 
 
-@register_schema("prompt completion", "chat", keys=("prompt", "completion"))
+@register_schema("prompt completion", "chat", keys=("prompt", "completion"), optional=CHAT_FIELDS)
 def parse_prompt_completion(row: dict, where: str) -> ChatExample:
     return answer_example(prompt_messages(row, where), row, "completion", where)
 
 
-@register_schema("dolly", "chat", keys=("instruction", "context", "response"))
+@register_schema("dolly", "chat", keys=("instruction", "context", "response"), optional=(*CHAT_FIELDS, "history", "input"))
 def parse_dolly(row: dict, where: str) -> ChatExample:
     prompt = alpaca_prompt(row, where, ("input", "context"))
     return chat_example([*prompt, chat_message("assistant", required_text(row, "response", where))], row, where)
 
 
-@register_schema("alpaca", "chat", keys=("instruction", "output"))
+@register_schema("alpaca", "chat", keys=("instruction", "output"), optional=(*CHAT_FIELDS, "history", "input"))
 def parse_alpaca(row: dict, where: str) -> ChatExample:
     return chat_example([*alpaca_prompt(row, where), chat_message("assistant", required_text(row, "output", where))], row, where)
 
 
-@register_schema("minimind chat", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "role")
-@register_schema("sharegpt", "chat", keys=("conversations",), detect=lambda row: _role_key(row.get("conversations")) == "from")
+@register_schema("minimind chat", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "role", CHAT_FIELDS)
+@register_schema("sharegpt", "chat", ("conversations",), lambda row: _role_key(row.get("conversations")) == "from", CHAT_FIELDS)
 def parse_conversations(row: dict, where: str) -> ChatExample:
     return chat_example(row["conversations"], row, f"{where} conversations")
 
 
-@register_schema("openai messages", "chat", keys=("messages",))
+@register_schema("openai messages", "chat", keys=("messages",), optional=(*CHAT_FIELDS, "functions"))
 def parse_openai(row: dict, where: str) -> ChatExample:
     return chat_example(row["messages"], {**row, "tools": chat_tools(row, where)}, f"{where} messages")

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import did_you_mean
 from data.errors import BadRowError, parse_json_row, type_name
+from data.schemas.columns import check_no_media
 
 OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
@@ -18,6 +19,7 @@ SHAREGPT_ROLES = {
 ALLOWED_NEXT_ROLE = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant", "user")}
 NULL_STRINGS = ("null", "None")  # null in tables with string columns
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen, of OpenRouter and vLLM, of Ollama and gpt-oss
+CHECKED_FIELDS = frozenset(("role", "content", "tool_calls", "weight", "reasoning_details", *REASONING_FIELDS))  # others are for the chat template
 MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
@@ -89,6 +91,7 @@ def _check_message(message: Any, where: str) -> dict:
     """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0. Raises BadRowError."""
     if not isinstance(message, dict):
         raise BadRowError("wrong type", f"a message must be a JSON object, found {type_name(message)}", where, MESSAGE_FIX)
+    check_no_media(message, where)
     if "from" in message and "role" not in message:
         turn = _from_sharegpt(message, where)
     else:
@@ -132,7 +135,8 @@ def _check_content(value: Any, where: str) -> str:
         for part in value:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 found = part.get("type") if isinstance(part, dict) else type_name(part)
-                raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, 'write {"type": "text", "text": "..."}')
+                fix = 'write {"type": "text", "text": "..."}, and leave out images, audio and video: models of this program read and write text'
+                raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, fix)
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise BadRowError("wrong type", f"{where.rpartition('.')[2]} must be a string, found {type_name(value)}", where, "write one string")

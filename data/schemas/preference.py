@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from data.errors import BadRowError, type_name
-from data.schemas.chat import NO_PROMPT, alpaca_prompt, answer_example, chat_example, chat_message, chat_tools, prompt_messages
+from data.schemas.chat import CHAT_FIELDS, NO_PROMPT, alpaca_prompt, answer_example, chat_example, chat_message, chat_tools, prompt_messages
 from data.schemas.messages import parse_json_field
 from data.schemas.registry import ChatExample, PreferencePair, register_schema
 
@@ -31,7 +31,7 @@ def _is_hh(row: dict) -> bool:
 # Of the schemas that match a row, the last one is used: those with more keys come later.
 
 
-@register_schema("hh-rlhf", "preference", keys=PREFERENCE_KEYS, detect=_is_hh)
+@register_schema("hh-rlhf", "preference", keys=PREFERENCE_KEYS, detect=_is_hh, optional=CHAT_FIELDS)
 def parse_hh(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: chat_example(_hh_messages(row[key], f"{where} {key}"), row, f"{where} {key}"), where)
 
@@ -45,12 +45,12 @@ def _hh_messages(text: Any, where: str) -> list[dict]:
     return [chat_message("user" if name == "Human" else "assistant", content) for name, content in zip(parts[::2], parts[1::2], strict=True)]
 
 
-@register_schema("minimind preference", "preference", keys=PREFERENCE_KEYS, detect=lambda row: not _is_hh(row))
+@register_schema("minimind preference", "preference", keys=PREFERENCE_KEYS, detect=lambda row: not _is_hh(row), optional=CHAT_FIELDS)
 def parse_minimind_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: answer_example(NO_PROMPT, row, key, where), where)
 
 
-@register_schema("openai preference", "preference", keys=("input", "preferred_output", "non_preferred_output"))
+@register_schema("openai preference", "preference", keys=("input", "preferred_output", "non_preferred_output"), optional=("system",))
 def parse_openai_preference(row: dict, where: str) -> PreferencePair:
     prompt = parse_json_field(row["input"], f"{where} input")
     if not isinstance(prompt, dict) or "messages" not in prompt:
@@ -60,16 +60,16 @@ def parse_openai_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: answer_example(prompt["messages"], row, key, where), where, ("preferred_output", "non_preferred_output"))
 
 
-@register_schema("alpaca preference", "preference", keys=("instruction", *PREFERENCE_KEYS))
+@register_schema("alpaca preference", "preference", keys=("instruction", *PREFERENCE_KEYS), optional=(*CHAT_FIELDS, "history", "input"))
 def parse_alpaca_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: answer_example(alpaca_prompt(row, where), row, key, where), where)
 
 
-@register_schema("sharegpt preference", "preference", keys=("conversations", *PREFERENCE_KEYS))
+@register_schema("sharegpt preference", "preference", keys=("conversations", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
 def parse_sharegpt_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: answer_example(row["conversations"], row, key, where), where)
 
 
-@register_schema("trl preference", "preference", keys=("prompt", *PREFERENCE_KEYS))
+@register_schema("trl preference", "preference", keys=("prompt", *PREFERENCE_KEYS), optional=CHAT_FIELDS)
 def parse_trl_preference(row: dict, where: str) -> PreferencePair:
     return preference_pair(lambda key: answer_example(prompt_messages(row, where), row, key, where), where)

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from data.errors import BadRowError
+from data.schemas.columns import check_no_ignored_content, columns_override, columns_setting, has_verdict
 
 if TYPE_CHECKING:
     from data.sources.files import Source
 
 STAGE_OF_FORMAT = {"preference": "stage=dpo", "chat": "stage=sft", "text": "stage=pretrain"}  # most specific format first
 DETECTION_ROWS = 100  # rows of a file that are read to detect its schema
+SHARED_FIELDS = ("weight",)  # of rows of every schema
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,11 @@ class RowSchema:
     keys: tuple[str, ...]  # a row must have all of them
     parse: Parse
     detect: Callable[[dict], bool]  # distinguishes schemas with the same keys
+    fields: frozenset[str]  # all fields that are read; training ignores others
 
     def read(self, row: dict, where: str) -> Example:
         """Return the example in `row`. Raises BadRowError if the row does not have this schema or cannot be trained on."""
+        check_no_ignored_content(row, self.data_format, where)
         if any(key not in row for key in self.keys):
             raise _unmatched_keys(row, f"rows of the schema {self.name} have {' and '.join(self.keys)}", self.data_format, self.keys, where)
         return self.parse(row, where)
@@ -73,18 +77,23 @@ class RowSchema:
 SCHEMAS: dict[str, RowSchema] = {}
 
 
-def register_schema(name: str, data_format: str, keys: Iterable[str], detect: Callable[[dict], bool] = lambda row: True) -> Callable[[Parse], Parse]:
+def register_schema(
+    name: str, data_format: str, keys: Iterable[str], detect: Callable[[dict], bool] = lambda row: True, optional: Iterable[str] = ()
+) -> Callable[[Parse], Parse]:
     """Register the decorated function `parse(row, where)` as a row schema.
 
-    `where` is the position of the row for errors (`file:line`). Where several schemas match a row, the last registered one is used.
+    `where` is the position of the row for errors (`file:line`). `optional` are the fields that `parse` reads beside `keys`: all others of a file
+    are listed as unused before the first step. Where several schemas match a row, the last registered one is used.
     """
     if data_format not in STAGE_OF_FORMAT:
         raise UserError(f"data_format must be one of {', '.join(STAGE_OF_FORMAT)}, got {data_format}", f'data.schema="{name}"', 'e.g. data_format="chat"')
 
+    required = tuple(keys)
+
     def register(parse: Parse) -> Parse:
         if name in SCHEMAS:
             raise UserError(f"data.schema {name!r} is registered twice", f'data.schema="{name}"', "give the plugin's schema another name")
-        SCHEMAS[name] = RowSchema(name, data_format, tuple(keys), parse, detect)
+        SCHEMAS[name] = RowSchema(name, data_format, required, parse, detect, frozenset((*required, *optional, *SHARED_FIELDS)))
         return parse
 
     return register
@@ -97,6 +106,7 @@ def schemas_of(data_format: str) -> list[RowSchema]:
 
 def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
     """Return the schema of `row`. Raises BadRowError if no schema of `data_format` (text, chat or preference) matches."""
+    check_no_ignored_content(row, data_format, where)
     candidates = schemas_of(data_format)
     if data_format == "chat" and "chosen" in row and "rejected" in row and "messages" not in row:
         candidates = []  # a conversation beside chosen and rejected is their prompt, without an answer
@@ -110,25 +120,52 @@ def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
 
 def schema_of_source(source: Source, data_format: str) -> str:
     """Return the name of the schema of a file: that of the first row with a schema of `data_format`. Raises UserError if there is none."""
-    error = UserError("no row of the file can be read", source.name, "inspect the file: head -c 300 FILE")
+    error = UserError("the file has no rows", source.name, "write rows into it, or leave it out")
+    columns: dict[str, None] = {}
     for position, raw in itertools.islice(source.items(), DETECTION_ROWS):
         try:
-            return detect_schema(source.parse(position, raw), data_format, source.where(position)).name
+            row = source.parse(position, raw)
+            columns |= dict.fromkeys(source.column_of(field) for field in row)
+            return detect_schema(row, data_format, source.where(position)).name
         except BadRowError as bad:
             error = error if isinstance(error, BadRowError) else bad
+    missing = [column for field, column in source.columns if column is not None and columns and not {field, column} & columns.keys()]
+    if missing:
+        fix = did_you_mean(missing[0], columns, "name one of these columns")
+        raise UserError(f"the file has no column {missing[0]}, which data.columns names; its columns are {', '.join(columns)}", source.name, fix)
     raise error
+
+
+def check_columns(columns: Any) -> None:
+    """Raise UserError unless data.columns is an object of fields that schemas have, and columns."""
+    if not isinstance(columns, dict) or not all(column is None or isinstance(column, str) for column in columns.values()):
+        message = f"data.columns must name the column of each field, got {columns}"
+        raise UserError(message, f"data.columns={columns}", "e.g. 'data.columns={prompt: question, completion: answer}'")
+    known = {field: None for schema in SCHEMAS.values() for field in (*schema.keys, *sorted(schema.fields))}
+    for field, column in columns.items():
+        if column is None or field in known:
+            continue
+        fix = f"the column comes second: {columns_setting({column: field})}" if column in known else did_you_mean(field, known, "e.g. {prompt: question}")
+        message = f"data.columns names a field that no row schema has: {field}; the fields are {', '.join(known)}"
+        raise UserError(message, columns_setting(columns).strip("'"), fix)
 
 
 def _unmatched_keys(row: dict, message: str, data_format: str, keys: tuple[str, ...], where: str) -> BadRowError:
     """Return the error of a row without the required keys; its fix names the stage or the schema that fits the row."""
     other = _matching_schema(row)
     fix = f"write rows as {{{', '.join(f'{json.dumps(key)}: ...' for key in keys)}}}"
-    if other and other.data_format != data_format:
+    if data_format == "preference" and has_verdict(row):
+        fix = "a row with a label is no pair: write a good and a bad answer of one prompt as chosen and rejected; or train on the good ones: stage=sft"
+    elif other and other.data_format != data_format:
         fix = f"the row matches {STAGE_OF_FORMAT[other.data_format]}"
     elif nested := next((key for key, value in row.items() if _is_list_of_rows(value)), None):
         fix = f"the field {json.dumps(nested)} contains the rows; extract them, e.g. with: jq -c '.[{json.dumps(nested)}][]' FILE"
     elif other:
         fix = f'the row matches the schema {other.name}: data.schema="{other.name}"'
+    elif guess := columns_override(row, data_format):
+        fix = f"name your columns, a guess is {guess}"
+    elif guess := next((f"{STAGE_OF_FORMAT[name]} {columns}" for name in STAGE_OF_FORMAT if (columns := columns_override(row, name))), ""):
+        fix = f"name your columns and the stage that fits them, a guess is {guess}"
     return BadRowError("wrong keys", f"{message}; found {', '.join(map(str, row)) or 'no keys'}", where, fix)
 
 

@@ -17,7 +17,8 @@ from data.errors import BadRowError
 BOM = b"\xef\xbb\xbf"
 MAX_ROW_BYTES = 64 << 20  # a longer row is a file without line ends, not text
 READ_BYTES = 1 << 20  # bytes per read
-COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz"}
+BZ2_BLOCK = b"1AY&SY"  # after b"BZh" and a digit, which alone may begin a text
 Items = Iterator[tuple[int, Any]]  # (position, raw row)
 Locate = Callable[[int], str]  # position -> "file:line" or "file[index]", for error messages
 
@@ -26,13 +27,12 @@ Locate = Callable[[int], str]  # position -> "file:line" or "file[index]", for e
 def open_stream(path: Path, seekable: bool = False) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Yield (file on disk, decompressed content). Compression is detected by the first bytes, whatever the file is called."""
     with open(path, "rb") as disk:
-        compression = next((name for magic, name in COMPRESSION_MAGIC.items() if disk.peek(4).startswith(magic)), None)
-        if compression is None:
+        head = disk.peek(10)[:10]
+        compression = next((name for magic, name in COMPRESSION_MAGIC.items() if head.startswith(magic)), None)
+        if compression is None or (compression == "bz2" and head[4:] != BZ2_BLOCK):
             yield disk, disk
             return
-        import pyarrow  # reads concatenated frames, and detects a truncated zstd file
-
-        with io.BufferedReader(pyarrow.CompressedInputStream(disk, compression), READ_BYTES) as file:
+        with io.BufferedReader(_decompress(disk, compression), READ_BYTES) as file:
             if not seekable:
                 yield disk, file
                 return
@@ -43,6 +43,36 @@ def open_stream(path: Path, seekable: bool = False) -> Iterator[tuple[BinaryIO, 
                     raise UserError(f"the file cannot be decompressed: {error}", str(path), "copy it again") from error
                 copy.seek(0)
                 yield disk, copy
+
+
+def _decompress(disk: BinaryIO, compression: str) -> Any:
+    if compression in ("bz2", "xz"):
+        return _StandardLibraryStream(disk, compression)
+    import pyarrow  # reads concatenated frames, and detects a truncated zstd file
+
+    return pyarrow.CompressedInputStream(disk, compression)
+
+
+class _StandardLibraryStream(io.RawIOBase):
+    """Content of a bz2 or xz file. A damaged or truncated one raises OSError."""
+
+    def __init__(self, disk: BinaryIO, compression: str) -> None:
+        import bz2
+        import lzma
+
+        self._file = bz2.BZ2File(disk) if compression == "bz2" else lzma.LZMAFile(disk)
+        self._errors = (EOFError, lzma.LZMAError)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            part = self._file.read(len(buffer))
+        except self._errors as error:
+            raise OSError(str(error)) from error
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def iter_lines(file: BinaryIO, locate: Locate) -> Items:

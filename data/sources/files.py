@@ -5,15 +5,19 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError, did_you_mean_path
 from data.errors import BadRowError, parse_json_row, type_name
-from data.sources.byte_stream import BOM, READ_BYTES, Items, Locate, open_stream
-from data.sources.json_text import read_json_array, read_jsonl, read_text
+from data.sources.byte_stream import Items, Locate, open_stream
+from data.sources.detect import CSV_FORMATS, EXTENSIONS, KNOWN_EXTENSIONS, detect_format, extension_of
+from data.sources.encodings import UTF8, check_encoding, encoding_hint, utf8_stream
+from data.sources.json_text import read_json_array, read_jsonl, read_text, read_text_lines
 from data.sources.tables import read_arrow, read_csv, read_parquet
 
 # By file format. Whether a JSON file has lines or one array is read from its first byte, whatever the file is called.
@@ -21,14 +25,29 @@ READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {
     "jsonl": read_jsonl,
     "json array": read_json_array,
     "text": read_text,
-    "csv": read_csv,
+    "text lines": read_text_lines,
+    **{name: partial(read_csv, arguments=arguments) for name, arguments in CSV_FORMATS.items()},
     "parquet": read_parquet,
     "arrow": read_arrow,
 }
-EXTENSIONS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"}
-COMPRESSED = (".gz", ".zst")
-KNOWN_EXTENSIONS = f"{', '.join(EXTENSIONS)}, each also with {' or '.join(COMPRESSED)}"
-LINE_FORMATS = ("jsonl", "text", "csv")  # positions are line numbers from 1; in arrays and tables they are indices from 0
+TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")  # positions are indices from 0 in INDEXED formats, line numbers from 1 in others
+HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
+NOT_DATA = re.compile(r"(readme|license|licence|changelog|contributing|citation)\b.*\.(md|txt)|dataset_infos?\.json|dataset_dict\.json", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Settings of data that decide how files are read."""
+
+    encoding: str | None = None  # of text files that are not UTF-8; None: detected
+    text_unit: str = "file"  # what a row of a text file is: file or line
+    columns: tuple[tuple[str, str | None], ...] = ()  # (field of a row schema, column of the file that it is; None: the column of this name is not read)
+
+    @classmethod
+    def of(cls, section: Any) -> ReadOptions:
+        """Return the options of a section of settings with encoding, text_unit and columns. Raises UserError for an unknown encoding."""
+        encoding = section.encoding if section.encoding is None else check_encoding(section.encoding)
+        return cls(encoding, section.text_unit, tuple(sorted((section.columns or {}).items())))
 
 
 def _ignore_progress(consumed: int) -> None: ...
@@ -45,18 +64,34 @@ class Source:
     path: Path
     file_format: str  # key of READERS
     name: str  # for messages
+    encoding: str = UTF8  # of text formats
+    columns: tuple[tuple[str, str | None], ...] = ()  # ReadOptions.columns
 
     @classmethod
-    def open(cls, path: str | Path) -> Source:
+    def open(cls, path: str | Path, options: ReadOptions | None = None) -> Source:
         """Detect the format by the file's name and first bytes. Raises UserError if the file cannot be read as rows."""
-        path = Path(path)
+        path, options = Path(path), options or ReadOptions()
         if not os.path.exists(path):  # Path.exists raises an error for a name that is too long
             raise UserError("no such file or folder", f"data.path={path}", did_you_mean_path(path))
         if path.is_dir():
             raise UserError("a file is needed, got a folder", str(path), f"name a file in it, with the extension {KNOWN_EXTENSIONS}")
         if not path.is_file():
             raise UserError("a regular file is needed, got a pipe or a device, which can be read once only", str(path), "write its content to a file first")
-        return cls(path, _detect_format(path), str(path))
+        file_format, encoding = detect_format(path, options.encoding, options.text_unit)
+        return cls(path, file_format, str(path), encoding, options.columns)
+
+    @property
+    def reading(self) -> list:
+        """What decides the rows beside the bytes of the file, as JSON values."""
+        return [self.file_format, self.encoding, self.columns]
+
+    @property
+    def detected(self) -> str:
+        """What was detected beyond the extension of the file, for a message: "encoding gb18030, columns separated by ;"."""
+        arguments = CSV_FORMATS.get(self.file_format, {})
+        delimiter = arguments.get("delimiter", "").replace("\t", "tabs") if extension_of(self.path) != f".{self.file_format}" else ""
+        parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(delimiter)
+        return ", ".join([*parts, *["quotes are text"] * ("quoting" in arguments)])
 
     @property
     def size(self) -> int:
@@ -65,7 +100,7 @@ class Source:
 
     def where(self, position: int) -> str:
         """Return `file:line` or `file[index]`, for messages."""
-        return f"{self.name}:{position}" if self.file_format in LINE_FORMATS else f"{self.name}[{position}]"
+        return f"{self.name}:{position}" if self.file_format not in INDEXED else f"{self.name}[{position}]"
 
     def items(self, progress: Callable[[int], None] = _ignore_progress) -> Items:
         """Yield (position, raw) in file order; `parse` makes a row of `raw`, in any process.
@@ -76,7 +111,7 @@ class Source:
         consumed, position = 0, 0
         with open_stream(self.path, seekable=self.file_format == "parquet") as (disk, file):
             try:
-                for number, (position, raw) in enumerate(READERS[self.file_format](file, self.where)):
+                for number, (position, raw) in enumerate(READERS[self.file_format](utf8_stream(file, self.encoding), self.where)):
                     if number % 64 == 0:
                         consumed = max(consumed, disk.tell())
                         progress(consumed)
@@ -90,16 +125,34 @@ class Source:
 
     def parse(self, position: int, raw: Any) -> dict:
         """Return the row in `raw`, a JSON object. Raises BadRowError."""
-        if isinstance(raw, BadRowError):
-            raise raw
         where = self.where(position)
         try:
+            if isinstance(raw, BadRowError):
+                raise raw
             value = parse_json_row(raw, where, self.file_format == "jsonl" and not raw.endswith(b"\n")) if isinstance(raw, bytes) else raw
         except BadRowError as error:
-            raise _with_hint(error, raw.strip(), where) if self.file_format == "jsonl" else error from error
+            raise self._with_hint(error, raw, where) from error
         if not isinstance(value, dict):
             raise BadRowError("not an object", f"a row must be a JSON object, found {type_name(value)}", where, 'write e.g. {"text": "..."}')
-        return value
+        return self._with_columns(value) if self.columns else value
+
+    def column_of(self, field: str) -> str:
+        """Return the column of the file that is the field of a row."""
+        return dict(self.columns).get(field) or field.removesuffix(HIDDEN)
+
+    def _with_columns(self, row: dict) -> dict:
+        """Return the row with the fields that data.columns names."""
+        fields = {field: row[column] for field, column in self.columns if column is not None and column in row}
+        hidden = [field for field, column in self.columns if column is None or field in fields]
+        used = {column for _, column in self.columns}
+        return {f"{name}{HIDDEN}" if name in hidden else name: value for name, value in row.items() if name not in used} | fields
+
+    def _with_hint(self, error: BadRowError, raw: Any, where: str) -> BadRowError:
+        """Return the error with a fix for this file where one is known."""
+        if error.reason == "not UTF-8" and self.file_format not in TABLES:
+            message = error.message if self.encoding == UTF8 else f"not valid in the encoding {self.encoding}"
+            return BadRowError(error.reason, message, error.setting, encoding_hint(self.path, self.encoding))
+        return _with_hint(error, raw.strip(), where) if self.file_format == "jsonl" and isinstance(raw, bytes) else error
 
     def rows(self, on_bad: Callable[[BadRowError], Any] = _raise_error) -> Iterator[tuple[int, dict]]:
         """Yield (position, row) in file order; skips a bad row if `on_bad` returns."""
@@ -126,84 +179,46 @@ def _with_hint(error: BadRowError, line: bytes, where: str) -> BadRowError:
     return BadRowError("invalid JSON", "invalid JSON: a comma after the row", error.setting, "remove the comma: JSON Lines has none between rows")
 
 
-def resolve_sources(path: str | list[str]) -> list[list[Source]]:
+def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -> list[list[Source]]:
     """Return the files of each entry of `path`: a file, a glob, all files of a folder, or hub:owner/name[@config][:split].
 
     The files of a glob or a folder are sorted by name. Raises UserError if an entry names no file.
     """
-    return [_resolve_entry(entry) for entry in ([path] if isinstance(path, str) else path)]
+    return [open_entry(entry, options) for entry in ([path] if isinstance(path, str) else path)]
 
 
-def _resolve_entry(entry: str) -> list[Source]:
+def open_entry(entry: str, options: ReadOptions | None = None) -> list[Source]:
     if entry.startswith("hub:"):
         from data.sources.huggingface import load_hub_dataset
 
-        return [Source(file, "arrow", name) for file, name in load_hub_dataset(entry)]
+        columns = options.columns if options else ()
+        return [Source(file, "arrow", name, columns=columns) for file, name in load_hub_dataset(entry)]
+    return [Source.open(file, options) for file in find_files(entry)]
+
+
+def find_files(entry: str) -> list[Path]:
+    """Return the files of a path, a glob or a folder. Raises UserError if there is none."""
     if "://" in entry:
         raise UserError("URLs are not supported", entry, "download the file first, or name a data set of Hugging Face: hub:owner/name")
     path = Path(entry).expanduser()
     if os.path.isdir(path):
-        return [Source.open(file) for file in _files_in(path)]
+        return _files_in(path)
     if not os.path.exists(path) and glob.has_magic(entry):
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
         if not files:
             raise UserError("no file matches the pattern", entry, f"list the files: ls {entry}")
-        return [Source.open(file) for file in files]
-    return [Source.open(path)]
+        return files
+    return [path]
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the files with a known extension in `folder` and its subfolders, without hidden ones."""
+    """Return the files with a known extension in `folder` and its subfolders, without hidden ones and those that describe a data set (README.md)."""
     visible = (file for file in folder.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    files = sorted(file for file in visible if _extension(file) in EXTENSIONS)
+    files = sorted(file for file in visible if extension_of(file) in EXTENSIONS and not _is_description(file))
     if not files:
         raise UserError("the folder has no data files", str(folder), f"data files have the extension {KNOWN_EXTENSIONS}")
     return files
 
 
-def _extension(path: Path) -> str:
-    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
-
-
-def _detect_format(path: Path) -> str:
-    first_bytes, content = _read_head(path)
-    _check_encoding(path, first_bytes)
-    known = EXTENSIONS.get(_extension(path)) or ("json" if content[:1] in b"[{" else "parquet" if content.startswith(b"PAR1") else None)
-    if known is None:
-        raise UserError("the file format cannot be detected by name or first byte", str(path), f"use one of the extensions {KNOWN_EXTENSIONS}")
-    return known if known != "json" else "json array" if _is_array(content) else "jsonl"
-
-
-def _read_head(path: Path) -> tuple[bytes, bytes]:
-    """Return (first chunk, first chunk that is not blank, without leading blanks) of the decompressed file."""
-    first_bytes = b""
-    try:
-        with open_stream(path) as (_, file):
-            while chunk := file.read(READ_BYTES):
-                first_bytes = first_bytes or chunk
-                if content := chunk.removeprefix(BOM).lstrip():
-                    return first_bytes, content
-    except PermissionError as error:
-        raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
-    except OSError as error:
-        raise UserError(f"the file cannot be read: {error}", str(path), "copy it again") from error
-    raise UserError("the file is empty", str(path), "write one JSON object per line into it")
-
-
-def _check_encoding(path: Path, first_bytes: bytes) -> None:
-    """Refuse UTF-16 and UTF-32: detected by a byte order mark, in JSON also by the zero bytes of its first characters."""
-    known = EXTENSIONS.get(_extension(path), "json")
-    encoding = json.detect_encoding(first_bytes[:4])
-    if encoding.startswith("utf-8") or known in ("parquet", "arrow") or (known != "json" and encoding not in ("utf-16", "utf-32")):
-        return
-    name = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
-    raise UserError(f"the encoding must be UTF-8, found {name}", str(path), f"save the file as UTF-8, e.g. with: iconv -f {name} -t UTF-8")
-
-
-def _is_array(content: bytes) -> bool:
-    """Whether the file is a JSON array. A list on the first line with more lines after it is a (wrong) row of JSON Lines."""
-    first_line, _, rest = content.partition(b"\n")
-    try:
-        return content.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first_line), list))
-    except (ValueError, RecursionError):
-        return True
+def _is_description(file: Path) -> bool:
+    return NOT_DATA.fullmatch(file.name) is not None or (file.name == "state.json" and file.with_name("dataset_info.json").exists())

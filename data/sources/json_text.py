@@ -129,6 +129,15 @@ def read_text(file: BinaryIO, locate: Locate) -> Items:
         line += document.count(b"\n")
 
 
+def read_text_lines(file: BinaryIO, locate: Locate) -> Items:
+    """Yield (line number, {"text": ...}) of each line that is not blank."""
+    for number, line in iter_lines(file, locate):
+        if isinstance(line, BadRowError):
+            yield number, line
+        elif content := line.rstrip(b"\r\n").strip():
+            yield number, _decode_document(content, locate(number))
+
+
 def _end_of_document(chunk: bytes) -> int:
     """Return the end of the last line; without line ends, a position that is not within a UTF-8 character."""
     if end := chunk.rfind(b"\n") + 1:
@@ -143,5 +152,5 @@ def _decode_document(document: bytes, where: str) -> dict | BadRowError:
     except UnicodeDecodeError as error:
         return not_utf8(f"{where}, byte {error.start + 1} from there", error.reason)
     if "\0" in text:
-        return BadRowError("binary data", "the text contains NUL characters", where, "remove the binary file, or save UTF-16 as UTF-8")
+        return BadRowError("binary data", "the text contains NUL characters", where, "remove the binary file, or name its encoding: data.encoding=utf-16-le")
     return {"text": text.replace("\r\n", "\n")}

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 from common.errors import UserError
 from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines
 
+UNNAMED = "Unnamed: 0"  # what pandas calls the column without a name that it writes the index of a table to
 
-def read_csv(file: BinaryIO, locate: Locate) -> Items:
-    """Yield (line number, row) of a CSV file with a header; every value is a string."""
+
+def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> Items:
+    """Yield (line number, row) of a CSV file with a header; every value is a string. `arguments` are those of csv.reader."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
-    reader = csv.reader(_decode_lines(file, locate), strict=True)
+    reader = csv.reader(_decode_lines(file, locate), strict=True, **arguments)
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
         raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
+    if header and not header[0]:
+        header[0] = UNNAMED
     if len({*header, ""}) <= len(header):
         raise UserError(f"the columns of a CSV file need different names, got {', '.join(header)}", locate(1), "name each column in the first line")
     while True:
@@ -43,7 +47,7 @@ def _decode_lines(file: BinaryIO, locate: Locate) -> Iterator[str]:
 
 def _csv_row(header: list[str], cells: list[str], where: str) -> dict | BadRowError:
     if len(cells) != len(header):
-        return BadRowError("invalid CSV", f"the row has {len(cells)} values, the header {len(header)}", where, "quote values that contain commas")
+        return BadRowError("invalid CSV", f"the row has {len(cells)} values, the header {len(header)}", where, "quote values that contain the delimiter")
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:

@@ -19,7 +19,8 @@ from common.errors import UserError
 from common.file_lock import FileLock
 from common.filesystem import atomic_path, read_json_object, remove_tree
 from data.schemas.registry import SCHEMAS
-from data.sources.files import COMPRESSED, Source
+from data.sources.detect import COMPRESSED
+from data.sources.files import Source
 from data.store.layout import STORE_FORMAT
 from data.store.reader import TokenStore
 from data.store.workers import Chunk, encode_in_parallel
@@ -33,7 +34,7 @@ COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
 FINGERPRINTED_CODE = (
     "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/jinja_sandbox.py",
-    "tokenize/tokenizer.py",
+    "tokenize/tokenizer.py", "tokenize/training_version.py",
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
@@ -57,7 +58,7 @@ def load_or_build(
     with with_cache_hint(cache):
         cache.mkdir(parents=True, exist_ok=True)
         content = file_sha256_cached(source.path, cache)
-    parts = [content, source.file_format, encoding.key(tokenizer.fingerprint), STORE_FORMAT, code_fingerprint(encoding.schema)]
+    parts = [content, *source.reading, encoding.key(tokenizer.fingerprint), STORE_FORMAT, code_fingerprint(encoding.schema)]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:

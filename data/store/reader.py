@@ -52,7 +52,9 @@ class TokenStore:
         self.tokens: int = manifest["tokens"]
         self.has_weights: bool = manifest["has_weights"]  # whether the weight of any row is not 1
         stats: dict[str, Any] = manifest["stats"]
-        self.stats = RowStats(**{**stats, "dropped": Counter(stats["dropped"]), "bad": Counter(stats["bad"])})
+        counters: dict[str, Counter] = {name: Counter(stats[name]) for name in ("dropped", "bad", "unused")}
+        counters["lost_by_length"] = Counter({int(length): count for length, count in stats["lost_by_length"].items()})
+        self.stats = RowStats(**stats | counters)
         self.metadata: dict[str, Any] = manifest["metadata"]
         self._rows: int = manifest["rows"]
         self._dtype = np.dtype(manifest["dtype"])
@@ -122,6 +124,13 @@ class TokenStore:
         for a, b in _slices(start, stop):
             weights[a - start : b - start] = self._table("rows.bin", ROW_DTYPE, a, b)["weight"]
         return weights
+
+    def contents(self, start: int, stop: int) -> np.ndarray:
+        """Hash of the tokens of each of the rows [start, stop), uint64."""
+        contents = np.empty(stop - start, np.uint64)
+        for a, b in _slices(start, stop):
+            contents[a - start : b - start] = self._table("rows.bin", ROW_DTYPE, a, b)["content"]
+        return contents
 
     def _table(self, name: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         raw = self._read(name, dtype.itemsize, start, stop)

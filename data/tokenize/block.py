@@ -25,8 +25,10 @@ class RowStats:
     lost_loss_tokens: int = 0  # tokens that would have loss if no row were truncated or dropped for its length
     longest_conversation: int = 0  # tokens
     most_answers: int = 0  # of the assistant in one conversation; 0: not counted, because not every answer has loss
+    lost_by_length: Counter[int] = field(default_factory=Counter)  # these tokens, by the data.max_length (see round_up_length) that keeps them
     dropped: Counter[str] = field(default_factory=Counter)  # rows left out because of a setting, by reason
     bad: Counter[str] = field(default_factory=Counter)  # rows that cannot be used, by reason
+    unused: Counter[str] = field(default_factory=Counter)  # rows in which a field that training ignores is not null, by field
     first_seen: dict[str, str] = field(default_factory=dict)  # file:line of the first row of each reason
 
     def __iadd__(self, other: RowStats) -> RowStats:
@@ -38,10 +40,29 @@ class RowStats:
     def add_conversation(self, tokens: int, answers: int) -> None:
         self.longest_conversation, self.most_answers = max(self.longest_conversation, tokens), max(self.most_answers, answers)
 
+    def count_lost(self, first: int, last: int) -> None:
+        """Count lost tokens with loss, of which the n-th needs data.max_length >= first + n."""
+        self.lost_loss_tokens += last - first
+        while first < last:
+            limit = round_up_length(first + 1)
+            self.lost_by_length[limit] += min(limit, last) - first
+            first = min(limit, last)
+
+    def count_lost_answer(self, tokens: int, max_length: int) -> None:
+        """Count lost tokens with loss that all need this `max_length`."""
+        self.lost_loss_tokens += tokens
+        self.lost_by_length[round_up_length(max_length)] += tokens
+
     def count_dropped(self, kind: str, reason: str, where: str) -> None:
         """Count a row that is left out; `kind` is dropped or bad."""
         getattr(self, kind)[reason] += 1
         self.first_seen.setdefault(reason, where)
+
+
+def round_up_length(length: int) -> int:
+    """Return the length, or at most 1/32 more: few different values however long the rows are."""
+    step = 1 << max(length.bit_length() - 6, 0)
+    return -(-length // step) * step
 
 
 @dataclass

@@ -9,6 +9,8 @@ import numpy as np
 
 from data.errors import BadRowError
 from data.schemas.augment import augment_example
+from data.schemas.columns import unused_fields, unused_message_fields
+from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
 from data.sources.files import Source
@@ -49,9 +51,20 @@ class Encoder:
             stats.read += 1
             try:
                 row, where = source.parse(position, raw), source.where(position)
-                yield position, example_weight(row, where), prepare(self.schema.read(row, where), position, where)
+                example = self.schema.read(row, where)
+                stats.unused.update(self._unused_fields(row, example))
+                yield position, example_weight(row, where), prepare(example, position, where)
             except BadRowError as error:
                 self._handle_bad_row(error, stats)
+
+    def _unused_fields(self, row: dict, example: Example) -> list[str]:
+        """Return the fields of a row that no token depends on, and those of its messages that the chat template does not name."""
+        unused = unused_fields(row, self.schema.fields)
+        if self.template is not None and not isinstance(example, TextExample):
+            chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+            names = set().union(*(unused_message_fields(chat.messages, CHECKED_FIELDS) for chat in chats))
+            unused += [f"messages[].{name}" for name in names if not self.template.names(name)]
+        return unused
 
     def _handle_bad_row(self, error: BadRowError, stats: RowStats) -> None:
         if self.encoding.on_bad_row == "error":
@@ -70,15 +83,15 @@ class Encoder:
     def _add_texts(self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder) -> None:
         size = self.encoding.max_length
         for (position, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
-            ids = [self.tokenizer.bos_id, *ids, self.tokenizer.eos_id]
+            ids = [*self.tokenizer.bos_ids, *ids, self.tokenizer.eos_id]
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.encoding.too_long == "drop":
                 stats.count_dropped("dropped", TOO_LONG_REASON, source.where(position))
-                stats.lost_loss_tokens += last
+                stats.count_lost_answer(last, last)
                 continue
             if too_long and self.encoding.too_long == "truncate":
                 stats.truncated += 1
-                stats.lost_loss_tokens += last - size
+                stats.count_lost(size, last)
                 last = size
             elif too_long:
                 stats.split += 1
@@ -106,17 +119,18 @@ class Encoder:
         if not any(spans):
             fix = "make them differ, or delete the row"
             return self._handle_bad_row(BadRowError("no difference", "chosen and rejected are the same tokens", where, fix), stats)
-        total = sum(map(_count_tokens, spans))
-        if max(len(ids) for ids, _ in chats) > max_ids:
+        longest = max(len(ids) for ids, _ in chats)
+        if longest > max_ids:
+            whole = spans
             if self.encoding.too_long == "drop":
-                stats.lost_loss_tokens += total
+                stats.count_lost_answer(sum(map(_count_tokens, whole)), longest - 1)
                 return stats.count_dropped("dropped", TOO_LONG_REASON, where)
             stops = [self._truncation_point(ids, each, max_ids) for (ids, _), each in zip(chats, spans, strict=True)]
             spans = [[(start, min(end, stop)) for start, end in each if start < stop] for each, stop in zip(spans, stops, strict=True)]
             if not any(spans) or min(stops) <= shared:
-                stats.lost_loss_tokens += total
+                self._count_lost(whole, [[] for _ in whole], longest, stats)
                 return stats.count_dropped("dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where)
-            stats.lost_loss_tokens += total - sum(map(_count_tokens, spans))
+            self._count_lost(whole, spans, longest, stats)
             chats = [(ids[:stop], loss_mask) for (ids, loss_mask), stop in zip(chats, stops, strict=True)]
             stats.truncated += 1
         stats.kept += 1
@@ -124,6 +138,14 @@ class Encoder:
             count = sum(start < len(ids) for start, _ in each) if self.encoding.loss_on == "assistant" else 0  # else a span is no answer
             stats.add_conversation(len(ids), count)
         builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
+
+    def _count_lost(self, whole: list[list[SpanPair]], kept: list[list[SpanPair]], longest: int, stats: RowStats) -> None:
+        """Count what `kept` has lost of `whole`. An answer is kept whole if its end fits; a preference if both of its sequences fit."""
+        for spans, kept_spans in zip(whole, kept, strict=True):
+            for i, (start, stop) in enumerate(spans):
+                lost = stop - start - _count_tokens(kept_spans[i : i + 1])
+                if lost:
+                    stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
 
     def _truncation_point(self, ids: list[int], spans: list[SpanPair], max_ids: int) -> int:
         """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an answer."""

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from runner.config.flags import flag_value
-from runner.config.overrides import hydra_quote, is_hydra_override
+from runner.config.literals import hydra_quote
+from runner.config.overrides import is_hydra_override
 from runner.run_dir import config_snapshot, resume
 from runner.run_dir.metadata import RunMetadata, has_started
 from runner.sweep import extend, grid

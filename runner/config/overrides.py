@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
 from common.plugins import locate_plugin
+from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_output, literal_path, parse_value, quote_columns, quote_path
 from runner.config.schema import config_groups, config_schema
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
@@ -20,7 +19,9 @@ HYDRA_KEYS_REFUSED = {
     "hydra.mode": "--multirun starts a sweep",
     **dict.fromkeys(("hydra/callbacks", "hydra.callbacks", "hydra.callbacks.run_dir"), RUN_DIR_CALLBACK),
 }
-PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")  # made absolute: a run may be resumed from another directory
+# Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
+PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")
+OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
@@ -140,7 +141,7 @@ def config_dirs(typed: list[str], conf: Path = CONF_DIR) -> list[Path]:
 
 def _searchpath(typed: list[str]) -> list[str]:
     given = [override for override in typed if key_of(override) == SEARCHPATH_KEY]
-    value = _parse_value(given[-1]) if given else []
+    value = parse_value(given[-1]) if given else []
     return [str(getattr(url, "text", url)) for url in (value if isinstance(value, list) else [value])]
 
 
@@ -158,61 +159,19 @@ def _config_dir_url(name: str) -> str:
 def plugins_of(typed: list[str]) -> list[str]:
     """Return the plugins that the overrides name, as `locate_plugin` does."""
     given = [override for override in typed if key_of(override) == PLUGINS_KEY]
-    value = _parse_value(given[-1]) if given else []
+    value = parse_value(given[-1]) if given else []
     if not isinstance(value, list):
         raise UserError("plugins must be a list", given[-1], f"plugins=[{value}]")
     return [locate_plugin(str(getattr(name, "text", name))) for name in value]
 
 
 def absolutize_path(override: str) -> str:
-    """Return the override with absolute paths, so that it means the same wherever the run is resumed."""
-    key, _, value = override.partition("=")
+    """Return the override with absolute paths, and with names of the user quoted for Hydra."""
+    key, equals, value = override.partition("=")
     if key == PLUGINS_KEY:
-        return f"{PLUGINS_KEY}=[{','.join(map(_quote_if_needed, plugins_of([override])))}]"
-    if key not in PATH_KEYS:
-        return override
-    if value.startswith("[") or ("," in value and not os.path.exists(value)) or value.startswith("choice("):
-        return f"{key}={_absolutize_items(_parse_value(override))}"
-    path = _absolute_path(value)
-    return override if path == value and not os.path.exists(value) else f"{key}={_quote_if_needed(path)}"
-
-
-def _absolutize_items(value: Any) -> str:
-    """Return a list, the values of a sweep, or one path, as the value of an override."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_absolutize_items, value))}]"
-    if hasattr(value, "list"):
-        return ",".join(map(_absolutize_items, value.list))
-    if isinstance(value, str) and value.startswith("${"):
-        return value
-    return "null" if value is None else _quote_if_needed(_absolute_path(str(getattr(value, "text", value))))
-
-
-def _quote_if_needed(path: str) -> str:
-    return path if re.fullmatch(r"[\w./:@+-]+", path) else hydra_quote(path)
-
-
-def _absolute_path(path: str) -> str:
-    """Return an existing path, or a pattern in an existing folder, as absolute; anything else as it is."""
-    if path.startswith(("/", "$", "~", "'", '"')):
-        return path
-    is_pattern = any(sign in path for sign in "*?") and os.path.isdir(os.path.dirname(path) or ".")
-    return os.path.abspath(path) if is_pattern or os.path.exists(path) else path
-
-
-def _parse_value(override: str) -> Any:
-    """Return the value of an override as Hydra parses it: a list, the values of a sweep, a string."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_override(override).value()
-    except HydraException as error:
-        raise UserError("this list cannot be parsed", override, "quote what holds commas, spaces or brackets: 'key=[\"a, b\",c]'") from error
-
-
-def hydra_quote(value: str) -> str:
-    """Return a quoted string of Hydra's grammar whose value is `value`. Backslashes are doubled only before a special character."""
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not an interpolation
-    value = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    return "'" + re.sub(r"(\\+)\Z", r"\1\1", value) + "'"
+        return f"{PLUGINS_KEY}=[{','.join(map(quote_path, plugins_of([override])))}]"
+    if key == COLUMNS_KEY:
+        return quote_columns(override)
+    if key in OUTPUT_KEYS:
+        return literal_output(override)
+    return literal_path(override) if key in PATH_KEYS and equals else override

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from data.config import DataConfig
 from runner.engine.config import Config
+from runner.engine.objectives.config import StageConfig
 from runner.tracking.progress import ProgressMeter
 
 if TYPE_CHECKING:
     from data.batching.batch import SequenceSource
     from data.batching.loader import StepLoader
-    from data.batching.mixture import WeightedSource
+    from data.batching.mixture import MixedRows, WeightedSource
     from data.sources.files import Source
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
@@ -28,42 +32,47 @@ class DataPipeline:
     train: SequenceSource
     val: SequenceSource | None
     files: list[dict[str, Any]]  # counts of each file's rows, for run.json and the log
+    warnings: list[str]  # of rows that are cut off, or are training and validation data
+    notes: list[str]  # how files were chosen and read, and what of them is not used
     fingerprint: str  # of the training rows and how they are packed
     held_out: int  # validation rows
+    evaluates_training_rows: bool = False  # `val` is a slice of the training rows, which are trained on, too: train.final_eval_rows
+    evaluation: dict[str, Any] | None = None  # what identifies the rows of `val`, as JSON values; None without evaluation
 
 
 def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     """Raises UserError if a row, a file or their combination cannot be trained on."""
     from data.batching.mixture import MixedRows, mix_sources
+    from data.batching.validation import separate_validation
+    from data.sources.splits import resolve_data_files
+    from data.store.truncation import truncation_warning
 
     encoding = encoding_config(cfg, tokenizer)
-    train_files, val_files = resolve_files(cfg.data)
-    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in train_files]
-    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in val_files]
+    data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
+    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in data_files.train]
+    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in data_files.validation]
     files = [describe_source(part) for group in [*groups, held_out] for part in group]
-    if not held_out:
+    truncated = truncation_warning((part.store.stats for group in groups for part in group), cfg.data.max_length, cfg.model.max_position_embeddings)
+    is_split = not held_out
+    if is_split:
         groups, held_out = split_validation(groups, cfg.data)
+    groups, warnings = separate_validation(groups, held_out, cfg.data, is_split)
     rows = mix_sources(groups, cfg.data.weights)
     train = to_sequences(rows, cfg, cfg.seed)
-    val = MixedRows(tuple(held_out)) if held_out else None
-    return DataPipeline(train, to_sequences(val, cfg, seed=0) if val else None, files, train.fingerprint, len(val) if val else 0)
-
-
-def resolve_files(data: DataConfig) -> tuple[list[list[Source]], list[Source]]:
-    """Return (files of each entry of data.path, files of data.val_path). val_path=auto: X_val.jsonl beside X.jsonl."""
-    from data.sources.files import COMPRESSED, resolve_sources
-
-    groups = resolve_sources(data.paths)
-    if data.val_path != "auto":
-        return groups, resolve_sources(data.val_path)[0] if data.val_path else []
-
-    def val_path(path: Path) -> Path:
-        name, compression = (path.stem, path.suffix) if path.suffix in COMPRESSED else (path.name, "")
-        return path.with_name(f"{Path(name).stem}_val{Path(name).suffix}{compression}")
-
-    val_paths = {path for group in groups for source in group if (path := val_path(source.path)).is_file()}
-    groups = [[source for source in group if source.path not in val_paths] for group in groups]
-    return groups, [source for path in sorted(val_paths) for source in resolve_sources(str(path))[0]]
+    evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
+    evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
+    val = MixedRows(tuple(evaluated)) if evaluated else None
+    return DataPipeline(
+        train,
+        to_sequences(val, cfg, seed=0) if val else None,
+        files,
+        [*([truncated] if truncated else []), *warnings],
+        [*data_files.notes, *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]), *unused_columns(files)],
+        train.fingerprint,
+        sum(part.num_rows for part in held_out),
+        evaluates_training_rows,
+        evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
+    )
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
@@ -106,7 +115,9 @@ def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
     if bad > data.max_bad_fraction * stats.read:
         raise UserError(f"{bad} of {stats.read} rows are bad: {reasons}", source.name, f"correct the file, or data.max_bad_fraction={bad / stats.read:.2g}")
     if not stats.kept:
-        raise UserError(f"no row to train on: {reasons or 'the file is empty'}", source.name, "raise data.max_length, or choose another data.path")
+        raise UserError(f"no row to train on: {reasons or 'the file is empty'}", source.name, "raise data.max_length, or leave out this file")
+    if not stats.loss_tokens:
+        raise UserError(f"none of the {stats.tokens:,} tokens has loss", source.name, "another data.loss_on, or other data")
 
 
 def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
@@ -119,15 +130,44 @@ def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tu
     for part in parts:
         counts[id(part)] = round((before + part.num_rows) * share) - round(before * share)
         before += part.num_rows
+    for group in groups:
+        if all(counts[id(part)] == part.num_rows for part in group):
+            counts[id(group[-1])] -= 1  # an entry keeps a row to train on
+    if not any(counts.values()):
+        message = f"data.val_fraction={data.val_fraction} holds out at least one row, and the data has {total} in {len(groups)} entries of data.path"
+        raise UserError(message, f"data.val_fraction={data.val_fraction}", "data.val_fraction=0 trains on all rows without validation; or data.val_path=FILE")
     split = [[part.hold_out(counts[id(part)]) for part in group] for group in groups]
     kept = [[part for part, _ in group if part is not None] for group in split]
-    if not all(kept):
-        raise UserError(
-            f"data.val_fraction={data.val_fraction} holds out {sum(counts.values())} of {total} rows, which leaves an entry of data.path without rows",
-            f"data.val_fraction={data.val_fraction}",
-            "a smaller data.val_fraction, or data.val_path=FILE",
-        )
     return kept, [held_out for group in split for _, held_out in group if held_out is not None]
+
+
+def training_slice(groups: list[list[WeightedSource]], count: int) -> list[WeightedSource]:
+    """Return `count` rows spread over all files, the same ones for every seed and batch size. They stay training rows."""
+    parts = [part for group in groups for part in group]
+    total = sum(part.num_rows for part in parts)
+    slices, before = [], 0
+    for part in parts:
+        share = round((before + part.num_rows) * min(count, total) / total) - round(before * min(count, total) / total)
+        slices.append(part.hold_out(share)[1])
+        before += part.num_rows
+    return [part for part in slices if part is not None]
+
+
+def evaluation_identity(rows: MixedRows, is_training_slice: bool, encoding: EncodingConfig, cfg: Config) -> dict[str, Any]:
+    """Return what two runs must have in common for their evaluation losses to be comparable: rows, tokens, tokenizer, and settings of the loss."""
+    files = [[part.store.metadata["content"], part.split and [part.split.size, part.split.held_out]] for part in rows.sources]
+    tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())  # split texts have the same tokens at every length
+    shared = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
+    loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in shared}
+    loss |= {f"data.{key}": getattr(cfg.data, key) for key in ("loss_on", "system_prob", "empty_think_prob")}
+    return {
+        "on": "training" if is_training_slice else "validation",
+        "rows": len(rows),
+        "tokens": tokens,
+        "data": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "tokenizer": rows.sources[0].store.metadata["tokenizer"],
+        "loss": loss,
+    }
 
 
 def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
@@ -166,6 +206,7 @@ def build_loader(
     )
 
 
+MAX_LISTED_COLUMNS, MAX_LISTED_FILES = 20, 3  # in one line of the log; run.json has all
 DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, from a dict of describe_source
     "read": lambda file: file["read"],
     "kept": lambda file: file["kept"],
@@ -181,8 +222,31 @@ DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, f
 
 def describe_source(part: WeightedSource) -> dict[str, Any]:
     """Return file, schema and counts of rows, as JSON values."""
-    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items()}
+    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items() if name != "lost_by_length"}
     return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **counts}
+
+
+def reading_notes(sources: list[Source]) -> list[str]:
+    """Return a line for the files whose encoding or delimiter was detected."""
+    return [f"{files}: {detected}" for detected, files in _grouped((source.detected, Path(source.name).name) for source in sources)]
+
+
+def unused_columns(files: list[dict[str, Any]]) -> list[str]:
+    """Return a line for the files with fields that training ignores; rows in which they are null do not count."""
+    named = ((_listed(sorted(file["unused"]), MAX_LISTED_COLUMNS), Path(file["file"]).name) for file in files)
+    return [f"unused columns of {where}: {columns}" for columns, where in _grouped(named)]
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return (text, files) for each text that is not empty."""
+    groups: dict[str, list[str]] = {}
+    for text, file in pairs:
+        groups.setdefault(text, []).append(file)
+    return [(text, _listed(files, MAX_LISTED_FILES)) for text, files in groups.items() if text]
+
+
+def _listed(names: list[str], limit: int) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
 def data_table(files: list[dict[str, Any]]) -> str:

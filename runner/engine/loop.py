@@ -15,7 +15,7 @@ from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPR
 from runner.engine.build import run_summary
 from runner.engine.data_pipeline import data_table
 from runner.engine.evaluation import evaluate_if_due
-from runner.engine.export import export_model
+from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState
@@ -29,7 +29,7 @@ DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this 
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
-    """Train from the newest checkpoint to the last step, and export the model; return the loss that a sweep compares.
+    """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights, which a sweep compares.
 
     Raises Interrupted, after the current step is saved, if `stop_requested()` on some rank; TrainingError if training fails.
     """
@@ -55,6 +55,7 @@ def start_or_resume(state: TrainState) -> None:
     check_ranks_agree(state)
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
+        state.update_metadata(export=None)
     state.logger.start(
         run_summary(state),
         total_steps=state.total_steps,
@@ -63,7 +64,9 @@ def start_or_resume(state: TrainState) -> None:
         resume_at=state.log_position,
         tracker_id=state.tracker_id,
     )
-    state.logger.info(data_table(state.pipeline.files))
+    state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
+    for warning in state.pipeline.warnings:
+        state.logger.warning(warning)
 
 
 def check_ranks_agree(state: TrainState) -> None:
@@ -99,9 +102,9 @@ def train_steps(state: TrainState, stop_requested: Callable[[], bool]) -> None:
             checkpoints.report_finished()
             if stop_requested():
                 save_and_interrupt(state)
-            if state.is_due(cfg.train.save_every):
-                checkpoints.save_async(progress.step, state)
             with throughput.paused():
+                if state.is_due(cfg.train.save_every):
+                    checkpoints.save_async(progress.step, state)
                 evaluate_if_due(state)
 
 
@@ -170,18 +173,19 @@ def save_and_interrupt(state: TrainState) -> NoReturn:
 
 
 def finish(state: TrainState) -> float:
-    """Save the last checkpoint and export the model; return the last evaluation loss, or training loss if there was no evaluation."""
+    """Save the last checkpoint and export the model; return the evaluation loss of the exported weights, or the last training loss if there was no evaluation."""
     progress = state.progress
     state.checkpoints.save_blocking(progress.step, state)
     loss = progress.recent_losses[-1] if progress.eval_loss is None else progress.eval_loss
     uniform_loss = state.objective.uniform_loss(state.cfg.model.vocab_size)
     if uniform_loss is not None and loss is not None and loss > DIVERGED_FACTOR * uniform_loss:
         raise DivergedError(f"diverged: the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}; use a smaller optimizer.lr")
+    exported = choose_weights(state)
     if state.dist.is_rank_zero:
-        state.checkpoints.mark_best(progress.best_step)
-        export_model(state)
+        export_model(state, exported)
     if state.stopped_early:
         state.logger.info(
             f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step})"
         )
+    loss = loss if exported.loss is None else exported.loss
     return math.inf if loss is None else loss

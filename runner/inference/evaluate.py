@@ -85,9 +85,9 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
 def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
     """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
     from data.schemas.registry import SCHEMAS, schema_of_source
-    from data.sources.files import resolve_sources
+    from data.sources.files import ReadOptions, resolve_sources
 
-    sources, errors = resolve_sources([data.path])[0], []
+    sources, errors = resolve_sources([data.path], ReadOptions.of(data))[0], []
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:

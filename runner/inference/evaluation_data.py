@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
-from common.settings import check_at_least
+from common.settings import check_at_least, check_choice
+from data.schemas.registry import check_columns
+from data.sources.files import ReadOptions
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch
@@ -20,11 +22,17 @@ if TYPE_CHECKING:
 @dataclass
 class EvaluationData:
     path: str  # file, glob or folder
+    columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
+    encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
+    text_unit: str  # a row of a .txt or .md file: file (long ones in parts), or line
     max_length: int  # length limit of an example (tokens): a text is split, a conversation truncated
     cache: str  # folder of the token stores
 
     def __post_init__(self) -> None:
         check_at_least("data.max_length", self.max_length, 2, 1024)
+        check_choice("data.text_unit", self.text_unit, ("file", "line"))
+        check_columns(self.columns or {})
+        ReadOptions.of(self)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import hydra_quote, is_hydra_override
+from runner.config.literals import hydra_quote
+from runner.config.overrides import is_hydra_override
 from runner.run_dir import config_snapshot
 from runner.sweep import extend, validation
 from runner.sweep.grid import merge_overrides

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.registry import SCHEMAS, detect_schema
 from data.schemas.text import example_weight
@@ -169,20 +168,6 @@ def test_bad_row_of_frequent_mistakes_has_a_specific_fix(write):
         assert error.fix.startswith("remove the comma")
     indented = json.dumps(GOOD["minimind chat"], indent=2).encode()
     assert "jq -c . FILE" in read(write(indented, "rows.json"), "minimind chat")[0].fix
-
-
-@pytest.mark.parametrize(
-    "file, content", [("rows.jsonl", '{"text": "é"}\n'), ("rows.json", '\n[{"text": "a"}]'), ("rows", "[]"), ("book.txt", "a"), ("rows.csv", "text\n1")]
-)
-@pytest.mark.parametrize(
-    "encoding, name", [("utf-16", "UTF-16"), ("utf-32", "UTF-32"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32-le", "UTF-32LE")]
-)
-def test_bad_encoding_error_has_the_command_that_converts_the_file(write, file, content, encoding, name):
-    if name[-2:] in ("LE", "BE") and file in ("book.txt", "rows.csv"):
-        return  # without a byte order mark, only JSON is detected by its first bytes
-    with pytest.raises(UserError) as error:
-        Source.open(write(content.encode(encoding), file))
-    assert name in error.value.message and error.value.fix.endswith(f"iconv -f {name} -t UTF-8")
 
 
 @pytest.mark.parametrize("content", ["\0\0binary", "h\0i\0"])

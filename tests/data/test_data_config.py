@@ -6,7 +6,7 @@ from common.errors import UserError
 from data.config import DataConfig
 
 VALID = {
-    "name": "own", "path": "a.jsonl", "weights": None, "schema": None, "val_path": "auto", "val_fraction": 0.01, "tokenizer": "tokenizer", "max_length": 64,
+    "name": "own", "path": "a.jsonl", "weights": None, "columns": None, "encoding": None, "text_unit": "file", "schema": None, "val_path": "auto", "val_fraction": 0.01, "val_duplicates": "auto", "tokenizer": "tokenizer", "max_length": 64,
     "too_long": "auto", "on_bad_row": "error", "max_bad_fraction": 0.01, "loss_on": "assistant", "packing": "best_fit", "group_by_length": False,
     "system_prompts": [], "system_prob": 0.0, "empty_think_prob": 0.0, "cache": "cache", "num_workers": 0,
 }  # fmt: skip
@@ -22,6 +22,11 @@ def test_data_config_accepts_a_path_and_a_list_of_weighted_paths():
     [
         ({"path": []}, "must name a file", "data.path=[]", "data.path="),
         ({"path": ["a.jsonl", 3]}, "must name a file", "data.path=['a.jsonl', 3]", "data.path="),
+        ({"columns": "question"}, "must name the column of each field, got question", "data.columns=question", "data.columns={prompt: question"),
+        ({"columns": {"question": "prompt"}}, "no row schema has: question", "data.columns={question: prompt}", "data.columns={prompt: question}"),
+        ({"columns": {"promt": "q"}}, "no row schema has: promt", "data.columns={promt: q}", "did you mean prompt?"),
+        ({"encoding": "hex"}, "an encoding of text that Python knows, got hex", "data.encoding=hex", "data.encoding="),
+        ({"text_unit": "row"}, "must be one of file, line, got row", "data.text_unit=row", "data.text_unit="),
         ({"weights": [1.0, 2.0]}, "one number per entry of data.path, got 2 for 1", "data.weights=[1.0, 2.0]", "data.weights=[1]"),
         ({"weights": [0.0]}, "must be positive numbers", "data.weights=[0.0]", "remove the entry"),
         ({"weights": [float("inf")]}, "must be positive numbers", "data.weights=[inf]", "remove the entry"),

@@ -260,13 +260,13 @@ def names(path):
 
 def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("b.jsonl", "a.json.gz", "deep/c.csv", "deep/notes.md", ".hidden/d.jsonl", "deep/[x].txt"):
+    for name in ("b.jsonl", "a.json.gz", "deep/c.csv", "deep/notes.rst", "README.md", ".hidden/d.jsonl", "deep/[x].txt", "dataset_info.json", "state.json"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(gzip.compress(b"{}") if name.endswith("gz") else b"{}")
     assert names(".") == [["a.json.gz", "b.jsonl", "[x].txt", "c.csv"]]
     assert names("deep/[x].txt") == [["[x].txt"]]  # an existing file is not a pattern
-    assert names(["*.json*", "**/*.csv", "b.jsonl"]) == [["a.json.gz", "b.jsonl"], ["c.csv"], ["b.jsonl"]]
+    assert names(["[ab].json*", "**/*.csv", "b.jsonl"]) == [["a.json.gz", "b.jsonl"], ["c.csv"], ["b.jsonl"]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Format and encoding of a data file, from its name and its first bytes."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import BinaryIO
+
+from common.errors import UserError
+from data.sources.byte_stream import BOM, READ_BYTES, open_stream
+from data.sources.encodings import UTF8, encoding_of, utf8_stream
+
+EXTENSIONS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".txt", ".md"), "text"),
+    **{".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow"},
+}
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+KNOWN_EXTENSIONS = f"{', '.join(EXTENSIONS)}, each also with {', '.join(COMPRESSED[:-1])} or {COMPRESSED[-1]}"
+# By file format: arguments of csv.reader, in the order in which they are tried.
+CSV_FORMATS: dict[str, dict] = {
+    "csv": {"delimiter": ","},
+    "csv with ;": {"delimiter": ";"},
+    "tsv": {"delimiter": "\t"},
+    "csv with |": {"delimiter": "|"},
+    "tsv without quotes": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # a quote is a character like any other
+}
+SAMPLE_BYTES, SAMPLE_RECORDS = 256 << 10, 50  # of a CSV file, to detect its delimiter
+
+
+def extension_of(path: Path) -> str:
+    """Return the extension in lower case, without that of a compression."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str, str]:
+    """Return (file format, encoding) of a file. `encoding` and `text_unit` are the settings of data. Raises UserError if it has no known format."""
+    known = EXTENSIONS.get(extension_of(path))
+    try:
+        with open_stream(path) as (_, file):
+            head = file.read(READ_BYTES)
+        if known in ("parquet", "arrow") or (known is None and head.startswith(b"PAR1")):
+            if not head:
+                raise _empty_file(path)
+            return known or "parquet", UTF8
+        encoding = encoding_of(head, known in (None, "json"), encoding)
+        with open_stream(path) as (_, file):
+            content = _first_content(utf8_stream(file, encoding), blanks=b"\r\n" if known in ("csv", "tsv") else b" \t\r\n")
+    except PermissionError as error:
+        raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
+    except OSError as error:
+        raise UserError(f"the file cannot be read: {error}", str(path), "copy it again") from error
+    if not content:
+        raise _empty_file(path)
+    if known in ("csv", "tsv"):
+        return detect_csv(content, known), encoding
+    if known == "text":
+        return "text lines" if text_unit == "line" else known, encoding
+    if known is None and content[:1] not in b"[{":
+        raise UserError("the file format cannot be detected by name or first byte", str(path), f"use one of the extensions {KNOWN_EXTENSIONS}")
+    return "json array" if _is_array(content) else "jsonl", encoding
+
+
+def _empty_file(path: Path) -> UserError:
+    return UserError("the file is empty", str(path), "write one JSON object per line into it, or leave it out")
+
+
+def _first_content(file: BinaryIO, blanks: bytes) -> bytes:
+    """Return the first chunk that is not blank, without leading `blanks`; b"" if there is none."""
+    while chunk := file.read(READ_BYTES):
+        if content := chunk.removeprefix(BOM).lstrip(blanks):
+            return content if content.strip() else b""
+    return b""
+
+
+def _is_array(content: bytes) -> bool:
+    """Whether the file is a JSON array. A list on the first line with more lines after it is a (wrong) row of JSON Lines."""
+    first_line, _, rest = content.partition(b"\n")
+    try:
+        return content.startswith(b"[") and not (rest.strip() and isinstance(json.loads(first_line), list))
+    except (ValueError, RecursionError):
+        return True
+
+
+def detect_csv(content: bytes, otherwise: str) -> str:
+    """Return the key of CSV_FORMATS whose records have as many values as the header; `otherwise` for a single column."""
+    lines = content[:SAMPLE_BYTES].decode(UTF8, "replace").split("\n")
+    lines = [f"{line}\n" for line in (lines[:-1] if len(content) > SAMPLE_BYTES else lines)]
+    share = {name: _share_of_matching_records(lines, arguments) for name, arguments in CSV_FORMATS.items()}
+    best = max(sorted(share, key=lambda name: name != otherwise), key=lambda name: share[name])
+    return best if share[best] else otherwise
+
+
+def _share_of_matching_records(lines: list[str], arguments: dict) -> float:
+    """Return the share of the first records that have as many values as the header, 0 if the header has one value."""
+    reader, lengths = csv.reader(lines, strict=True, **arguments), []
+    for _ in range(SAMPLE_RECORDS):
+        try:
+            lengths += [len(cells)] if (cells := next(reader)) else []
+        except StopIteration:
+            break
+        except csv.Error:
+            lengths.append(-1)
+    return sum(length == lengths[0] for length in lengths) / len(lengths) if lengths and lengths[0] > 1 else 0.0
