@@ -15,6 +15,7 @@ conf/model/*.yaml set family: rwkv and its values.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -57,6 +58,10 @@ class ModelConfig:
 
     def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raise UserError if the model cannot be computed on this device in this dtype of autocast."""
+
+    def mathematics(self) -> dict[str, Any]:
+        """Return the settings that the logits of given weights depend on."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("name", "max_position_embeddings")}
 
     def training_warnings(self) -> list[str]:
         """Return what a user who trains this model should know, one line each."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, register_model
-from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
+from models.families.hf_config import FAMILIES, SCALING_FIELDS, architecture_of, read_hf_config, write_hf_config
 
 if TYPE_CHECKING:
     import torch
@@ -100,6 +100,15 @@ class DecoderConfig(ModelConfig):
                 f"model.num_experts_per_tok={self.num_experts_per_tok}",
                 "e.g. model.num_experts_per_tok=1",
             )
+
+    def mathematics(self) -> dict[str, Any]:
+        unread = {"attention", "dropout", "router_aux_loss_coef"}
+        unread |= {"intermediate_size"} if self.num_experts else {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
+        settings = {name: value for name, value in super().mathematics().items() if name not in unread}
+        if self.rope_scaling is not None:
+            read = ("type", *SCALING_FIELDS[self.rope_scaling.type])
+            settings["rope_scaling"] = {name: settings["rope_scaling"][name] for name in read}
+        return settings
 
     def training_warnings(self) -> list[str]:
         if self.num_experts and self.norm_topk_prob and self.num_experts_per_tok == 1:

@@ -11,6 +11,8 @@ from typing import Any
 from common.errors import UserError
 from models.config import MODELS, ModelConfig
 
+MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
+
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
@@ -51,6 +53,20 @@ def read_model_config(folder: Path) -> ModelConfig:
                 return family.from_hf_config(raw, path)
     supported = ", ".join(name for family in families for name in family.hf_model_types)
     raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model; docs/reference/models.md lists what loads")
+
+
+def read_config_of_weights(source: Path) -> ModelConfig:
+    """Return the settings of the model that weights belong to: of a Hugging Face folder, the base model of a PEFT folder, or a MiniMind .pth file."""
+    if source.is_file():
+        from models.formats.minimind import read_pth_config
+
+        return read_pth_config(source)
+    folder = model_dir(source)
+    for _ in range(MAX_BASE_MODELS):
+        if not is_adapter_dir(folder):
+            return read_model_config(folder)
+        folder = base_model_of(folder)
+    raise UserError(f"the adapter has more than {MAX_BASE_MODELS} adapters as base models", str(source), "merge some of them into their base model")
 
 
 def is_adapter_dir(folder: Path) -> bool:

@@ -28,8 +28,6 @@ MINIMIND_SETTINGS: dict[str, Any] = {
 }
 HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
 AUX_LOSS_COEF = 5e-4  # per layer
-# Settings of read_pth_config that are MiniMind's defaults and not read from the file
-ASSUMED_SETTINGS = (*("rope_theta", "rope_scaling", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob"),)
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:

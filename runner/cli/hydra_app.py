@@ -65,12 +65,13 @@ class RunDirCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         typed = list(config.hydra.overrides.task)
         with exiting_with_code(), translating_hydra_errors(typed):  # Hydra turns any other exception of a callback into a warning
-            if source := adopt_model(config, [*config.hydra.overrides.hydra, *typed]):
-                print(f"model: the settings are those of the weights, {source}", file=sys.stderr)
+            model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
             job_config = to_config(without_hydra(config))
             preflight.check_inputs(job_config)
             check_init_from(job_config)
             check_model(job_config)
+            if model_source:
+                print(f"model: the settings are those of the weights, {model_source}", file=sys.stderr)
             check_tokenizer(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -99,6 +100,26 @@ def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
     return {name: next(folder / name for folder in dirs if (folder / name).is_file()) for name in names if any((folder / name).is_file() for folder in dirs)}
 
 
+def files_that_choose(section: str, typed: list[str], conf: Path = CONF_DIR) -> list[str]:
+    """Return the YAML files, e.g. of an experiment, with which the overrides choose the option of a config group or set values in it."""
+    groups = schema.config_groups(*overrides.config_dirs(typed, conf))
+    return _files_that_choose(section, tuple(override for override in typed if overrides.key_of(override) in (*groups, overrides.SEARCHPATH_KEY)), conf)
+
+
+@cache
+def _files_that_choose(section: str, choices: tuple[str, ...], conf: Path) -> list[str]:
+    chosen = []
+    for name, file in source_files(list(choices), conf).items():
+        if name == "config.yaml" or name.startswith(f"{section}/"):
+            continue
+        content: Any = OmegaConf.to_container(OmegaConf.load(file)) or {}
+        defaults = [entry for entry in content.get("defaults") or () if isinstance(entry, dict)]
+        names = {str(key).removeprefix("override ").strip("/ ") for entry in defaults for key in entry}
+        if section in names or section in content:
+            chosen.append(name)
+    return chosen
+
+
 def without_hydra(tree: DictConfig) -> DictConfig:
     """Return a copy of Hydra's config without the section `hydra`."""
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
@@ -127,6 +148,15 @@ def merge_into_schema(values: dict[str, Any]) -> DictConfig:
     merged = OmegaConf.merge(typed, values)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def section_object(section: str, values: dict[str, Any]) -> Any:
+    """Return the dataclass of one section with these values. Raises UserError if one is missing, unknown or not allowed."""
+    with translating_hydra_errors([]):
+        merged = OmegaConf.merge(OmegaConf.structured(section_class(section, values)), values)
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise UserError(f"{section}.{missing[0]} has no value", f"{section}.{missing[0]}", f"{section}.{missing[0]}=<value>")
+        return OmegaConf.to_object(merged)
 
 
 def section_class(section: str, values: Any) -> type | None:

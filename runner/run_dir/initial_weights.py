@@ -66,15 +66,15 @@ def check_model(config: Config) -> None:
     recorded = _model_settings(Path(config.init_from))
     family = {"family": config.model.family}
     known = dataclasses.asdict(config.model) if recorded.items() >= family.items() else {}
-    own, theirs = config.model.mathematics(), section_object("model", known | recorded).mathematics()
-    differences = {name: (own.get(name), theirs.get(name)) for name in own | theirs if own.get(name) != theirs.get(name)}
+    own, expected = config.model.mathematics(), section_object("model", known | recorded).mathematics()
+    differences = {name: (own.get(name), expected.get(name)) for name in own | expected if own.get(name) != expected.get(name)}
     if differences:
         table = "\n".join(f"  model.{name}={mine}, in the weights {other}" for name, (mine, other) in differences.items())
         values = " ".join(f"model.{name}={'null' if other is None else other}" for name, (_, other) in differences.items() if not isinstance(other, dict))
         raise UserError(
             f"these weights belong to another model:\n{table}",
             f"init_from={config.init_from}",
-            f"leave out model=... (or the experiment that sets it): the settings of the weights are taken then{f'; or {values}' if values else ''}",
+            f"leave out what sets the model (model=..., model.*, an experiment): the settings of the weights are taken then{f'; or type {values}' if values else ''}",
         )
 
 

@@ -20,6 +20,7 @@ from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import canonical_value, check_overrides, config_dirs, normalize_int
 from runner.config.schema import config_groups
 from runner.engine.config import Config
+from runner.run_dir.initial_weights import adopt_model
 
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
 
@@ -138,4 +139,5 @@ class PointComposer:
         with translating_hydra_errors([*self.shared, *overrides]):
             for override in OverridesParser.create().parse_overrides(values):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+            adopt_model(tree, [*self.shared, *overrides], self.conf)
         return tree
