@@ -32,15 +32,10 @@ MUTANTS_DIR = Path("tests") / "mutations"
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # set before torch is imported
 PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "hydra", "omegaconf", "yaml", "safetensors.torch", "tokenizers", "pyarrow", "jinja2", "rich")
 LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", "__pycache__", "*.egg-info")  # of the copy
-LOUD = {
-    "NameError",
-    "UnboundLocalError",
-    "AttributeError",
-    "ImportError",
-    "ModuleNotFoundError",
-    "SyntaxError",
-}  # a mutant that raises these is no silent fault
+# Exceptions of a mutant that is no silent fault
+LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 TIME_LIMIT = 600  # seconds of one pytest run; a mutant may loop forever
+LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ class PytestProcess:
     """pytest in a fork of this process, which has imported torch already, on the sources of another folder."""
 
     def __init__(self, root: Path, imports: Iterable[str]) -> None:
-        self.root, self.report = root, root.parent / "report.json"
+        self.root, self.report, self.log = root, root.parent / "report.json", root.parent / "pytest.log"
         os.environ.update(TEST_ENVIRONMENT, PYTHONPATH=str(root))
         for name in (*PRELOADED, *imports):
             importlib.import_module(name)
@@ -148,12 +143,16 @@ class PytestProcess:
             time.sleep(0.01)
         return json.loads(self.report.read_text()) if self.report.exists() else {"code": -2, "failed": {}}
 
+    def last_lines(self) -> str:
+        """Return the end of what pytest has printed."""
+        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+
     def _child(self, tests: list[str], stop_at_first: bool) -> None:
         try:
             os.setsid()
             os.chdir(self.root)
             sys.path[:] = [str(self.root), *(path for path in sys.path if Path(path).resolve() not in (ROOT, ROOT / "scripts"))]
-            log = os.open(self.root.parent / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(log, stream)
             recorder = FailureRecorder()
@@ -183,7 +182,7 @@ def run_mutant(mutant: Mutant, version: int, process: PytestProcess) -> MutantRe
     if report["code"] == 0:
         status, detail = "survived", " ".join(mutant.tests)
     elif report["code"] != 1:
-        detail = f"pytest ends with {report['code']}: {test} {error}"
+        detail = f"pytest ends with {report['code']}: {test} {error}\n{process.last_lines()}"
     elif error not in LOUD:
         status, detail = "caught", test
     return MutantResult(mutant, status, detail, time.perf_counter() - started)

@@ -79,7 +79,7 @@ def test_loss_of_random_weights_is_log_vocab_size(make_run, stage):
 
 @pytest.mark.parametrize("stage", ["dpo", "dpo_lora"])
 def test_loss_of_dpo_at_its_reference_is_log_2(make_run, stage):
-    result = first_step(make_run(stage))
+    result = first_step(make_run(stage, "stage.nll_coef=0"))
     assert result.means["loss"] == pytest.approx(math.log(2), abs=1e-6) and result.means["reward_margin"] == 0
 
 
@@ -156,6 +156,14 @@ def test_train_stops_early_after_patience_evaluations(make_run, logged):
     train(state)
     assert state.stopped_early and state.progress.step == state.progress.best_step + 3 < 60
     assert logged(state.run_dir, "eval")[-1]["step"] == state.progress.step
+
+
+def test_best_evaluation_is_the_one_with_the_lowest_loss(make_run, monkeypatch):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 1.0, 5: 4.0}
+    monkeypatch.setattr("runner.engine.evaluation.evaluate_loss", lambda state: {"loss": losses[state.progress.step]})
+    state = make_run("pretrain", "train.max_steps=5", "train.eval_every=1", "data.val_fraction=0.1")
+    train(state)
+    assert (state.progress.best_loss, state.progress.best_step, state.progress.evals_since_best) == (1.0, 2, 3)
 
 
 @pytest.mark.parametrize("stage", ["lora", "dpo_lora"])
