@@ -34,7 +34,7 @@ def test_validation_fraction_of_one_row_files_holds_out_one_row(pipeline_of):
 
 
 def test_validation_fraction_is_that_of_all_files_together(pipeline_of):
-    pipeline = pipeline_of({f"{i}.jsonl": jsonl(*"abc") for i in range(40)}, "data.val_fraction=0.1")
+    pipeline = pipeline_of({f"{i}.jsonl": jsonl(*(f"{letter} {i}" for letter in "abc")) for i in range(40)}, "data.val_fraction=0.1")
     assert (len(pipeline.train), len(pipeline.val)) == (108, 12)
 
 
