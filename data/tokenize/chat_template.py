@@ -26,7 +26,7 @@ from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
 from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, appears_in, compile_template, mask_control_tokens, unmask_control_tokens
 from data.tokenize.tokenizer import Tokenizer
-from data.tokenize.training_version import TurnEnd, apply_edits, close_turns, ends_with_token, possible_end_tokens, training_version
+from data.tokenize.training_version import TurnEnd, apply_edits, close_turns, find_turn_end, leading_token, possible_end_tokens, training_version
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
@@ -54,16 +54,15 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", self._where, f"add one, e.g. a copy of data/tokenize/{CHATML.name}")
         self.tokenizer = tokenizer
-        self._source = _default_template(tokenizer.chat_template)
-        self.training_version = training_version(self._source)
-        if self.training_version:
-            self._source = apply_edits(self._source, self.training_version)
+        stock = _default_template(tokenizer.chat_template)
+        self.training_version = training_version(stock)
+        self._source = apply_edits(stock, self.training_version) if self.training_version else stock
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
         self._boundaries = _any_of([BEGIN, END, *tokenizer.control_ids])
         self._control, self._special = _any_of(_maskable(tokenizer.control_ids)), _any_of(_maskable(tokenizer.special_tokens))
         self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
-            self._template = compile_template(self._source)
+            self._stock_template, self._template = compile_template(stock), compile_template(self._source)
         except TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}", self._where, "correct the template of the tokenizer") from error
 
@@ -123,7 +122,7 @@ class ChatTemplate:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next answer begins."""
         messages, tools = check_chat(messages, tools, where)
         messages = drop_empty_system(messages)
-        render, masked = self._renderer(messages, tools, where)
+        render, masked = self._renderer(messages, tools, where, stock=True)
         whole = render(len(messages), prompt=True)
         self._check_contents(whole, masked, where)
         if not self.turn_end.is_trained and not self._has_marks and messages[-1]["role"] != "assistant":
@@ -133,40 +132,18 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """How an assistant turn ends, with and without a message behind it."""
-        eos_token = self.tokenizer.named_tokens["eos_token"]
-        question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
-        try:
-            inside, after = self._answer_and_rest([question, answer])
-        except BadRowError:  # the template refuses such a conversation, or does not show where the answer is
-            return TurnEnd(eos_token)
-        try:
-            inside_followed, after_followed = self._answer_and_rest([question, answer, question])
-        except BadRowError:
-            inside_followed, after_followed = inside, ""
-        first = next((segment.text for segment in self._split(inside.partition("answer")[2]) if segment.text in self._end_tokens), None)
-        if first and ends_with_token(inside, self._end_tokens):
-            return TurnEnd(first, is_trained=ends_with_token(inside_followed, self._end_tokens))
-        if unmarked := self._leading_end_token(after):
-            note = f"the marks of the chat template leave out {unmarked}, which ends an answer: it has loss, too"
-            return TurnEnd(unmarked, False, "none", note)
-        problem = f"the chat template writes no end token after an answer ({self._where})"
-        if following := self._leading_end_token(after_followed):
-            note = f"{problem}: {following}, with which the next message begins, ends it, has loss, and is added after the last answer"
-            return TurnEnd(following, False, "last", note)
-        return TurnEnd(eos_token, False, "every", f"{problem}: {eos_token} is added and has loss")
+        return find_turn_end(self._answer_and_rest, self._end_tokens, self.tokenizer.named_tokens["eos_token"], self._where)
 
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end an answer."""
-        return sorted({self.tokenizer.eos_id, self.tokenizer.control_ids.get(self.turn_end.token, self.tokenizer.eos_id)})
+        return sorted({*self.tokenizer.stop_ids, self.tokenizer.control_ids.get(self.turn_end.token, self.tokenizer.eos_id)})
 
     @property
-    def notes(self) -> list[str]:
-        """What training does otherwise than the template of the tokenizer, one line each."""
+    def version_note(self) -> str | None:
+        """What rows have otherwise than the template of the tokenizer."""
         version = self.training_version
-        rewrites = [f"the chat template is that of {version.name}, which rewrites earlier answers: rows keep them as they were generated"] if version else []
-        return rewrites + ([self.turn_end.note] if self.turn_end.note else [])
+        return f"the chat template is that of {version.name}, which rewrites earlier answers: rows keep them as they were generated" if version else None
 
     def _answer_and_rest(self, messages: list[dict]) -> tuple[str, str]:
         """Return the text of the only answer of a conversation, and the text after it."""
@@ -183,12 +160,9 @@ class ChatTemplate:
             text = marked.replace(BEGIN, "").replace(END, "")
             with suppress(BadRowError):
                 followed = render(len(messages) + 1)
-                if followed.startswith(text) and (token := self._leading_end_token(followed[len(text) :])):
+                if followed.startswith(text) and (token := leading_token(followed[len(text) :], self._end_tokens)):
                     last = token
         return close_turns(marked, self._end_tokens, last, None if self._has_marks else eos_token)
-
-    def _leading_end_token(self, text: str) -> str | None:
-        return next((token for token in self._end_tokens if text.lstrip().startswith(token)), None)
 
     def turn_ends(self, messages: list[dict], tools: list[dict] | None, where: str) -> list[tuple[int, str]]:
         """Return (number of characters, role): where each message ends in the rendered conversation, for display.
@@ -209,8 +183,11 @@ class ChatTemplate:
             is_merged = end is None
         return ends
 
-    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str) -> tuple[Render, list[dict]]:
-        """Return a function that renders prefixes of the conversation, and the masked messages that the template gets."""
+    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str, stock: bool = False) -> tuple[Render, list[dict]]:
+        """Return a function that renders prefixes of the conversation, and the masked messages that the template gets.
+
+        `stock`: with the template of the tokenizer, also where rows are encoded with a training version of it.
+        """
         for field in ("tools", "tool_calls"):
             if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
                 raise self._dropped_error(field, where)
@@ -223,7 +200,7 @@ class ChatTemplate:
         def render(count: int, prompt: bool = False, **options: bool) -> str:
             variables = {"messages": masked[:count], "tools": masked_tools, "documents": None, "add_generation_prompt": prompt}
             try:
-                return self._template(**variables, **options, **self.tokenizer.named_tokens)
+                return (self._stock_template if stock else self._template)(**variables, **options, **self.tokenizer.named_tokens)
             except TemplateError as error:
                 part = "" if count == len(messages) else f" when it gets the first {count} of {len(messages)} messages"
                 message = f"the chat template rejects the conversation{part}: {error}"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Engine
 from common.errors import UserError
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
-TEMPLATE_FILE, SPECIAL_TOKENS_MAP = "chat_template.jinja", "special_tokens_map.json"
+TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "chat_template.jinja", "special_tokens_map.json", "generation_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 GPT2_TOKEN = "<|endoftext|>"  # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
@@ -30,6 +30,7 @@ class Tokenizer:
     named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token, as far as there are: variables of chat templates
     bos_id: int | None  # None: texts begin without one
     eos_id: int
+    stop_ids: tuple[int, ...]  # end a generated text: eos_id, and those of generation_config.json
     pad_id: int  # eos_id if there is no pad_token; padding is known by its position, never by its id
     control_ids: dict[str, int]  # id of each added token
     special_tokens: frozenset[str]  # added tokens that `decode` skips
@@ -43,19 +44,17 @@ class Tokenizer:
         """Raises UserError if a file is missing or cannot be used."""
         folder = Path(folder)
         required = (_read_text(folder / "tokenizer.json"), _read_text(folder / "tokenizer_config.json"))
-        return _build_tokenizer(
-            folder, *required, *(_read_text(file) if file.exists() else None for file in (folder / TEMPLATE_FILE, folder / SPECIAL_TOKENS_MAP))
-        )
+        optional = (folder / name for name in (TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG))
+        return _build_tokenizer(folder, *required, *(_read_text(file) if file.exists() else None for file in optional))
 
     @property
     def bos_ids(self) -> list[int]:
         """The ids that a text begins with: bos_id, or none."""
         return [] if self.bos_id is None else [self.bos_id]
 
-    @cached_property
-    def notes(self) -> list[str]:
-        """What a user of transformers may not expect, one line each."""
-        notes = [] if self.bos_id is not None else ["the tokenizer has no bos_token: texts begin without one"]
+    def notes(self, of_texts: bool) -> list[str]:
+        """Return how tokens that the tokenizer lacks are handled, one line each; conversations begin as their template says."""
+        notes = ["the tokenizer has no bos_token: texts begin without one"] if of_texts and self.bos_id is None else []
         if "pad_token" not in self.named_tokens:
             notes.append(f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention")
         return notes
@@ -85,7 +84,9 @@ class Tokenizer:
 
 
 @lru_cache(maxsize=2)  # the checks, the data pipeline and the training of a run load the same one
-def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, template_file: str | None, special_tokens_map: str | None) -> Tokenizer:
+def _build_tokenizer(
+    folder: Path, tokenizer_json: str, config_json: str, template_file: str | None, special_tokens_map: str | None, generation_config: str | None
+) -> Tokenizer:
     """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template, as in transformers."""
     stored, config = _parse_json(tokenizer_json, folder / "tokenizer.json"), _parse_json(config_json, folder / "tokenizer_config.json")
     # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
@@ -95,6 +96,8 @@ def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, templa
     eos_id = _token_id(full, named, "eos_token", folder)
     bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
     pad_id = _token_id(full, named, "pad_token", folder) if "pad_token" in named else eos_id
+    listed = (_parse_json(generation_config, folder / GENERATION_CONFIG) if generation_config else {}).get("eos_token_id")
+    stop_ids = {eos_id, *(token_id for token_id in (listed if isinstance(listed, list) else [listed]) if isinstance(token_id, int))}
     template = config.get("chat_template") if template_file is None else template_file
     return Tokenizer(
         folder=folder,
@@ -102,6 +105,7 @@ def _build_tokenizer(folder: Path, tokenizer_json: str, config_json: str, templa
         named_tokens=named,
         bos_id=bos_id,
         eos_id=eos_id,
+        stop_ids=tuple(sorted(stop_ids)),
         pad_id=pad_id,
         control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
         special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from data.errors import BadRowError
 from data.tokenize.jinja_sandbox import END
 
 CLOSING_TAG = re.compile(r"</\w{2,}>")
@@ -107,6 +108,33 @@ class TurnEnd(NamedTuple):
     note: str | None = None  # warning for a template that leaves it out
 
 
+def find_turn_end(answer_and_rest: Callable[[list[dict]], tuple[str, str]], end_tokens: tuple[str, ...], eos_token: str, where: str) -> TurnEnd:
+    """Return how an assistant turn ends, with and without a message behind it.
+
+    `answer_and_rest` renders a conversation with one answer, and returns the text of the answer, as far as it has loss, and the text after it.
+    """
+    question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+    try:
+        inside, after = answer_and_rest([question, answer])
+    except BadRowError:  # the template refuses such a conversation, or does not show where the answer is
+        return TurnEnd(eos_token)
+    try:
+        inside_followed, after_followed = answer_and_rest([question, answer, question])
+    except BadRowError:
+        inside_followed, after_followed = inside, ""
+    if ends_with_token(inside, end_tokens):
+        rest = inside.partition("answer")[2]
+        first = min((token for token in end_tokens if token in rest), key=rest.index, default=eos_token)
+        return TurnEnd(first, is_trained=ends_with_token(inside_followed, end_tokens))
+    if unmarked := leading_token(after, end_tokens):
+        return TurnEnd(unmarked, False, "none", f"the marks of the chat template leave out {unmarked}, which ends an answer: it has loss, too ({where})")
+    problem = f"the chat template writes no end token after an answer ({where})"
+    if following := leading_token(after_followed, end_tokens):
+        note = f"{problem}: {following}, with which the next message begins, ends it, has loss, and is added after the last answer"
+        return TurnEnd(following, False, "last", note)
+    return TurnEnd(eos_token, False, "every", f"{problem}: {eos_token} is added and has loss")
+
+
 def close_turns(marked: str, end_tokens: tuple[str, ...], last: str, between: str | None) -> str:
     """Put an end token into each marked span without one: the one that follows it, else `last` at the end and `between` before text.
 
@@ -126,6 +154,10 @@ def close_turns(marked: str, end_tokens: tuple[str, ...], last: str, between: st
 
 def ends_with_token(text: str, end_tokens: tuple[str, ...]) -> bool:
     return text[-MAX_TOKEN_CHARACTERS:].rstrip().endswith(end_tokens)
+
+
+def leading_token(text: str, end_tokens: tuple[str, ...]) -> str | None:
+    return next((token for token in end_tokens if text.lstrip().startswith(token)), None)
 
 
 def possible_end_tokens(control_tokens: Iterable[str]) -> tuple[str, ...]:
