@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from row_fixtures import RandomRows
-from tiny_models import config
+from tiny_models import TOP_TWO, config
 
 from common.errors import UserError
 from data.batching.batch import IGNORE_INDEX, Batch, collate
@@ -18,15 +18,15 @@ BETA, VOCABULARY = 0.4, 40
 LENGTHS = [3, 17, 9, 30, 12]
 
 
-def models() -> tuple[Decoder, Decoder]:
+def models(**changes: object) -> tuple[Decoder, Decoder]:
     """(trained model, reference), different enough that no term is near zero."""
     torch.manual_seed(0)
-    pair = Decoder(config(vocab_size=VOCABULARY, num_hidden_layers=1)), Decoder(config(vocab_size=VOCABULARY, num_hidden_layers=1))
+    pair = [Decoder(config(vocab_size=VOCABULARY, num_hidden_layers=1, **changes)) for _ in range(2)]
     for model in pair:
         for p in model.parameters():
             if p.ndim > 1:
                 torch.nn.init.normal_(p, std=0.3)
-    return pair
+    return pair[0], pair[1]
 
 
 def batches() -> list[Batch]:
@@ -79,6 +79,20 @@ def test_dpo_loss_and_logged_numbers_are_those_of_the_papers(loss_type, smoothin
         sums = objective.loss(model, batch)
         assert {name: value.item() / objective.count(batch) for name, value in sums.items()} == pytest.approx(numbers, rel=1e-4, abs=1e-5)
         assert sums["loss"].requires_grad and not any(value.requires_grad for name, value in sums.items() if name != "loss")
+
+
+def test_dpo_adds_the_load_balancing_loss_of_both_answers_and_differentiates_it():
+    model, reference = models(**TOP_TWO)
+    batch = batches()[0]
+    sums = Dpo(BETA, Reference(reference)).loss(model, batch)
+    without = Dpo(BETA, Reference(reference)).loss(lambda **inputs: model(**inputs)._replace(aux_loss=None), batch)
+    aux = model(**batch.inputs).aux_loss.mean() * len(LENGTHS)  # of both answers of a pair
+    assert sums["aux_loss"].item() == pytest.approx(aux.item(), rel=1e-5) and "aux_loss" not in without
+    assert sums["loss"].item() == pytest.approx((without["loss"] + aux).item(), rel=1e-5)
+    router = next(p for name, p in model.named_parameters() if "mlp.gate.weight" in name)
+    of_all, of_pairs, of_aux = (torch.autograd.grad(loss, router, retain_graph=True)[0] for loss in (sums["loss"], without["loss"], aux))
+    torch.testing.assert_close(of_all, of_pairs + of_aux)
+    assert of_aux.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("loss_type, start", [("sigmoid", math.log(2)), ("ipo", 1 / (2 * BETA) ** 2)])
