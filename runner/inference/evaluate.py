@@ -53,8 +53,8 @@ class EvaluateConfig:
     metric: str  # what to measure
     data: EvaluationData
     batch_size: int  # examples per batch
-    max_new_tokens: int  # exact_match: length limit of an answer (tokens)
-    show: int  # exact_match: number of wrong answers to print
+    max_new_tokens: int  # exact_match, conversation: length limit of an answer (tokens)
+    show: int  # exact_match, conversation: number of wrong answers to print
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
     device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
 
