@@ -33,7 +33,10 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
     "ministral": ("MinistralForCausalLM", {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096, "layer_types": None}),
     "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 32, "head_dim": None, "layer_types": None, **ANY_WINDOW}),
     "qwen3": ("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False, "layer_types": None, **ANY_WINDOW}),
-    "phi3": ("Phi3ForCausalLM", {"num_key_value_heads": None, "head_dim": None, "sliding_window": None}),
+    "phi3": (
+        "Phi3ForCausalLM",  # it reads the last field for rope_type=longrope only
+        {"num_key_value_heads": None, "head_dim": None, "sliding_window": None, "original_max_position_embeddings": 4096},
+    ),
     "smollm3": (
         "SmolLM3ForCausalLM",
         {
@@ -104,7 +107,7 @@ NO_INFLUENCE = frozenset(
     torch_dtype dtype use_cache torchscript return_dict return_dict_in_generate output_scores output_hidden_states output_attentions
     output_router_logits _attn_implementation _attn_implementation_internal attn_implementation _flash_attn_2_enabled use_flash_attn
     initializer_range pretraining_tp chunk_size_feed_forward resid_pdrop embd_pdrop residual_dropout dropout tf_legacy_loss use_bfloat16
-    original_max_position_embeddings max_window_layers no_rope_layer_interval
+    max_window_layers
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences
     forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens

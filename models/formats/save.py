@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -20,20 +21,25 @@ from models.lora import LoraLinear
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
-def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_dir: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before)."""
+def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_dir: Path, stop_ids: Sequence[int] = ()) -> None:
+    """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before).
+
+    `stop_ids`: tokens that end a generated text, where they are more than the eos_token of the tokenizer.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     token_ids = _copy_tokenizer(tokenizer_dir, folder)
     hf_config = cfg.to_hf_config()
     write_json_file(folder / "config.json", hf_config | token_ids)
-    write_json_file(folder / "generation_config.json", token_ids)
+    write_json_file(folder / "generation_config.json", token_ids | ({"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}))
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
     write_tensors(folder / "model.safetensors", to_folder_names(state, hf_config["model_type"]))
 
 
-def save_adapter(folder: Path, model: LanguageModel, cfg: LoraConfig, base: str, tokenizer_dir: Path, name: str = "default") -> None:
+def save_adapter(
+    folder: Path, model: LanguageModel, cfg: LoraConfig, base: str, tokenizer_dir: Path, name: str = "default", stop_ids: Sequence[int] = ()
+) -> None:
     """Write adapter `name` as a PEFT folder. `base`: where the base model came from (init_from).
 
     A base model that PEFT could not open under the decoder's names (random weights, a .pth file, an adapter, Mixtral, Phi-3) is written to
@@ -43,7 +49,7 @@ def save_adapter(folder: Path, model: LanguageModel, cfg: LoraConfig, base: str,
     _copy_tokenizer(tokenizer_dir, folder)
     source = model_dir(Path(base))
     if not _is_readable_by_peft(source):
-        save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir)
+        save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir, stop_ids)
     adapter = {
         "base_model_name_or_path": BASE_DIR if (folder / BASE_DIR).exists() else str(source.absolute()),
         "task_type": "CAUSAL_LM",

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
     "llama3": {
-        **{"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e3, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        **{"rope_type": "llama3", "factor": 8.0, "rope_theta": 50.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         "original_max_position_embeddings": 32,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
