@@ -48,6 +48,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     from data.store.truncation import truncation_warning
 
     encoding = encoding_config(cfg, tokenizer)
+    tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
     groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in data_files.train]
     held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in data_files.validation]
@@ -66,13 +67,24 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         train,
         to_sequences(val, cfg, seed=0) if val else None,
         files,
-        [*([truncated] if truncated else []), *warnings],
-        [*data_files.notes, *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]), *unused_columns(files)],
+        [*([truncated] if truncated else []), *warnings, *template_warnings],
+        [*tokenizer_notes, *data_files.notes, *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]), *unused_columns(files)],
         train.fingerprint,
         sum(part.num_rows for part in held_out),
         evaluates_training_rows,
         evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
     )
+
+
+def describe_tokenizer(tokenizer: Tokenizer, data_format: str) -> tuple[list[str], list[str]]:
+    """Return (notes, warnings) about what training does otherwise than the files of the tokenizer say."""
+    from data.tokenize.chat_template import ChatTemplate
+
+    notes = tokenizer.notes(of_texts=data_format == "text")
+    if data_format == "text":
+        return notes, []
+    template = ChatTemplate(tokenizer)
+    return notes + ([template.version_note] if template.version_note else []), [template.turn_end.note] if template.turn_end.note else []
 
 
 def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows and generated samples: due between steps, without an effect on the training."""
+"""Evaluation on held-out rows and generated samples: due between steps, without an effect on the training. The weights of the best evaluation are kept."""
 
 from __future__ import annotations
 
@@ -18,17 +18,25 @@ def evaluate_if_due(state: TrainState) -> None:
     progress, train = state.progress, state.cfg.train
     if progress.evaluated_step == progress.step:
         return
-    if state.val_loader and state.is_due(train.eval_every):
+    if is_evaluation_due(state):
         means = evaluate_loss(state)
         progress.eval_loss = finite_or_none(means["loss"])
         state.logger.log("eval", progress.step, loss_tokens=progress.loss_tokens, tokens=progress.tokens, **means)
         if progress.eval_loss is not None and (progress.best_loss is None or progress.eval_loss < progress.best_loss):
             progress.best_loss, progress.best_step, progress.evals_since_best = progress.eval_loss, progress.step, 0
+            state.checkpoints.save_best(progress.step, progress.best_loss, state)
         else:
             progress.evals_since_best += 1
     if train.sample_prompts and state.is_due(train.sample_every):
         state.logger.samples(progress.step, generate_samples(state))
     progress.evaluated_step = progress.step
+
+
+def is_evaluation_due(state: TrainState) -> bool:
+    """Return whether the current step is one after which the run is evaluated. A slice of the training rows is used after the last step only."""
+    is_final = state.cfg.train.final_eval_rows > 0 and state.progress.step == state.total_steps
+    intervals = not state.pipeline.evaluates_training_rows and state.is_due(state.cfg.train.eval_every)
+    return state.val_loader is not None and (is_final or intervals)
 
 
 @torch.no_grad()
@@ -59,9 +67,11 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
 
     cfg, tokenizer = state.cfg, state.tokenizer
     if cfg.stage.data_format == "text":  # the model continues text
-        prompts = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in cfg.train.sample_prompts]
+        prompts = [[*tokenizer.bos_ids, *tokenizer.encode(prompt)] for prompt in cfg.train.sample_prompts]
+        stop_ids = list(tokenizer.stop_ids)
     else:
         template = ChatTemplate(tokenizer)
+        stop_ids = template.stop_ids
         prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     with state.precision.autocast() if state.dist.sharded else nullcontext():
@@ -73,7 +83,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
             top_k=0,
             top_p=0.9,
             repetition_penalty=1.0,
-            stop_ids=[tokenizer.eos_id],
+            stop_ids=stop_ids,
             generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
         )
     return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(cfg.train.sample_prompts, answers, strict=True)]

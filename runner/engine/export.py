@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.filesystem import sync_path, sync_tree
+from data.tokenize.chat_template import ChatTemplate
 from models.formats import save
 from models.language_model import LanguageModel
 from runner.checkpoint.best import find_best_weights
@@ -56,10 +57,11 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
+    stop_ids = list(state.tokenizer.stop_ids) if state.cfg.stage.data_format == "text" else ChatTemplate(state.tokenizer).stop_ids
     if state.cfg.stage.lora is not None:
-        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, state.tokenizer.folder)
+        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, state.tokenizer.folder, stop_ids=stop_ids)
     else:
-        save.save_model(new, model, state.cfg.model, state.tokenizer.folder)
+        save.save_model(new, model, state.cfg.model, state.tokenizer.folder, stop_ids)
     sync_tree(new)
     if target.exists():
         target.rename(old)

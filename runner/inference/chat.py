@@ -130,7 +130,7 @@ class ChatSession:
                 top_k=cfg.top_k,
                 top_p=cfg.top_p,
                 repetition_penalty=cfg.repetition_penalty,
-                stop_ids=[tokenizer.eos_id],
+                stop_ids=self._template.stop_ids if self._template else list(tokenizer.stop_ids),
                 generator=self._generator,
                 on_token=lambda row, token: streamer.add(token),
             )
@@ -144,7 +144,7 @@ class ChatSession:
         max_positions = self.trained.model.cfg.max_position_embeddings
         limit = max_positions - self.cfg.max_new_tokens
         if self._template is None:
-            ids = [self.trained.tokenizer.bos_id, *self.trained.tokenizer.encode(text)]
+            ids = [*self.trained.tokenizer.bos_ids, *self.trained.tokenizer.encode(text)]
         else:
             ids = self._template.encode_prompt(self.messages)
             first = 1 if self.cfg.system else 0

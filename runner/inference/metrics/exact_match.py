@@ -56,8 +56,9 @@ def check_prompt_length(trained: LoadedModel, prompt: list[int], max_new_tokens:
 
 
 def generate_answers(trained: LoadedModel, prompts: list[list[int]], max_new_tokens: int) -> list[str]:
+    from data.tokenize.chat_template import ChatTemplate
     from models.generate import generate
 
-    stop = [trained.tokenizer.eos_id]
+    stop = ChatTemplate(trained.tokenizer).stop_ids
     answers = generate(trained.model, prompts, max_new_tokens=max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, repetition_penalty=1.0, stop_ids=stop)
     return [trained.tokenizer.decode(ids) for ids in answers]
