@@ -102,7 +102,8 @@ def columns_setting(columns: Mapping[str, str | None]) -> str:
 
 
 def _quoted(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) else '"' + name.replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''") + '"'
+    plain = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and name.lower() not in ("true", "false", "null", "nan", "inf")
+    return name if plain else '"' + name.replace("\\", "\\\\").replace('"', '\\"').replace("'", "'\\''") + '"'
 
 
 def unused_fields(row: dict, fields: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import BinaryIO
@@ -45,8 +46,11 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
                 raise _empty_file(path)
             return known or "parquet", UTF8
         encoding = encoding_of(head, known in (None, "json"), encoding)
-        with open_stream(path) as (_, file):
-            content = _first_content(utf8_stream(file, encoding), blanks=b"\r\n" if known in ("csv", "tsv") else b" \t\r\n")
+        blanks = b"\r\n" if known in ("csv", "tsv") else b" \t\r\n"
+        content = _first_content(io.BytesIO(head), blanks) if encoding == UTF8 else b""
+        if not content:
+            with open_stream(path) as (_, file):
+                content = _first_content(utf8_stream(file, encoding), blanks)
     except PermissionError as error:
         raise UserError("no permission to read the file", str(path), f"chmod u+r {path}") from error
     except OSError as error:

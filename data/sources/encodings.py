@@ -27,6 +27,7 @@ MIN_NON_ASCII = 20  # fewer non-ASCII bytes are no evidence
 MAX_CHAOS = 0.05  # charset-normalizer: share of improbable characters
 MIN_COHERENCE = 0.4  # charset-normalizer: agreement with the letter frequencies of a language; of single-byte encodings
 MIN_LEAD = 0.05  # of the best candidate before another that gives another text
+SEPARATORS = (b"\n", b" ", b'"', b",")  # bytes that are in no multi-byte character
 MULTI_BYTE = ("gb18030", "big5", "cp932", "euc_jp", "cp949")
 CONTAINED_IN = {  # older variant -> encoding that contains it
     **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
@@ -77,7 +78,7 @@ def _is_utf8(head: bytes) -> bool:
 def guess_encodings(content: bytes) -> tuple[list[str], bool]:
     """Return (candidates, the most probable one first, whether the first is certain)."""
     sample = b"".join(line for line in content.splitlines(keepends=True) if not line.isascii())[:SAMPLE_BYTES]
-    matches = _match_encodings(sample)
+    sample, matches = _match_encodings(sample)
     if not matches:
         return [], False
     best, text = matches[0], str(matches[0])
@@ -94,17 +95,18 @@ def guess_encodings(content: bytes) -> tuple[list[str], bool]:
     return list(dict.fromkeys(names)), is_certain and enough and best.chaos < MAX_CHAOS
 
 
-def _match_encodings(sample: bytes) -> list[CharsetMatch]:
-    """Return what charset-normalizer finds. The sample may end within a character, which excludes its encoding: up to 3 bytes are left out."""
+def _match_encodings(sample: bytes) -> tuple[bytes, list[CharsetMatch]]:
+    """Return the text that was examined, and what charset-normalizer finds. A character that is cut at the end would exclude its encoding:
+    the text ends at a separator, or up to 3 bytes are left out."""
     from charset_normalizer import from_bytes
 
+    if (end := max(map(sample.rfind, SEPARATORS)) + 1) > len(sample) // 2:
+        sample = sample[:end]
     attempts = []
-    for cut in range(4):
-        found = from_bytes(sample[: len(sample) - cut], steps=16, chunk_size=1024)
-        attempts.append([match for match in found if match.encoding not in ("ascii", "utf_8", "utf_16_be", "utf_16_le")])
-        if attempts[-1] and attempts[-1][0].chaos < MAX_CHAOS:
-            break
-    return min(attempts, key=lambda matches: matches[0].chaos if matches else 1.0)
+    for part in [sample] if end == len(sample) else [sample[: len(sample) - cut] for cut in range(4)]:
+        found = from_bytes(part, steps=16, chunk_size=1024)
+        attempts.append((part, [match for match in found if match.encoding not in ("ascii", "utf_8", "utf_16_be", "utf_16_le")]))
+    return min(attempts, key=lambda attempt: attempt[1][0].chaos if attempt[1] else 1.0)
 
 
 def _common_name(encoding: str, sample: bytes, text: str) -> str:

@@ -57,6 +57,7 @@ class ChatTemplate:
         stock = _default_template(tokenizer.chat_template)
         self.training_version = training_version(stock)
         self._source = apply_edits(stock, self.training_version) if self.training_version else stock
+        self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?#}", "", self._source, flags=re.DOTALL)))
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
         self._boundaries = _any_of([BEGIN, END, *tokenizer.control_ids])
         self._control, self._special = _any_of(_maskable(tokenizer.control_ids)), _any_of(_maskable(tokenizer.special_tokens))
@@ -68,7 +69,7 @@ class ChatTemplate:
 
     def names(self, field: str) -> bool:
         """Return whether the template mentions a field of messages; one that it does not mention has no effect."""
-        return re.search(rf"\b{re.escape(field)}\b", self._source) is not None
+        return field in self._identifiers
 
     def segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str = "assistant") -> list[TemplateSegment]:
         """Render a conversation and split it into segments.
