@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from runner.cli.entrypoint import train_command
 from runner.cli.hydra_app import train_in_run_dir
-from runner.config.compose import HYDRA_VERSION_BASE
+from runner.config.yaml_files import HYDRA_VERSION_BASE
 
 
 @hydra.main(**HYDRA_VERSION_BASE, config_path="../conf", config_name="config")

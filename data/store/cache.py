@@ -75,11 +75,14 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock.acquire(_lock_path(path), wait=True):
+            lock = FileLock.acquire(_lock_path(path), wait=True)
+            try:
                 if (existing := open_existing()) is None:  # another process may have built it during the wait
                     _remove_stale_builds(path)
                     build()
                     existing = open_existing()
+            finally:
+                lock.release(delete=existing is None)  # e.g. a bad row: a refused file leaves nothing in the cache
     assert existing is not None, f"{path} is not readable after it was built"
     return existing
 

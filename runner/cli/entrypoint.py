@@ -18,6 +18,7 @@ from runner.cli.exit_code import exiting_with_code
 from runner.config import hydra_runtime, overrides
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
+from runner.config.unread import check_typed_are_read
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch import preflight, torchrun
 from runner.launch.subprocesses import run_then_hard_exit
@@ -85,6 +86,8 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     overrides.check_overrides(typed)
     if is_multirun:
         return start_sweep(typed, flags, run_hydra)
+    if not is_show:
+        overrides.check_single_run(typed)
     run_hydra(typed, flags)
 
 
@@ -119,6 +122,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             message = f"the run is completed at step {step}, and the overrides add no step"
             raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
         preflight.check_inputs(plan.config)
+        check_typed_are_read(extra, [plan.config])
         with resume.persisting_overrides(plan) as config:
             loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
     print(f"{folder}: completed, loss {loss:.4f}")

@@ -22,11 +22,13 @@ from runner.config.compose import register_configs, to_config, without_hydra
 from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
+from runner.config.unread import check_typed_are_read
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
 from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import complete_hydra_dir
+from runner.sweep.validation import check_plugins
 
 PRINT_FLAGS = ("--cfg", "--info", "--hydra-help", "--shell-completion")
 
@@ -63,11 +65,12 @@ class RunDirCallback(Callback):
     """`hydra.callbacks.run_dir`: refuses a run before its directory exists, and creates and locks the directory before Hydra writes to it."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = list(config.hydra.overrides.task)
+        typed = [*(override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY), *config.hydra.overrides.task]
         with exiting_with_code(), translating_hydra_errors(typed):  # Hydra turns any other exception of a callback into a warning
             model_source = adopt_model(config, [*config.hydra.overrides.hydra, *typed])
             job_config = to_config(without_hydra(config))
             preflight.check_inputs(job_config)
+            check_typed_are_read(typed, [job_config])
             check_init_from(job_config)
             check_model(job_config)
             if model_source:
@@ -81,6 +84,11 @@ class RunDirCallback(Callback):
             RunMetadata.open(folder)
             with read_write(config.hydra):
                 config.hydra.run.dir = str(folder)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        typed = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
+        with exiting_with_code(), translating_hydra_errors([*typed, *config.hydra.overrides.task]):
+            check_plugins(config)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of its own before."""

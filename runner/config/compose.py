@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-import hydra
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
 from common.plugins import check_imported
 from runner.config import overrides, schema
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.yaml_files import composed_files, composing_from
 from runner.engine.config import REGISTERED_SECTIONS, Config
-
-HYDRA_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # 1.3 warns without it, 1.4 with it
 
 
 def register_configs(dirs: Sequence[Path] = (CONF_DIR,)) -> None:
@@ -78,26 +72,11 @@ def compose_command(name: str, typed: list[str]) -> DictConfig:
         return hydra_compose(name, overrides=typed)
 
 
-@contextmanager
-def composing_from(conf: Path) -> Iterator[None]:
-    """Initialise Hydra with the config folder `conf`, also inside a run or sweep where it is initialised already."""
-    current = GlobalHydra.instance()
-    before, current.hydra = current.hydra, None
-    try:
-        with initialize_config_dir(str(conf), **HYDRA_VERSION_BASE):
-            yield
-    finally:
-        current.hydra = before
-
-
 def source_files(typed: list[str], conf: Path = CONF_DIR) -> dict[str, Path]:
     """Return the YAML files that the overrides are composed from, by their name in a config folder. Files of Hydra's own config are left out."""
     register_configs(overrides.config_dirs(typed, conf))
-    with composing_from(conf), translating_hydra_errors(typed):
-        defaults = GlobalHydra.instance().config_loader().compute_defaults_list("config", typed, RunMode.RUN).defaults
-    names = sorted({f"{default.config_path}.yaml" for default in defaults if not str(default.config_path).startswith("hydra/")})
-    dirs = overrides.config_dirs(typed, conf)
-    return {name: next(folder / name for folder in dirs if (folder / name).is_file()) for name in names if any((folder / name).is_file() for folder in dirs)}
+    with translating_hydra_errors(typed):
+        return {name: path for path, name, _ in composed_files(typed, conf)}
 
 
 def files_that_choose(section: str, typed: list[str], conf: Path = CONF_DIR) -> list[str]:
@@ -165,13 +144,23 @@ def section_class(section: str, values: Any) -> type | None:
         return schema.config_schema()[section]
     key, registry = REGISTERED_SECTIONS[section]
     chosen = values.get(key, MISSING) if isinstance(values, dict) else MISSING
-    return None if chosen == MISSING else registry.get(str(chosen))
+    if chosen == MISSING:
+        return None
+    if str(chosen) not in registry.names():
+        fix = did_you_mean(str(chosen), registry.names(), f"plugins=[FILE.py], a module that registers {chosen}")
+        raise UserError(f"{section}.{key} must be one of {', '.join(registry.names())}, got {chosen}", f"{section}.{key}={chosen}", fix)
+    return registry.get(str(chosen))
 
 
 def check_all_read(values: dict[str, Any]) -> None:
-    """Raise UserError for a setting that the class chosen in its section does not have."""
-    for section, (key, _) in REGISTERED_SECTIONS.items():
+    """Raise UserError for a section that does not name its choice, and for a setting that the class chosen in its section does not have."""
+    for section, (key, registry) in REGISTERED_SECTIONS.items():
         cls = section_class(section, values.get(section))
+        if cls is None and values.get(section):
+            setting, names = f"{section}.{key}", ", ".join(registry.names())
+            if misplaced := next((name for name in values[section] if name in values), None):
+                raise schema.unread_setting(f"{section}.{misplaced}", "")
+            raise UserError(f"{setting} has no value, it must be one of {names}", setting, f"{key}: <value>, or a defaults list with a file that has it")
         for name in values[section] if cls else ():
             if name not in {field.name for field in dataclasses.fields(cast(Any, cls))}:
                 raise schema.unread_setting(f"{section}.{name}", values[section][key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from pathlib import Path
@@ -35,7 +36,19 @@ RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "train.activation_checkpointing=whole": "train.activation_checkpointing=full",
     "train.activation_checkpointing=true": "train.activation_checkpointing=full",
     "train.activation_checkpointing=false": "train.activation_checkpointing=none",
+    "hydra/launcher=submitit_slurm": "hydra/launcher=submitit",
+    "hydra/launcher=submitit_local": "hydra/launcher=submitit hydra.launcher.cluster=local",
+    "hydra/launcher=joblib": "hydra/launcher=local hydra.launcher.workers=N",
+    "hydra/launcher=basic": "hydra/launcher=local",
+    "hydra/sweeper=basic": "hydra/sweeper=grid",
+    "hydra.launcher.array_parallelism": "hydra.launcher.workers",
+    "hydra.launcher.n_jobs": "hydra.launcher.workers",
+    "hydra.sweeper.n_jobs": "hydra.launcher.workers",
+    "hydra.launcher.ray.init.address": "hydra.launcher.address",
+    "hydra.launcher.ray.remote.num_cpus": "hydra.launcher.num_cpus",
+    "hydra.launcher.ray.remote.num_gpus": "hydra.launcher.num_gpus",
 }
+SWEEP_PREFIXES = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.", "hydra.sweep.", "sweep.")  # read with --multirun only
 
 
 def key_of(override: str) -> str:
@@ -83,15 +96,21 @@ def check_overrides(typed: list[str], conf: Path = CONF_DIR) -> None:
             )
         if key in ("hydra.run.dir", "hydra.sweep.dir") and not value:
             raise UserError(f"{key} must be a directory", override, f"{key}=DIR, or leave the override out")
+        check_not_renamed(key, value)
         if is_hydra_override(override):
             continue
-        check_not_renamed(key, value)
+        if key not in groups and key not in config_schema():
+            raise UserError(f"unknown setting {key}" if key else "an override begins with the name of a setting", key or override, nearest_key(key))
+        if override.startswith("+") and (key not in groups or key in config_groups()):  # a group of the user's own is added with +
+            raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
         if key in groups:
             _check_options(key, value, groups[key])
-        elif key not in config_schema():
-            raise UserError(f"unknown setting {key}", key, nearest_key(key))
-        elif override.startswith("+"):
-            raise UserError(f"{key} exists, an override of it has no +", override, override.lstrip("+"))
+
+
+def check_single_run(typed: list[str]) -> None:
+    """Raise UserError for an override that only a sweep reads."""
+    if override := next((override for override in typed if key_of(override).startswith(SWEEP_PREFIXES)), None):
+        raise UserError(f"{key_of(override)} is read in a sweep only", override, "add --multirun, or leave the override out")
 
 
 def check_not_renamed(key: str, value: str) -> None:
@@ -105,15 +124,20 @@ def _check_options(group: str, value: str, options: list[str]) -> None:
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
             hint = did_you_mean(option, options, "")
-            raise UserError(f"{group} has no option {option}", f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
+            message = f"{group} has no option {option}" if option else f"{group} needs the name of an option"
+            raise UserError(message, f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
 
 
 def nearest_key(key: str) -> str:
     """Return a hint with the known key that has the same last part (lr: optimizer.lr), otherwise the one spelled most similarly."""
-    last = key.rsplit(".", 1)[-1]
+    section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rsplit(".", 1)[-1] == last]
-    if same:
-        return f"did you mean {same[0]}?"
+    beginning = [known for known in config_schema() if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")]
+    if nearest := same or (beginning if len(beginning) == 1 else []):  # stage.lora.r: stage.lora.rank
+        return f"did you mean {nearest[0]}?"
+    siblings = [known for known in config_schema() if known.rpartition(".")[0] == section]
+    if section.count(".") and siblings and not difflib.get_close_matches(key, siblings, 1):
+        return f"{section} has {', '.join(known.rpartition('.')[2] for known in siblings)}"
     return did_you_mean(key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values")
 
 

@@ -42,6 +42,9 @@ def iter_fields(section: type, prefix: str) -> Iterator[tuple[str, Any]]:
 def unread_setting(key: str, chosen: str) -> UserError:
     """Return the error for a setting of a section with a registry that the class registered as `chosen` does not have."""
     section, _, name = key.partition(".")
+    if name.partition(".")[0] in config_schema():
+        fix = "begin the file with the line `# @package _global_`: its keys are settings of the whole config then"
+        return UserError(f"{key} is not a setting: a file of the group {section} puts its keys into the section {section}", key, fix)
     registry = REGISTERED_SECTIONS[section][1]
     readers = [other for other, cls in registry.entries().items() if name.partition(".")[0] in _names(cls)]
     fix = f"{registry.setting}={' or '.join(readers)} reads it" if readers else did_you_mean(name, _names(registry.get(chosen)), "remove it")

@@ -29,6 +29,7 @@ from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.optim.groups import build_optimizer
+from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
 
@@ -65,6 +66,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
     loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
     val_loader = build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+    check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     planned_flops = estimate_flops(cfg, model, loader)
     compile_decision = resolve_compile_mode(cfg.train.compile, planned_flops, dist.device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
     if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
@@ -98,12 +100,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
 def load_tokenizer(cfg: Config) -> Tokenizer:
     """Raises UserError if there is none, or if the model has no embedding for some of its tokens."""
     tokenizer = open_tokenizer(cfg.data, cfg.init_from)
-    if tokenizer.vocab_size > cfg.model.vocab_size:
-        raise UserError(
-            f"tokenizer vocabulary ({tokenizer.vocab_size}) is larger than model.vocab_size ({cfg.model.vocab_size})",
-            f"model.vocab_size={cfg.model.vocab_size}",
-            f"model.vocab_size={tokenizer.vocab_size}, or another data.tokenizer",
-        )
+    cfg.check_vocabulary(tokenizer.vocab_size)
     return tokenizer
 
 

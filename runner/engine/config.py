@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -16,9 +17,10 @@ from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
-from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig
+from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
 REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
     "model": ("family", MODELS),
@@ -116,6 +118,8 @@ class Config:
             raise UserError(
                 f"data.too_long=split needs text data, stage={stage.name} has {stage.data_format} data", "data.too_long=split", "data.too_long=truncate or drop"
             )
+        if not DEVICE.fullmatch(self.device):
+            raise UserError(f"device must be auto, cpu, cuda or cuda:<number>, got {self.device}", f"device={self.device}", "e.g. device=auto")
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
@@ -127,9 +131,14 @@ class Config:
                 f"train.patience={train.patience}",
                 "set train.eval_every, and data.val_path or data.val_fraction",
             )
-        if train.max_steps and self.schedule.warmup_steps > train.max_steps:
+        if train.max_steps:
+            check_warmup(train.max_steps, self.schedule)
+
+    def check_vocabulary(self, tokens: int) -> None:
+        """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""
+        if tokens > self.model.vocab_size:
             raise UserError(
-                f"schedule.warmup_steps must be at most train.max_steps={train.max_steps}, got {self.schedule.warmup_steps}",
-                f"schedule.warmup_steps={self.schedule.warmup_steps}",
-                f"schedule.warmup_steps={train.max_steps}",
+                f"tokenizer vocabulary ({tokens}) is larger than model.vocab_size ({self.model.vocab_size})",
+                f"model.vocab_size={self.model.vocab_size}",
+                f"model.vocab_size={tokens}, or another data.tokenizer",
             )

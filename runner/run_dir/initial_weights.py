@@ -112,11 +112,19 @@ def check_init_from(config: Config) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Raise UserError if data.tokenizer and init_from do not fit. The weights of init_from=auto are found later: only a typed folder is checked then."""
+    """Raise UserError if data.tokenizer, init_from and the model do not fit.
+
+    The weights of init_from=auto are found later: only a typed folder is checked then.
+    """
+    from data.tokenize.tokenizer import Tokenizer
+
     if config.init_from != "auto" or config.stage.init_from_stage is None:
-        resolve_tokenizer(config.data, "scratch" if config.init_from == "auto" else config.init_from)
+        folder = resolve_tokenizer(config.data, "scratch" if config.init_from == "auto" else config.init_from)
     elif config.data.tokenizer not in (AUTO, MINIMIND):
-        check_tokenizer_path(config.data.tokenizer)
+        folder = check_tokenizer_path(config.data.tokenizer)
+    else:
+        return
+    config.check_vocabulary(Tokenizer.load(folder).vocab_size)
 
 
 def with_tokenizer(config: Config, folder: Path, source: str | None) -> tuple[Config, str]:

@@ -58,10 +58,10 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
         saved["plugins"] = overrides.plugins_of(extra)
     check_imported(saved.get("plugins") or [])
     kept, notes = _effective_overrides(folder, parsed)
-    with translating_hydra_errors(extra):
+    with translating_hydra_errors(extra, names_files=False):
         tree = _merge_into_schema(saved, folder)
     missing = sorted(OmegaConf.missing_keys(tree)) if has_started else []
-    with translating_hydra_errors(extra), config_snapshot.as_config_dir(folder) if extra or missing else nullcontext(CONF_DIR) as conf:
+    with translating_hydra_errors(extra, names_files=False), config_snapshot.as_config_dir(folder) if extra or missing else nullcontext(CONF_DIR) as conf:
         overrides.check_overrides(extra, conf)
         fresh = cache(lambda: compose_tree([*kept, *extra], conf))  # the config of a new run with these overrides
         for key in missing:
@@ -82,7 +82,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
 
 def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:
     overrides.check_overrides([override for override in extra if overrides.key_of(override) not in schema.config_groups()])
-    with translating_hydra_errors(extra):
+    with translating_hydra_errors(extra, names_files=False):
         parsed = OverridesParser.create().parse_overrides(extra)
     for override in parsed:
         key, typed = override.key_or_group, str(override.input_line)

@@ -16,6 +16,7 @@ from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
+from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
@@ -160,6 +161,7 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     composer = PointComposer(shared, tree=config)
     points = sweeper.points(swept, config.sweep.zip)
     configs = validation.checked_configs(composer, points)
+    check_typed_are_read([*shared, *swept], configs or [composer.config({})])
     base_rows = min(map(budget.rows_per_step, configs if sweeper.is_grid else [composer.config({})]))
     for job_config in configs:
         budget.matching_overrides(job_config, base_rows, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -70,6 +71,16 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
     sweeper.check_available()
     torchrun.check_sweep_launcher(plugin_name(launcher), vars(launcher))
     return sweeper, launcher
+
+
+def check_plugins(config: DictConfig) -> None:
+    """Raise UserError if a YAML file of the user selects a sweeper or launcher of Hydra or of another package: it would train in other directories."""
+    for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
+        target = config.hydra[kind].get("_target_")
+        ours: list[Any] = list(known.values())
+        if target not in [options._target_ for options in ours]:
+            setting = f"hydra.{kind}._target_"
+            raise UserError(f"hydra/{kind} must be one of {', '.join(known)}, got {target}", f"{setting}={target}", f"select it with hydra/{kind}=NAME")
 
 
 def plugin_name(options: SweeperOptions | LauncherOptions) -> str:

@@ -69,7 +69,7 @@ def test_lock_question_creates_no_file(tmp_path):
 
 
 def test_lock_on_a_file_that_its_holder_deleted_is_taken_again(tmp_path, monkeypatch):
-    """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude nobody."""
+    """The holder deletes the file between open and lockf of this process: a lock on the deleted file would exclude no process."""
     opened = []
 
     def lockf(fd, *args):

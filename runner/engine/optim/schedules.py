@@ -20,6 +20,13 @@ def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
     return lr * schedule.lr_factor((step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
 
 
+def check_warmup(total: int, schedule: ScheduleConfig) -> None:
+    """Raise UserError for a warmup that is longer than the `total` steps of the run."""
+    if schedule.warmup_steps > total:
+        message = f"schedule.warmup_steps must be at most the {total} steps of the run, got {schedule.warmup_steps}"
+        raise UserError(message, f"schedule.warmup_steps={schedule.warmup_steps}", f"schedule.warmup_steps={total // 10}, or a longer run")
+
+
 @dataclass
 class ScheduleConfig:
     """Settings that every schedule has."""
