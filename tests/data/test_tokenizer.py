@@ -97,3 +97,46 @@ def test_tokenizer_without_an_end_token_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match="no eos_token"):
         Tokenizer.load(folder)
+
+
+def with_config(folder: Path, **changes: object) -> Tokenizer:
+    """Return the tokenizer with changed fields of tokenizer_config.json; ... removes a field."""
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) | changes
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}), encoding="utf-8")
+    return Tokenizer.load(folder)
+
+
+def test_tokenizer_without_a_pad_token_pads_with_its_end_token_with_a_note(folder):
+    loaded = with_config(folder, pad_token=...)  # as Llama
+    assert (loaded.pad_id, loaded.bos_id) == (loaded.eos_id, 1)
+    assert [note for note in loaded.notes(of_texts=True) if "no pad_token" in note and "<|im_end|>" in note]
+
+
+def test_tokenizer_whose_bos_token_is_null_begins_texts_without_one_with_a_note(folder):
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<|im_start|>"}')
+    loaded = with_config(folder, bos_token=None)  # as Qwen3
+    assert (loaded.bos_id, loaded.bos_ids) == (None, [])
+    assert ["no bos_token" in note for note in loaded.notes(of_texts=True)] == [True] and loaded.notes(of_texts=False) == []
+
+
+def test_tokenizer_takes_special_tokens_from_the_map_of_older_folders(folder):
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|im_end|>"}, "bos_token": "<|endoftext|>"}')
+    loaded = with_config(folder, bos_token=..., eos_token=..., pad_token=..., unk_token=...)
+    assert loaded.named_tokens == {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
+
+
+def test_tokenizer_whose_files_name_no_special_token_is_read_as_gpt2(folder):
+    loaded = with_config(folder, bos_token=..., eos_token=..., pad_token=..., unk_token=..., tokenizer_class="GPT2Tokenizer")
+    assert (loaded.bos_id, loaded.eos_id, loaded.pad_id) == (0, 0, 0)
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    assert (auto.bos_token, auto.eos_token, auto.pad_token) == ("<|endoftext|>", "<|endoftext|>", None)
+
+
+def test_tokenizer_whose_named_token_does_not_exist_is_refused(folder):
+    with pytest.raises(UserError, match="bos_token <s> is none of its tokens"):
+        with_config(folder, bos_token="<s>")
+
+
+def test_tokenizer_stops_at_the_end_tokens_of_generation_config(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')  # as Llama 3, Gemma, GLM
+    assert Tokenizer.load(folder).stop_ids == (0, 2)
