@@ -106,7 +106,7 @@ def test_lost_tokens_by_length_add_up():
     assert stats.lost_loss_tokens == 4900 == sum(stats.lost_by_length.values()) and max(stats.lost_by_length) >= 5000
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_tokens_cut_off_warn_with_the_max_length_that_keeps_99_percent(make_run, tmp_path, capsys, stage):
     turns = [[{"role": role, "content": f"{role} {i} " * (1 + i % 9)} for _ in range(1 + i % 4) for role in ("user", "assistant")] for i in range(40)]
     rows = turns if stage == "sft" else [(turn, [*turn[:-1], {"role": "assistant", "content": "no"}]) for turn in turns]

@@ -52,6 +52,29 @@ def test_row_counts_of_each_file_are_in_the_data_table(pipeline_of):
     assert reason.startswith("  bad 1: empty text (first: ") and reason.endswith("a.jsonl:2)")
 
 
+def test_copies_made_by_weights_never_share_a_packed_sequence(pipeline_of):
+    files = {"a.jsonl": jsonl("a rare row", "another"), "b.jsonl": jsonl(*(f"row {i} of many" for i in range(40)))}
+    folder = pipeline_of(files, "data.val_fraction=0").files[0]["file"].rsplit("/", 1)[0]
+    paths = f"data.path=[{folder}/a.jsonl,{folder}/b.jsonl]"
+    train = pipeline_of(files, paths, "data.weights=[1,1]", "data.packing=best_fit", "data.val_fraction=0").train
+    assert len(train.rows) == 80
+    for epoch in range(3):
+        names = [[row.name for row in train[epoch * len(train) + i]] for i in range(len(train))]
+        assert all(len(set(sequence)) == len(sequence) for sequence in names) and sum(map(len, names)) == 80
+
+
+def test_file_without_a_token_that_has_loss_is_refused(pipeline_of, tmp_path):
+    from data.sources.files import Source
+    from runner.engine.data_pipeline import check_row_stats
+
+    data = pipeline_of({"a.jsonl": jsonl("one")}, "data.val_fraction=0")
+    store = data.train.rows.sources[0].store
+    store.stats.loss_tokens = 0
+    with pytest.raises(ValueError, match="none of the 3 tokens has loss") as error:
+        check_row_stats(store.stats, Source.open(tmp_path / "files" / "a.jsonl"), compose_config([]).data)
+    assert "data.loss_on" in error.value.args[2]
+
+
 def test_bad_rows_above_the_allowed_fraction_are_refused(pipeline_of):
     with pytest.raises(ValueError, match="1 of 3 rows are bad") as error:
         pipeline_of({"a.jsonl": jsonl("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.2")

@@ -99,7 +99,7 @@ def rows_of_step(state, step):
     return [json.loads(lines[int(name.rsplit(":", 1)[1]) - 1]) for batch in batches for name in batch.names]
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+@pytest.mark.parametrize("stage", [pytest.param("pretrain", marks=pytest.mark.slow), "sft"])
 def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, capsys):
     state, records, evaluations = run_of(stage)
     assert [record["step"] for record in records] == list(range(1, 7)) and [record["step"] for record in evaluations] == [3, 6]
@@ -140,7 +140,7 @@ def learning_rate(step):
     return 1e-2 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 2) / 4)))
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft"])
+@pytest.mark.parametrize("stage", [pytest.param("pretrain", marks=pytest.mark.slow), "sft"])
 def test_logged_evaluation_is_that_of_an_independent_computation(run_of, stage):
     state, records, evaluations = run_of(stage)
     rows = [json.loads(line) for line in (state.run_dir.parent / "held_out.jsonl").read_text().splitlines()]

@@ -134,6 +134,17 @@ def test_console_prints_plain_lines_into_a_pipe(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "train.log").read_text() == out
 
 
+def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, str, str]] = []
+    logger = start_logger(tmp_path, console="plain")
+    monkeypatch.setattr(logger._console, "show_step", lambda *step: shown.append(step))
+    logger.log("train", 7, epoch=0, loss_tokens=99, tokens=120, loss=3.4567, lr=4.9e-4, grad_norm=0.812, tokens_per_second=41_249.0)
+    logger.finish("completed", {})
+    [(step, line, numbers)] = shown
+    assert step == 7 and numbers == "loss 3.457 | lr 4.9e-04 | 41.2k tok/s"
+    assert all(part in line.split(" | ") for part in numbers.split(" | ")) and read_records(tmp_path / "metrics.jsonl")[0]["tokens_per_second"] == 41_249.0
+
+
 @pytest.mark.parametrize("console", ["plain", "rich"])
 def test_console_escapes_control_characters_of_samples(tmp_path: Path, console: str, capsys: pytest.CaptureFixture[str]) -> None:
     logger = start_logger(tmp_path, console=console)
