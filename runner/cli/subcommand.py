@@ -8,9 +8,10 @@ A command is a file in runner/ whose docstring begins with what it does and a li
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,9 +26,9 @@ from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
 from runner.config.compose import compose_command, compose_tree, to_config, without_hydra
 from runner.config.flags import flag_value, has_flag, parse_argv
-from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.literals import COLUMNS_KEY, hydra_quote, quote_columns
-from runner.config.schema import config_groups, config_schema
+from runner.config.hydra_errors import translating_hydra_errors, value_error
+from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
+from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.run_dir.initial_weights import adopt_model, resolve_start
@@ -57,10 +58,10 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
-            return action(to_schema(compose_command(name, own), schema))
+            return action(to_schema(compose_command(name, own), schema, own))
         if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
             raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
-        action(to_schema(compose_command(name, own), schema), resolve_start(_compose_start(others)))
+        action(to_schema(compose_command(name, own), schema, own), resolve_start(_compose_start(others)))
 
 
 def _compose_start(typed: list[str]) -> Config:
@@ -75,6 +76,12 @@ def _parse(argv: list[str], kinds: dict[str, str], with_train_config: bool) -> t
     """Return (overrides, flags); `--key` is short for `key=true`."""
     switches = {f"--{key}": f"{key}=true" for key, kind in kinds.items() if kind == "bool"}
     settings = [*kinds, *([*config_schema(), *config_groups()] if with_train_config else [])]
+    for index, arg in enumerate(argv):
+        flag, _, value = arg.removeprefix("--").partition("=")
+        key = flag.replace("-", "_")
+        if arg.startswith("--") and key in kinds and arg not in switches:  # also where Hydra has a flag of this name: --run
+            value = value or next((following for following in argv[index + 1 : index + 2] if not following.startswith("-")), "<value>")
+            raise UserError(f"{arg} is not a flag; settings are given without dashes", arg, f"{key}={value}")
     return parse_argv([switches.get(arg, arg) for arg in argv], settings)
 
 
@@ -87,15 +94,17 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
     return own, others
 
 
-def to_schema(tree: DictConfig, schema: type[T]) -> T:
-    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError."""
+def to_schema(tree: DictConfig, schema: type[T], typed: Sequence[str] = ()) -> T:
+    """Return the settings in `tree` as the dataclass `schema`, whose own checks run here. Raises UserError, about one of the overrides `typed`."""
     if missing := sorted(OmegaConf.missing_keys(tree)):
         raise UserError(f"{missing[0]} has no value", missing[0], f"{missing[0]}=<value>")
     try:
         return typing.cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), tree)))
     except OmegaConfBaseException as error:
-        key = (getattr(error, "full_key", None) or "?").partition("[")[0]
-        raise UserError(str(error).splitlines()[0], key, f"{key} must be of type {value_kinds(schema).get(key, '?')}") from error
+        key = (error.full_key or "?").partition("[")[0]
+        override = next((override for override in reversed(typed) if overrides.key_of(override) == key), key)
+        message, kind = str(error).splitlines()[0], value_kinds(schema).get(key, "")
+        raise value_error(key, kind, message, override) or UserError(message, override, f"{key}=<value>") from error
 
 
 def quote_free_text(typed: list[str], kinds: dict[str, str]) -> list[str]:
@@ -114,7 +123,9 @@ def _quote(override: str, kind: str) -> str:
         return override
     if kind == "str":
         return f"{key}={hydra_quote(value)}"
-    return override if value.startswith("[") and value.endswith("]") else f"{key}=[{hydra_quote(value)}]"
+    if value.startswith("[") and value.endswith("]") and not os.path.exists(value):
+        return literal_path(override) if key == "path" else override
+    return f"{key}=[{hydra_quote(value)}]"
 
 
 def _check_override(override: str, kinds: dict[str, str]) -> None:
@@ -140,13 +151,5 @@ def _check_all_known(name: str, others: list[str], kinds: dict[str, str]) -> Non
 
 def value_kinds(schema: type) -> dict[str, str]:
     """Return the type of every setting by its dotted key: str, int, float, bool or list."""
-    return dict(_iter_kinds(schema, ""))
-
-
-def _iter_kinds(section: type, prefix: str) -> Iterator[tuple[str, str]]:
-    for name, kind in typing.get_type_hints(section).items():
-        inner = next((part for part in typing.get_args(kind) if part is not type(None)), kind) if type(None) in typing.get_args(kind) else kind
-        if dataclasses.is_dataclass(inner):
-            yield from _iter_kinds(typing.cast(type, inner), f"{prefix}{name}.")
-        else:
-            yield prefix + name, getattr(typing.get_origin(inner) or inner, "__name__", str(inner))
+    leaves = {key: kind for key, kind in iter_fields(schema, "") if not dataclasses.is_dataclass(kind)}
+    return {key: getattr(typing.get_origin(kind) or kind, "__name__", str(kind)) for key, kind in leaves.items()}

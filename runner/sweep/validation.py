@@ -101,12 +101,13 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
     configs = []
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
-        preflight.check_inputs(configs[-1])
-        initial_weights.check_init_from(configs[-1])
-        initial_weights.check_model(configs[-1])
-        initial_weights.check_tokenizer(configs[-1])
         if number % PROGRESS_EVERY == 0:
             print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
+    for config in configs:
+        preflight.check_inputs(config)
+        initial_weights.check_init_from(config)
+        initial_weights.check_model(config)
+        initial_weights.check_tokenizer(config)
     return configs
 
 
