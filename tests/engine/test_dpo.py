@@ -131,7 +131,7 @@ def test_dpo_kl_is_the_exact_one_in_expectation_over_the_model():
     ],
 )
 def test_dpo_refuses_options_that_have_no_meaning(changes, setting):
-    stage = DpoConfig("dpo", "preference", "dpo", None, None, beta=0.1)
+    stage = DpoConfig("dpo", "preference", "dpo", None, None, beta=0.1, loss_type="sigmoid", label_smoothing=0.0, nll_coef=0.0)
     with pytest.raises(UserError) as error:
         dataclasses.replace(stage, **changes)
     assert error.value.setting == setting and error.value.fix

@@ -1,5 +1,7 @@
 """Packing gives the same loss and gradients as one example per batch row, for every objective."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,10 +21,11 @@ from runner.engine.objectives.objective import Objective
 
 CAPACITY = 96
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"])
+DPO_VALUES: dict[str, Any] = {"beta": 0.5, "loss_type": "sigmoid", "label_smoothing": 0.0, "nll_coef": 0.5}
 STAGES: dict[str, StageConfig] = {
     "pretrain": NextTokenConfig("pretrain", "text", "next_token", None, None),
-    "dpo": DpoConfig("dpo", "preference", "dpo", None, None, beta=0.5),
-    "dpo_lora": DpoConfig("dpo_lora", "preference", "dpo", LORA, None, beta=0.5),
+    "dpo": DpoConfig("dpo", "preference", "dpo", None, None, **DPO_VALUES),
+    "dpo_lora": DpoConfig("dpo_lora", "preference", "dpo", LORA, None, **DPO_VALUES),
 }
 
 

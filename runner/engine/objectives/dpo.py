@@ -25,9 +25,9 @@ LOSS_TYPES = ("sigmoid", "ipo")
 @dataclass
 class DpoConfig(StageConfig):
     beta: float  # strength of the KL constraint, positive: a larger value keeps the model closer to the reference
-    loss_type: str = "sigmoid"  # sigmoid (DPO) or ipo (bounded margins, log-probabilities per token)
-    label_smoothing: float = 0.0  # cDPO: fraction of pairs assumed to be labelled the wrong way round, in [0, 0.5); sigmoid only
-    nll_coef: float = 0.0  # weight of the chosen answer's negative log-likelihood per token, which is added to the loss; 0: none
+    loss_type: str  # sigmoid (DPO) or ipo (bounded margins, log-probabilities per token)
+    label_smoothing: float  # cDPO: fraction of pairs assumed to be labelled the wrong way round, in [0, 0.5); sigmoid only
+    nll_coef: float  # weight of the chosen answer's negative log-likelihood per token, which is added to the loss; 0: none
 
     data_formats = ("preference",)
     needs_reference = True
