@@ -29,7 +29,7 @@ class DataConfig:
     encoding: Optional[str] = field(metadata=IGNORED)  # of text files that are not UTF-8, e.g. gb18030, cp1252; null: detected
     text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
-    val_path: Optional[str] = field(metadata=IGNORED)  # validation data, same forms as data.path; auto: X_val.jsonl beside X.jsonl if it exists; null: none
+    val_path: Optional[str] = field(metadata=IGNORED)  # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
     val_fraction: float  # fraction of the rows to hold out for validation where data.val_path gives none, in [0, 1); 0: no evaluation
     val_duplicates: str  # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with data.val_path
     tokenizer: str = field(metadata=IGNORED)  # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder

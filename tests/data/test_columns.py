@@ -87,7 +87,7 @@ def test_columns_that_the_file_does_not_have_are_refused_with_those_it_has(write
     ids=repr,
 )  # fmt: skip
 def test_label_of_kto_rows_is_refused_with_the_way_out(write, row, build):
-    """Before: good and bad answers were learned alike, without a word."""
+    """Before: good and bad answers were learned alike, without a message."""
     name = "kto_tag" if "kto_tag" in row else "label"
     with pytest.raises(BadRowError) as error:
         build("chat", write([row]))
@@ -112,11 +112,11 @@ def test_label_of_a_kto_row_is_no_preference_pair():
     "data_format, row", [("chat", {"messages": CHAT}), ("text", {"text": "a caption"}), ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"})]
 )
 def test_images_and_audio_of_rows_are_refused_with_the_way_out(write, build, field, data_format, row):
-    """Before: `images` beside text was ignored without a word."""
+    """Before: `images` beside text was ignored without a message."""
     with pytest.raises(BadRowError) as error:
         build(data_format, write([{**row, field: ["a.png"]}]))
     assert f"the field {field} cannot be trained on" in error.value.message and f"'data.columns={{{field}: null}}'" in error.value.fix
-    build(data_format, write([{**row, field: []}]))  # an empty list says nothing
+    build(data_format, write([{**row, field: []}]))  # an empty list has no content
 
 
 @pytest.mark.parametrize(

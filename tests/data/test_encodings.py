@@ -31,7 +31,7 @@ def rows(source):
 
 
 @pytest.mark.parametrize("language, written, detected", DETECTED)
-def test_encoding_of_a_file_is_detected_and_said(write, language, written, detected):
+def test_encoding_of_a_file_is_detected_and_reported(write, language, written, detected):
     text = "\n".join([TEXTS[language]] * 2).replace("——" if written == "gb2312" else "\0", "-")  # GB 2312 has another dash in Python
     source = Source.open(write(text.encode(written), "book.txt"))
     assert rows(source) == [{"text": text}]

@@ -1,9 +1,11 @@
 """Data sources: rows of every file format, positions of bad rows, limits on memory, errors of paths."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import lzma
 import os
 import pickle
 import subprocess
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from data.errors import BadRowError
 from data.sources import byte_stream, json_text
-from data.sources.files import Source, resolve_sources
+from data.sources.files import ReadOptions, Source, resolve_sources
 from data.sources.tables import read_arrow
 
 ROWS = [{"text": "one\u2028still one"}, {"text": 'tab\t, "quotes"\nand a line'}, {"text": "二"}]
@@ -68,12 +70,68 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    "compress, extension", [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (gzip.compress, "")], ids=["plain", "gz", "zst", "gz unnamed"]
+    "compress, extension",
+    [(bytes, ""), (gzip.compress, ".gz"), (zstd, ".zst"), (bz2.compress, ".bz2"), (lzma.compress, ".xz"), (gzip.compress, "")],
+    ids=["plain", "gz", "zst", "bz2", "xz", "gz unnamed"],
 )
 @pytest.mark.parametrize("name", CONTENT)
 def test_source_gives_the_same_rows_for_every_file_format(write, name, compress, extension):
     rows, bad = read(write(compress(CONTENT[name]), name + extension))
     assert [row for _, row in rows] == ROWS and bad == []
+
+
+@pytest.mark.parametrize("cut", [1, 20])
+@pytest.mark.parametrize("compress, extension", [(bz2.compress, ".bz2"), (lzma.compress, ".xz")])
+def test_source_reports_a_truncated_compressed_file(write, compress, extension, cut):
+    content = compress(json_lines([{"text": f"{number} goats"} for number in range(200)]))
+    with pytest.raises((UserError, BadRowError)) as error:
+        list(Source.open(write(content[:-cut], f"rows.jsonl{extension}")).rows())
+    assert "copy" in error.value.fix
+
+
+def as_table(delimiter, rows=ROWS, **options):
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter, **options)
+    writer.writerows([list(rows[0]), *[list(row.values()) for row in rows]])
+    return out.getvalue().encode()
+
+
+QA = [{"prompt": f"a, b; {i}?", "completion": f"the answer is {i}"} for i in range(5)]
+
+
+@pytest.mark.parametrize("delimiter, message", [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")])
+def test_source_detects_the_delimiter_of_a_csv_file(write, delimiter, message):
+    """Before: a file of Excel in a country with decimal commas had one column, and was refused for its name."""
+    source = Source.open(write(as_table(delimiter, QA), "rows.csv"))
+    assert [row for _, row in source.rows()] == QA and source.detected == message
+
+
+def test_source_reads_tsv_with_and_without_quotes(write):
+    assert [row for _, row in Source.open(write(as_table("\t"), "rows.tsv")).rows()] == ROWS
+    source = Source.open(write(b'prompt\tcompletion\n"Hi" she said\tok\n5" disc\t"yes\n', "rows.tsv"))
+    assert [row for _, row in source.rows()] == [{"prompt": '"Hi" she said', "completion": "ok"}, {"prompt": '5" disc', "completion": '"yes'}]
+    assert source.detected == "columns separated by tabs, quotes are text"
+
+
+def test_source_of_one_column_has_no_delimiter(write):
+    rows = [row for _, row in Source.open(write(b"text\nfirst; line\nsecond | line\n", "rows.csv")).rows()]
+    assert rows == [{"text": "first; line"}, {"text": "second | line"}]
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_source_reads_the_unnamed_index_of_pandas(write, delimiter):
+    """Before: `the columns of a CSV file need different names`."""
+    rows = [{"": i, **row} for i, row in enumerate(QA)]
+    source = Source.open(write(as_table(delimiter, rows), "rows.csv"))
+    assert [row for _, row in source.rows()] == [{"Unnamed: 0": str(i), **row} for i, row in enumerate(QA)]
+
+
+def test_source_reads_text_by_line_or_by_file(write):
+    for name in ("notes.md", "notes.txt", "notes.txt.xz"):
+        path = write((lzma.compress if name.endswith("xz") else bytes)("# One\r\n\n  二 \nthree".encode()), name)
+        assert read(path) == ([(":1", {"text": "# One\n\n  二 \nthree"})], [])
+        source = Source.open(path, ReadOptions(text_unit="line"))
+        assert [(position, row["text"]) for position, row in source.rows()] == [(1, "# One"), (3, "二"), (4, "three")]
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstd])

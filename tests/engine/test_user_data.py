@@ -1,0 +1,119 @@
+"""Data files as users have them: what the obvious command trains on, what it reports, and what it refuses before torch is imported."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from engine_fixtures import composed
+
+from common.errors import UserError
+from data.tokenize.tokenizer import Tokenizer
+from runner.config.overrides import absolutize_path
+from runner.engine.data_pipeline import build_data_pipeline
+from runner.launch import preflight
+
+TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
+QUESTIONS = [{"question": f"Where is lake {i}?", "answer": f"Lake {i} is in the north.", "id": i, "source": "maps"} for i in range(20)]
+
+
+@pytest.fixture
+def pipeline(tmp_path, monkeypatch):
+    """`pipeline(*overrides)`: checks a typed command line as train.py does before it imports torch, and returns its data pipeline."""
+    monkeypatch.chdir(tmp_path)
+
+    def pipeline(*typed):
+        defaults = ("data=own", f"data.tokenizer={TOKENIZER}", f"data.cache={tmp_path / 'cache'}", "data.packing=none", "data.max_length=64")
+        cfg = composed(*defaults, *(absolutize_path(override) for override in typed))
+        preflight.check_data(cfg.data, cfg.stage.data_format)
+        return build_data_pipeline(cfg, Tokenizer.load(TOKENIZER))
+
+    return pipeline
+
+
+def write(name, rows, encoding="utf-8"):
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding=encoding)
+
+
+def trained_files(pipeline):
+    sequences = [sequences for sequences in (pipeline.train, pipeline.val) if sequences is not None]
+    return [sorted({row.name.rsplit("/", 1)[-1].rpartition(":")[0] for i in range(len(part)) for row in part[i]}) for part in sequences]
+
+
+def test_columns_of_a_user_s_file_are_refused_with_a_guess_that_then_trains(pipeline):
+    write("qa.jsonl", QUESTIONS)
+    with pytest.raises(UserError) as error:
+        pipeline("stage=sft", "data.path=qa.jsonl")
+    override = error.value.fix.partition("a guess is ")[2].strip("'")
+    assert override == "data.columns={prompt: question, completion: answer}"
+    result = pipeline("stage=sft", "data.path=qa.jsonl", override)
+    assert len(result.train) == 19 and result.notes[-1] == "unused columns of qa.jsonl: id, source"
+
+
+def test_unused_columns_are_reported_once_and_from_the_cache_too(pipeline):
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl", "e.jsonl"):
+        write(f"set/{name}", [{"text": f"{name} {i}", "url": "u", "n": None} for i in range(3)])
+    for _ in range(2):
+        assert pipeline("data.path=set").notes == ["unused columns of a.jsonl, b.jsonl, c.jsonl and 2 more: url"]
+    shutil.rmtree("set")
+
+
+def test_splits_of_a_folder_are_trained_on_and_validated_on_as_they_are_named(pipeline):
+    for split, count in (("train", 5), ("validation", 2), ("test", 2)):
+        write(f"set/{split}-00000-of-00001.jsonl", [{"text": f"{split} {i}"} for i in range(count)])
+    result = pipeline("data.path=set")
+    assert trained_files(result) == [["train-00000-of-00001.jsonl"], ["validation-00000-of-00001.jsonl"]]
+    assert len(result.notes) == 1 and result.notes[0].endswith("leaves out test-00000-of-00001.jsonl")
+
+
+def test_gbk_file_trains_on_the_text_it_has_and_is_reported(pipeline):
+    rows = [{"text": f"第{i}只猫住在湖边的老磨坊里，每天清晨都会出来晒太阳。"} for i in range(20)]
+    write("utf8/猫.jsonl", rows)
+    write("gbk/猫.jsonl", rows, "gbk")
+    utf8, gbk = pipeline("data.path=utf8/猫.jsonl"), pipeline("data.path=gbk/猫.jsonl")
+    assert utf8.notes == [] and gbk.notes == ["猫.jsonl: encoding gb18030"]
+    assert [utf8.train[i][0].sequences[0].ids.tolist() for i in range(len(utf8.train))] == [
+        gbk.train[i][0].sequences[0].ids.tolist() for i in range(len(gbk.train))
+    ]
+
+
+def test_file_with_special_characters_in_its_name_is_one_file(pipeline):
+    for name in ("my file, v=2.jsonl", "数据 (1).jsonl", "it's [x].jsonl"):
+        write(name, [{"text": f"row {i}"} for i in range(4)])
+        assert trained_files(pipeline(f"data.path={name}", "data.val_fraction=0")) == [[name]]
+
+
+@pytest.mark.parametrize(
+    "name, content, message, fix",
+    [
+        ("one.jsonl", '{"text": "one row"}\n', "holds out at least one row, and the data has 1", "data.val_fraction=0"),
+        ("empty.jsonl", "", "the file is empty", "leave it out"),
+        ("blank.txt", " \n\n", "the file is empty", "leave it out"),
+        ("header.csv", "text,label\n", "the file has no rows", "leave it out"),
+        ("none.json", "[]", "the file has no rows", "leave it out"),
+    ],
+)
+def test_file_without_rows_for_training_is_refused(pipeline, name, content, message, fix):
+    Path(name).write_text(content)
+    with pytest.raises(UserError) as error:
+        pipeline(f"data.path={name}")
+    assert message in error.value.message and fix in error.value.fix
+
+
+def test_one_row_is_trained_on_without_validation(pipeline):
+    write("one.jsonl", [{"text": "one row"}])
+    assert len(pipeline("data.path=one.jsonl", "data.val_fraction=0").train) == 1
+    write("many.jsonl", [{"text": f"row {i}"} for i in range(9)])
+    assert trained_files(pipeline("data.path=[one.jsonl,many.jsonl]", "data.val_fraction=0.9"))[0] == ["many.jsonl", "one.jsonl"]  # an entry keeps a row
+
+
+def test_validation_path_may_be_a_glob_and_must_have_rows(pipeline):
+    write("a.jsonl", [{"text": "one"}, {"text": "two"}])
+    write("held/b.jsonl", [{"text": "three"}])
+    assert trained_files(pipeline("data.path=a.jsonl", "data.val_path=held/*.jsonl")) == [["a.jsonl"], ["b.jsonl"]]
+    Path("held/b.jsonl").write_text("")
+    with pytest.raises(UserError, match="the file is empty"):
+        pipeline("data.path=a.jsonl", "data.val_path=held")
+    with pytest.raises(UserError, match="data.val_path does not exist"):
+        pipeline("data.path=a.jsonl", "data.val_path=nowhere")
