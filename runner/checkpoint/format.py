@@ -36,8 +36,8 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint's name."""
-    return int(name.removeprefix("step-"))
+    """Return the step in the name of a checkpoint, or of a folder of best weights."""
+    return int(name.rpartition("-")[2])
 
 
 def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> dict[str, Callable[[], Chunks]]:
@@ -74,6 +74,13 @@ def read_checkpoint_tensors(checkpoint: Path) -> CheckpointTensors:
     import safetensors.torch
 
     return {file: safetensors.torch.load_file(checkpoint / name) for file, name in TENSOR_FILES.items()}
+
+
+def read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the trainable weights in a checkpoint or a folder of best weights."""
+    import safetensors.torch
+
+    return safetensors.torch.load_file(folder / TENSOR_FILES["model"])
 
 
 def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:

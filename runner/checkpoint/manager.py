@@ -1,9 +1,10 @@
-"""Checkpoint manager of a run: save in the background, retain, load the newest valid checkpoint."""
+"""Checkpoint manager of a run: save in the background, retain, keep the best weights, load the newest valid checkpoint."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,18 @@ from common.errors import TrainingError, UserError
 from common.filesystem import Chunks, make_dirs
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.async_writer import AsyncWriter, SaveResult
+from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best, prune_best_dirs, referenced_best_steps, write_best_weights
 from runner.checkpoint.compatibility import diff_facts
-from runner.checkpoint.format import CHECKPOINTS_DIR, CheckpointTensors, checkpoint_files, checkpoint_name, read_checkpoint_tensors, read_state, step_of
+from runner.checkpoint.format import (
+    CHECKPOINTS_DIR,
+    CheckpointTensors,
+    checkpoint_files,
+    checkpoint_name,
+    read_checkpoint_tensors,
+    read_state,
+    safetensors_chunks,
+    step_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,13 +53,13 @@ class Messages(Protocol):
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best."""
+    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best ones that the newest refer to."""
 
     keep_newest: int
     keep_every: int
 
-    def protects(self, step: int, best_step: int | None) -> bool:
-        return step == best_step or (self.keep_every > 0 and step % self.keep_every == 0)
+    def protects(self, step: int, best_steps: Collection[int]) -> bool:
+        return step in best_steps or (self.keep_every > 0 and step % self.keep_every == 0)
 
 
 class CheckpointManager:
@@ -71,6 +82,7 @@ class CheckpointManager:
         self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
         self._writer = AsyncWriter()
         self._failed_saves = 0  # consecutive
+        self._awaited_best: int | None = None  # step of the best evaluation, while its checkpoint is being written
         self._stall = 0.0
 
     def save_async(self, step: int, source: Stateful) -> None:
@@ -86,9 +98,27 @@ class CheckpointManager:
         if not self._is_rank_zero:
             return None
         files, size = checkpoint_files(tensors, state), sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        best_step = state["progress"]["best_step"]
-        self._writer.submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size, self._retention, best_step))
+        self._writer.submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size, self._retention))
         self.saved_step = step
+        self._stall += time.perf_counter() - started
+
+    def save_best(self, step: int, loss: float, source: Stateful) -> None:
+        """Keep the weights of `step`, the current one, whose evaluation loss is the lowest so far.
+
+        The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written in the background.
+        """
+        if self._broadcast_flag(step == self.saved_step):
+            self._awaited_best = step if self._is_rank_zero else None
+            self._point_to_awaited_best()
+            return
+        started = time.perf_counter()
+        weights = _copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
+        if not self._is_rank_zero:
+            return
+        size = sum(tensor.nbytes for tensor in weights.values())
+        content = partial(safetensors_chunks, weights)
+        self._writer.submit(best_dirname(step), partial(write_best_weights, self.dir, step, loss, content, size, self._retention.keep_newest))
+        self._awaited_best = None
         self._stall += time.perf_counter() - started
 
     def save_blocking(self, step: int, source: Stateful) -> None:
@@ -116,9 +146,6 @@ class CheckpointManager:
         stall, self._stall = self._stall, 0.0
         return stall
 
-    def mark_best(self, step: int | None) -> None:
-        mark_best(self.dir, step)
-
     def load_newest(self, source: Stateful, facts: Mapping[str, Any], rules: Mapping[str, str], total_steps: int) -> bool:
         """Load the newest valid checkpoint into `source`; return False if there is no checkpoint yet.
 
@@ -135,6 +162,7 @@ class CheckpointManager:
                     str(self.dir),
                     "restore one from a backup, or start a new run",
                 )
+            self._forget_later_best(0, None)
             return False
         saved = read_state(checkpoint)
         self.saved_step = saved["progress"]["step"]
@@ -145,7 +173,15 @@ class CheckpointManager:
         self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
         source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
         source.load_state_dict(saved)
+        self._forget_later_best(self.saved_step, saved["progress"]["best_step"])
         return True
+
+    def _forget_later_best(self, step: int, best_step: int | None) -> None:
+        """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl is cut back, too."""
+        if self._is_rank_zero and self.dir.is_dir():
+            discard_best_after(self.dir, step)
+            with suppress(OSError):
+                point_to_best(self.dir, best_step)
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
         if differences["incompatible"]:
@@ -165,20 +201,30 @@ class CheckpointManager:
 
     def _handle_results(self, results: list[SaveResult]) -> None:
         for result in results:
-            step = step_of(result.name)
+            step, is_checkpoint = step_of(result.name), result.name == checkpoint_name(step_of(result.name))
             if result.error is None:
                 self._failed_saves = 0
                 self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
-                self._update_metadata(checkpoint=result.name, step=step, degraded=None)
+                self._update_metadata(degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {}))
+                self._point_to_awaited_best()
             elif isinstance(result.error, OSError):
-                self._handle_failure(step, result.error)
+                if not is_checkpoint or step == self._awaited_best:
+                    self._messages.warning(f"the weights of the best evaluation, step {step}, could not be saved")
+                self._handle_failure(step, result.error, is_checkpoint)
             else:
                 raise result.error
 
-    def _handle_failure(self, step: int, error: OSError) -> None:
+    def _point_to_awaited_best(self) -> None:
+        """Update the file `best`, for users, once the checkpoint that it names is on disk."""
+        with suppress(OSError):
+            if self._awaited_best is not None and point_to_best(self.dir, self._awaited_best):
+                self._awaited_best = None
+
+    def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
         self._failed_saves += 1
-        self.saved_step = 0
+        if is_checkpoint:
+            self.saved_step = 0
         self._messages.warning(str(error))
         self._update_metadata(degraded=f"step {step}: {error}")
         if self._failed_saves >= self._max_failed_saves:
@@ -193,22 +239,15 @@ def newest_checkpoint(run_dir: Path) -> Path:
     return checkpoint
 
 
-def mark_best(checkpoints: Path, step: int | None) -> None:
-    """Point `best` to the checkpoint of `step`; without effect if that step was not saved."""
-    if step is not None and (checkpoints / checkpoint_name(step)).is_dir():
-        atomic_dir.write_pointer(checkpoints, "best", checkpoint_name(step))
-
-
-def _write_checkpoint(
-    checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int, retention: RetentionPolicy, best_step: int | None
-) -> None:
+def _write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int, retention: RetentionPolicy) -> None:
     """Runs on the writer thread. `latest` is updated, and older checkpoints are deleted, only once this one is on disk."""
     make_dirs(checkpoints)
     atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
     atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
-    mark_best(checkpoints, best_step)
-    protected = {path.name for path in checkpoints.glob("step-*") if retention.protects(step_of(path.name), best_step)}
+    best_steps = referenced_best_steps(checkpoints, retention.keep_newest)
+    protected = {path.name for path in checkpoints.glob("step-*") if retention.protects(step_of(path.name), best_steps)}
     atomic_dir.prune_dirs(checkpoints, retention.keep_newest, protected)
+    prune_best_dirs(checkpoints, best_steps)
 
 
 def _copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:

@@ -43,6 +43,7 @@ class TrainConfig:
     max_steps: int = field(metadata=CHANGES_TRAINING)  # steps of the run, whatever train.epochs is; 0: as many as the epochs take
     log_every: int  # steps between two lines of metrics.jsonl, at least 1; losses are fetched from the device then
     eval_every: int  # steps between two evaluations
+    final_eval_rows: int  # evaluate after the last step whatever eval_every is, without validation data on this many training rows; 0: no; jobs of a sweep that do not evaluate get 256
     save_every: int  # steps between two checkpoints
     sample_every: int  # steps between two sets of generated samples
     sample_prompts: list[str]  # prompts of the generated samples
@@ -59,11 +60,23 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
             check_at_least(f"train.{key}", getattr(self, key), 1, 1)
-        for key in ("max_steps", "eval_every", "save_every", "sample_every", "keep_every", "patience"):
+        for key in ("max_steps", "eval_every", "final_eval_rows", "save_every", "sample_every", "keep_every", "patience"):
             check_at_least(f"train.{key}", getattr(self, key), 0, 0)
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choice("train.activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES)
         check_choice("train.compile", self.compile, COMPILE_MODES)
+
+
+@dataclass
+class ExportConfig:
+    """What a completed run writes to `model/`."""
+
+    ON_RESUME = "ignored"
+
+    weights: str  # of model/: best (those of the lowest validation loss), last, or auto: best if the run evaluates on validation data, otherwise last
+
+    def __post_init__(self) -> None:
+        check_choice("export.weights", self.weights, ("auto", "best", "last"))
 
 
 @dataclass
@@ -92,12 +105,18 @@ class Config:
     distributed: DistributedConfig
     tracker: TrackerConfig
     train: TrainConfig
+    export: ExportConfig
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
     device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
     init_from: str = field(metadata=IGNORED)  # initial weights: auto, scratch, or the path of a run, a sweep, a Hugging Face folder or a MiniMind .pth
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
     plugins: list[str] = field(metadata=IGNORED)  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates on validation data while it trains. data.val_path=auto may find no file, data.val_fraction then holds out rows."""
+        return bool(self.train.eval_every and (self.data.val_path or self.data.val_fraction))
 
     def __post_init__(self) -> None:
         data, stage, train = self.data, self.stage, self.train
@@ -125,7 +144,13 @@ class Config:
             self.precision.check_device("the CPU", None)
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be in [0, 4294967295], got {self.seed}", f"seed={self.seed}", "e.g. seed=42")
-        if train.patience and not (train.eval_every and (data.val_path or data.val_fraction)):
+        if self.export.weights == "best" and not self.evaluates:
+            raise UserError(
+                "export.weights=best needs evaluations on validation data, and this run has none",
+                "export.weights=best",
+                "set train.eval_every, and data.val_path or data.val_fraction; or export.weights=last",
+            )
+        if train.patience and not self.evaluates:
             raise UserError(
                 f"train.patience={train.patience} counts evaluations, and this run has none",
                 f"train.patience={train.patience}",

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Interrupted
-from runner.checkpoint.format import TENSOR_FILES, read_state
+from runner.checkpoint.best import BEST_POINTER
+from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.build import build_run
 from runner.engine.config import Config
@@ -48,13 +49,23 @@ def train_to_step(cfg: Config, run_dir: Path, stop_at: int | None) -> None:
 
 
 def diff_run_dirs(one: Path, other: Path) -> list[str]:
-    """Return what differs between the newest checkpoints and the metrics of two runs, by file and key."""
+    """Return what differs between the newest checkpoints, the best weights and the metrics of two runs, by file and key."""
     first, second = (newest_checkpoint(run_dir) for run_dir in (one, other))
     differences = [] if first.name == second.name else [f"newest checkpoint: {first.name} and {second.name}"]
     differences += [file for file in TENSOR_FILES.values() if (first / file).read_bytes() != (second / file).read_bytes()]
+    differences += [] if _best_weights(one) == _best_weights(other) else ["best weights"]
     differences += [f"state.json: {key}" for key in _differing_keys(read_state(first), read_state(second)) if key not in EXCLUDED_STATE]
     records = [[json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] for run_dir in (one, other)]
     return differences + [f"metrics.jsonl: {difference}" for difference in _diff_metrics(*records)]
+
+
+def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:
+    """Return the best step and its weights. They are in a checkpoint or in a folder of their own, as the run was stopped at this step or not."""
+    pointer = run_dir / CHECKPOINTS_DIR / BEST_POINTER
+    if not pointer.exists():
+        return None
+    folder = pointer.with_name(pointer.read_text(encoding="utf-8").strip())
+    return step_of(folder.name), (folder / TENSOR_FILES["model"]).read_bytes()
 
 
 def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from common.errors import UserError
+from common.filesystem import read_json_object
 from common.registry import Registry
 from common.settings import check_at_least
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
@@ -75,7 +76,9 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
         results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
-    line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **results}, ensure_ascii=False)
+    export = read_json_object(folder / "run.json").get("export")
+    weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
+    line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **weights, **results}, ensure_ascii=False)
     print(line)
     with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")

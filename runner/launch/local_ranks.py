@@ -26,7 +26,7 @@ from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
-from runner.run_dir.metadata import RunMetadata, final_loss, has_diverged
+from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
 HANG_GRACE = 5.0  # the same after a timeout of a collective
@@ -101,13 +101,17 @@ class RankGroup:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
     def _spawn(self, rank: int, config_file: Path) -> subprocess.Popen:
-        environment = subprocesses.child_env() | rank_environment() | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.count),
-            RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
-            "OMP_NUM_THREADS": threads_per_rank(self.count),
-        }
+        environment = (
+            subprocesses.child_env()
+            | rank_environment()
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.count),
+                RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
+                "OMP_NUM_THREADS": threads_per_rank(self.count),
+            }
+        )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
             return subprocesses.spawn(program, environment, None)
@@ -171,7 +175,7 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
         raise Interrupted(metadata.fields["step"], metadata.folder)
     if metadata.fields["status"] != "completed":
         raise TrainingError("the ranks exited without recording an outcome")
-    loss = final_loss(metadata.fields)
+    loss = exported_loss(metadata.fields)
     return 0.0 if loss is None else float(loss)
 
 

@@ -107,10 +107,10 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     progress = state.progress
     metrics = {
         "loss": next(reversed(progress.recent_losses), None),
-        "val_loss": progress.eval_loss,
-        "best_val_loss": progress.best_loss,
-        "best_step": progress.best_step,
+        "training_rows_loss" if state.pipeline.evaluates_training_rows else "val_loss": progress.eval_loss,
     }
+    if not state.pipeline.evaluates_training_rows:
+        metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
     state.logger.finish(
         Outcome.FAILED if outcome == Outcome.DIVERGED else outcome,
         {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {}),

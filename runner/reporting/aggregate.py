@@ -6,18 +6,21 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from runner.reporting.results import JOB_STATUSES, SEED_KEY, JobResult, MeanStd, ResultRow, swept_sort_key
+from runner.inference.best_job import SEED_KEY, point_of, swept_sort_key
+from runner.reporting.results import JOB_STATUSES, JobResult, MeanStd, ResultRow, ranking_problem
 
 
 def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:
     """Return one row per grid point, best first, with one member row per job where a point has several."""
+    jobs = list(jobs)
+    is_comparable = ranking_problem(jobs, ranked_by) is None
     points: dict[tuple, list[JobResult]] = {}
     for job in jobs:
-        points.setdefault(tuple(sorted(_without_seed(job.swept).items())), []).append(job)
+        points.setdefault(point_of(job.swept), []).append(job)
     rows = [aggregate_row(members, ranked_by) for members in points.values()]
     rows.sort(key=_sort_key)
     for position, row in enumerate(rows, start=1):
-        row.rank = position if row.is_ranked else None
+        row.rank = position if row.is_ranked and is_comparable else None
         row.members = [aggregate_row([job], ranked_by) for job in row.jobs] if len(row.jobs) > 1 else []
     return rows
 
@@ -35,6 +38,8 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
         overrides=_without_seed(jobs[0].swept),
         jobs=jobs,
         status=max((job.status for job in jobs), key=JOB_STATUSES.index),
+        score=_mean_std(job.score(ranked_by) for job in comparable if not job.diverged),
+        model=jobs[0].model if len(jobs) == 1 else None,
         final=_mean_std(job.final.get(ranked_by) for job in finite),
         best=_mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
         best_step=statistics.median_low(best_steps) if best_steps else None,
@@ -52,9 +57,9 @@ def _without_seed(swept: dict[str, str]) -> dict[str, str]:
 
 
 def _sort_key(row: ResultRow) -> tuple:
-    """Ranked rows by their best loss; then diverged, running, interrupted, failed and new ones."""
-    best = row.best.mean if row.best else math.inf
-    return (JOB_STATUSES.index(row.status), row.diverged > 0, best, swept_sort_key(row.overrides))
+    """Ranked rows by the loss of their models; then diverged, running, interrupted, failed and new ones."""
+    score = row.score.mean if row.score else math.inf
+    return (JOB_STATUSES.index(row.status), row.diverged > 0, score, swept_sort_key(row.overrides))
 
 
 def _mean_std(values: Iterable[float | None]) -> MeanStd | None:

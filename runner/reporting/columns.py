@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from runner.reporting.results import SEED_KEY, JobResult, MeanStd, ResultRow, SweepResults
+from runner.inference.best_job import SEED_KEY, ModelScore
+from runner.reporting.results import JobResult, MeanStd, ResultRow, SweepResults
 from runner.tracking.console import format_seconds
 
 
 @dataclass(frozen=True)
 class Column:
-    """In `key` and `title`, {loss} stands for the kind of loss that rows are ranked by: validation or training."""
+    """In `key` and `title`, {loss} stands for the kind of loss that rows are ranked by, see LOSS_KINDS."""
 
     key: str  # heading in leaderboard.csv
     title: str  # heading in the terminal and in report.html; empty: only in leaderboard.csv
@@ -30,7 +31,7 @@ def table_columns(sweep: SweepResults) -> list[Column]:
     """Return the columns shown for `sweep`, with {loss} filled in."""
     columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by)]
     fill = {"loss": sweep.ranked_by}
-    return [Column(**{**vars(column), "key": column.key.format(**fill), "title": column.title.format(**fill)}) for column in columns]
+    return [Column(**{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}) for column in columns]
 
 
 # --- values as text ---------------------------------------------------------------------------------------------------------------------------------
@@ -60,6 +61,7 @@ def status_text(row: ResultRow) -> str:
     counts = Counter(job.status for job in row.jobs)
     parts = [row.status] if len(counts) == 1 else [f"{n} {status}" for status, n in counts.items()]
     parts += [f"{row.diverged} " * (len(row.jobs) > 1) + "diverged"] if row.diverged else []
+    parts += ["extended"] if any(job.extended for job in row.jobs) else []
     parts += ["continued by hand"] if any(job.manual_overrides for job in row.jobs) else []
     parts += ["other data"] if any(job.differs_from for job in row.jobs) else []
     return ", ".join(parts)
@@ -88,6 +90,24 @@ def _final(row: ResultRow) -> MeanStd | str | None:
     return row.final or ("diverged" if row.diverged else None)
 
 
+def _weights_text(model: ModelScore | None) -> str:
+    """Return e.g. `best, step 40`."""
+    return "" if model is None else f"{model.weights}, step {model.step:,}"
+
+
+def trained_value(row: ResultRow, key: str) -> str:
+    """Return the value that the jobs of a row were trained with, which sweep.lr_scale may have changed."""
+    swept = row.overrides.get(key, "")
+    trained = {job.trained.get(key, swept) for job in row.jobs}
+    return trained.pop() if len(trained) == 1 else swept
+
+
+def swept_text(row: ResultRow, key: str) -> str:
+    """Return the value that the jobs were trained with, and that of the sweep where it was scaled: `0.004 (0.001 scaled)`."""
+    trained, swept = trained_value(row, key), row.overrides.get(key, "")
+    return trained + (f" ({swept} scaled)" if swept not in ("", trained) else "")
+
+
 def _per_job(text: Callable[[JobResult], str]) -> Callable[[ResultRow], str]:
     """Return `text` of the only job, or `seed=1: text; seed=2: text` of the jobs for which it is not empty."""
 
@@ -100,6 +120,8 @@ def _per_job(text: Callable[[JobResult], str]) -> Callable[[ResultRow], str]:
 
 
 COLUMNS = [
+    Column("loss", "loss of model/", lambda row: row.score if row.model or row.members else None, loss_text, _mean),
+    Column("weights", "weights", lambda row: row.model, _weights_text, _weights_text, is_number=False),
     Column("final_{loss}_loss", "final {loss} loss", _final, loss_text, _mean),
     Column("final_{loss}_loss_deviation", "", _final, csv=_deviation),
     Column("best_{loss}_loss", "best {loss} loss", lambda row: row.best, loss_text, _mean),
@@ -115,6 +137,7 @@ COLUMNS = [
     Column("completed", "", lambda row: sum(job.status == "completed" for job in row.jobs)),
     Column("diverged", "", lambda row: row.diverged),
     Column("folder", "", lambda row: row.jobs[0].name if len(row.jobs) == 1 else ""),
+    Column("extended_with", "", _per_job(lambda job: " ".join(job.extended))),
     Column("continued_with", "", _per_job(lambda job: " ".join(job.manual_overrides))),
     Column("other_data_than", "", _per_job(lambda job: job.differs_from)),
     Column("reason", "", _per_job(lambda job: job.reason)),

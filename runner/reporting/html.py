@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from runner.inference.best_job import parse_number, swept_sort_key
 from runner.reporting import svg
-from runner.reporting.columns import loss_text, point_label, table_columns, with_note
+from runner.reporting.columns import loss_text, point_label, swept_text, table_columns, with_note
 from runner.reporting.metrics_reader import LossPoint
-from runner.reporting.results import JobResult, ResultRow, SweepResults, parse_number, swept_sort_key
+from runner.reporting.results import JobResult, ResultRow, SweepResults
 from runner.tracking.console import strip_control
 
 if TYPE_CHECKING:
@@ -52,7 +53,14 @@ def _load_template() -> jinja2.Template:
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=without_control, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
-    environment.globals |= {"css": Markup(CSS.read_text(encoding="utf-8")), "svg": Markup, "point_label": point_label, "with_note": with_note, "id": id}
+    environment.globals |= {
+        "css": Markup(CSS.read_text(encoding="utf-8")),
+        "svg": Markup,
+        "point_label": point_label,
+        "swept_text": swept_text,
+        "with_note": with_note,
+        "id": id,
+    }
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import write_atomic_file
 from common.paths import outputs_dir
-from runner.reporting.columns import Column, point_label, table_columns, with_note
+from runner.inference.best_job import SEED_KEY, parse_number
+from runner.reporting.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
 from runner.reporting.html import sweep_page
 from runner.reporting.read_results import read_sweep_results
-from runner.reporting.results import SEED_KEY, SweepResults, parse_number
+from runner.reporting.results import SweepResults
 from runner.tracking.console import strip_control
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
@@ -59,17 +60,19 @@ def leaderboard_text(folder: Path) -> str:
     """Return the table, the reasons of jobs without a result, and the commands for the best job and for resuming the sweep."""
     sweep = read_sweep_results(folder.absolute())
     columns = [column for column in table_columns(sweep) if column.title and column.in_terminal]
-    table = [["", *sweep.swept_keys, *[SEED_KEY] * sweep.has_seeds, *(column.title for column in columns)]]
+    table = [["", *sweep.shown_keys, *[SEED_KEY] * sweep.has_seeds, *(column.title for column in columns)]]
     for row in sweep.rows:
         for line in [row, *row.members]:
             rank = f"{line.rank}." if line.rank else "-" if line is row else ""
-            swept = [row.overrides.get(key, "") if line is row else "" for key in sweep.swept_keys]
+            swept = [swept_text(row, key) if line is row else "" for key in sweep.shown_keys]
             table.append([rank, *swept, *[line.seed] * sweep.has_seeds, *(column.text(column.get(line)) for column in columns)])
     explained = [job for row in sweep.rows for job in row.jobs if job.reason or job.note]
     reasons = [": ".join(filter(None, [point_label(job.swept) or job.name, with_note(job.status, job), job.reason])) for job in explained]
     text = [f"sweep {sweep.folder}", f"{sweep.status}: {sweep.status_counts()}", "", *_aligned(table, columns)]
     text += ["", *reasons] if reasons else []
+    text += ["", f"no best job: {sweep.problem}"] if sweep.problem else []
     text += ["", f"{with_note('best job', sweep.best)}: {sweep.job_command(sweep.best)}"] if sweep.best else []
+    text += [f"its model: {sweep.folder / sweep.best.folder} ({sweep.best.model})"] if sweep.best and sweep.best.model and sweep.best.folder else []
     text += ["", f"continue with: {sweep.resume_command}"] if sweep.is_unfinished else []
     return strip_control("\n".join(text))
 
@@ -86,10 +89,10 @@ def leaderboard_csv(sweep: SweepResults) -> str:
     columns = table_columns(sweep)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(_csv_cell, ["row", "rank", *sweep.swept_keys, SEED_KEY, *(column.key for column in columns)]))
+    writer.writerow(map(_csv_cell, ["row", "rank", *sweep.shown_keys, SEED_KEY, *(column.key for column in columns)]))
     for row in sweep.rows:
         for line in [row, *row.members]:
-            swept = [line.overrides.get(key, "") for key in sweep.swept_keys]
+            swept = [trained_value(line, key) for key in sweep.shown_keys]
             identity = ["point" if line is row else "job", line.rank, *swept, "" if line.members else line.seed]
             writer.writerow(map(_csv_cell, [*identity, *(column.csv(column.get(line)) for column in columns)]))
     return out.getvalue()

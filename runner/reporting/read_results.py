@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from common.errors import Outcome
 from common.filesystem import read_json_object
+from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.aggregate import result_rows
 from runner.reporting.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
-from runner.reporting.results import JOB_STATUSES, SEED_KEY, JobResult, SweepResults
+from runner.reporting.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import is_alive
 from runner.run_dir.saved_config import load_saved_config
 
+LR_KEY = "optimizer.lr"
 DATA_KEY_PREFIXES = ("data", "stage", "experiment", "model")  # swept keys that change the training data or its rows
 
 
@@ -26,22 +29,24 @@ def read_sweep_results(folder: Path) -> SweepResults:
     swept = sweep.get("swept") if isinstance(sweep.get("swept"), dict) else {}
     keys = dict.fromkeys([*map(str, swept or {}), *(key for job in jobs for key in job.swept)])
     _compare_data(folder, jobs)
-    ranked_by = "validation" if any("validation" in job.final for job in jobs) else "training"
+    ranked_by = next((kind for kind in LOSS_KINDS if any(kind in job.final for job in jobs)), "training")
+    shared = [str(override) for override in _as_list(sweep.get("overrides"))]
     return SweepResults(
         folder=folder,
         status=str(sweep.get("status") or "unknown"),
         created=str(sweep.get("created") or ""),
-        shared_overrides=[str(override) for override in _as_list(sweep.get("overrides"))],
+        shared_overrides=shared,
         swept_keys=[key for key in keys if key != SEED_KEY],
         jobs=jobs,
         ranked_by=ranked_by,
         rows=result_rows(jobs, ranked_by),
+        scaled_keys=_set_trained_values(folder, jobs, shared),
     )
 
 
 def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     """Combine the entry `recorded` of sweep.json with the job's own run.json and metrics.jsonl."""
-    name, overrides = str(recorded.get("name") or ""), recorded.get("overrides")
+    name, overrides, extended = str(recorded.get("name") or ""), recorded.get("overrides"), [str(each) for each in _as_list(recorded.get("applied_overrides"))]
     job = JobResult(name, {str(key): str(value) for key, value in overrides.items()} if isinstance(overrides, dict) else {})
     job.status = recorded["status"] if recorded.get("status") in JOB_STATUSES else "new"
     job.error = str(recorded.get("error") or "")
@@ -54,12 +59,15 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
         job.status, job.error, job.last_lines, recorded = status, "", [], {}
     if job.status == "failed":
         job.error = job.error or str(metadata.get("error") or "")
-    job.manual_overrides = _manual_overrides(folder / name, [str(override) for override in _as_list(recorded.get("applied_overrides"))])
+    job.extended, job.manual_overrides = extended, _manual_overrides(folder / name, extended)
+    job.model, job.evaluation = model_score(metadata), metadata.get("evaluation")
     job.data_identity = _data_identity(metadata)
     job.metrics = read_run_metrics(folder / name / "metrics.jsonl")
     _set_losses(job, metadata)
     has_diverged = Outcome.DIVERGED in (metadata.get("outcome"), recorded.get("outcome")) or recorded.get("loss") in ("inf", "Infinity")
-    job.diverged = job.final.get("validation", job.final.get("training")) == math.inf or (has_diverged and job.status in ("completed", "failed"))
+    job.diverged = next((job.final[kind] for kind in LOSS_KINDS if kind in job.final), 0.0) == math.inf or (
+        has_diverged and job.status in ("completed", "failed")
+    )
     return job
 
 
@@ -85,7 +93,8 @@ def _manual_overrides(run_dir: Path, from_sweep: list[str]) -> list[str]:
 
 def _set_losses(job: JobResult, metadata: dict[str, Any]) -> None:
     """Set final and best losses from metrics.jsonl, or from run.json where nothing is logged."""
-    for kind, points in (("validation", job.metrics.eval), ("training", job.metrics.train)):
+    on_training_rows = isinstance(job.evaluation, dict) and job.evaluation.get("on") == "training"
+    for kind, points in (("training-rows" if on_training_rows else "validation", job.metrics.eval), ("training", job.metrics.train)):
         if points:
             job.final[kind] = _loss_or_inf(points[-1])
             lowest = min(points, key=_loss_or_inf)
@@ -94,10 +103,36 @@ def _set_losses(job: JobResult, metadata: dict[str, Any]) -> None:
     summary = metadata.get("metrics")
     values = {key: finite_number(value) for key, value in summary.items()} if isinstance(summary, dict) else {}
     step = finite_number(metadata.get("step")) or 0.0
-    for kind, final, best in (("validation", values.get("val_loss"), values.get("best_val_loss")), ("training", values.get("loss"), None)):
+    for kind, final, best in (
+        ("validation", values.get("val_loss"), values.get("best_val_loss")),
+        ("training-rows", values.get("training_rows_loss"), None),
+        ("training", values.get("loss"), None),
+    ):
         if final is not None and kind not in job.final:
             job.final[kind] = final
             job.best[kind] = (final, step) if best is None else (best, values.get("best_step") or step)
+
+
+def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) -> list[str]:
+    """Set `trained` of jobs whose learning rate sweep.lr_scale has changed; return [the key] if it is not swept, so that it is shown all the same."""
+    for job in jobs:
+        started_with = [value for key, _, value in (override.partition("=") for override in _first_overrides(folder, job)) if key == LR_KEY]
+        given = [job.swept[LR_KEY]] if LR_KEY in job.swept else [override.partition("=")[2] for override in shared if override.startswith(f"{LR_KEY}=")]
+        if started_with and [parse_number(value) for value in started_with[-1:]] != [parse_number(value) for value in given[-1:]]:
+            job.trained[LR_KEY] = started_with[-1]
+    if not any(job.trained for job in jobs) or any(LR_KEY in job.swept for job in jobs):
+        return []
+    for job in jobs:  # the job that the others are scaled to has no override
+        if job.folder and not job.trained:
+            with suppress(ValueError, KeyError, TypeError):
+                job.trained[LR_KEY] = str(load_saved_config(folder / job.folder)["optimizer"]["lr"])
+    return [LR_KEY]
+
+
+def _first_overrides(folder: Path, job: JobResult) -> list[str]:
+    """Return the overrides that the job was started with."""
+    hydra_dir = folder / (job.folder or ".none") / ".hydra"
+    return read_override_list(next(iter(sorted(hydra_dir.glob("history/*/overrides.yaml"))), hydra_dir / "overrides.yaml"))
 
 
 def _loss_or_inf(point: LossPoint) -> float:

@@ -9,9 +9,10 @@ from typing import Any
 
 from common import errors
 from common.paths import command_line
-from runner.reporting.metrics_reader import RunMetrics, finite_number, read_override_list
+from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
+from runner.reporting.metrics_reader import RunMetrics, read_override_list
 
-SEED_KEY = "seed"
+LOSS_KINDS = ("validation", "training-rows", "training")  # of evaluations on validation data, on training rows, and of a training step
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
@@ -24,8 +25,12 @@ class JobResult:
     error: str = ""
     last_lines: list[str] = field(default_factory=list)  # of the console output of a failed job
     metrics: RunMetrics = field(default_factory=RunMetrics)
-    final: dict[str, float] = field(default_factory=dict)  # "validation" | "training" -> newest loss; infinite if it is not finite
-    best: dict[str, tuple[float, float]] = field(default_factory=dict)  # "validation" | "training" -> lowest loss and its step
+    final: dict[str, float] = field(default_factory=dict)  # kind of loss, see LOSS_KINDS -> the newest; infinite if it is not finite
+    best: dict[str, tuple[float, float]] = field(default_factory=dict)  # kind of loss -> the lowest and its step
+    model: ModelScore | None = None  # the weights in model/, if the job is completed
+    evaluation: Any = None  # what identifies the evaluation rows, from run.json
+    trained: dict[str, str] = field(default_factory=dict)  # swept and scaled keys -> values that the job was started with
+    extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
     manual_overrides: list[str] = field(default_factory=list)  # of a later launch, not given by the sweep
@@ -35,8 +40,17 @@ class JobResult:
     @property
     def note(self) -> str:
         """What makes the job not comparable to the others; empty if it is comparable."""
-        notes = [f"continued with {' '.join(self.manual_overrides)}"] if self.manual_overrides else []
+        notes = [f"extended with {' '.join(self.extended)}"] if self.extended else []
+        notes += [f"continued with {' '.join(self.manual_overrides)}"] if self.manual_overrides else []
         return ", ".join([*notes, f"trained on other data than {self.differs_from}"] if self.differs_from else notes)
+
+    def score(self, kind: str) -> float | None:
+        """Return the loss that the job is ranked by: that of the weights in model/; before it has one, the best so far."""
+        if kind == "training":
+            return self.final.get(kind)  # of one step: not ranked
+        if self.model is not None and self.model.loss is not None:
+            return self.model.loss
+        return self.best[kind][0] if kind in self.best else None
 
     @property
     def reason(self) -> str:
@@ -67,7 +81,9 @@ class ResultRow:
     overrides: dict[str, str]  # swept key -> value, without the seed
     jobs: list[JobResult]
     status: str  # of the job that is furthest from completed
-    final: MeanStd | None  # losses of the kind that rows are ranked by
+    score: MeanStd | None  # losses that rows are ranked by: of the weights in model/
+    model: ModelScore | None  # of the only job
+    final: MeanStd | None  # newest losses of the kind that rows are ranked by
     best: MeanStd | None
     best_step: float | None
     train: MeanStd | None  # newest training loss
@@ -81,7 +97,7 @@ class ResultRow:
 
     @property
     def is_ranked(self) -> bool:
-        return self.status == "completed" and self.best is not None and not self.diverged
+        return self.status == "completed" and self.score is not None and not self.diverged
 
     @property
     def seed(self) -> str:
@@ -97,8 +113,14 @@ class SweepResults:
     shared_overrides: list[str]  # given to every job
     swept_keys: list[str]  # without the seed
     jobs: list[JobResult]
-    ranked_by: str  # validation, or training if no job has evaluated
+    ranked_by: str  # one of LOSS_KINDS
     rows: list[ResultRow]  # best first
+    scaled_keys: list[str] = field(default_factory=list)  # keys that are not swept, but scaled per job: optimizer.lr by sweep.lr_scale
+
+    @property
+    def shown_keys(self) -> list[str]:
+        """Keys with a column of values."""
+        return [*self.swept_keys, *self.scaled_keys]
 
     @property
     def has_seeds(self) -> bool:
@@ -107,8 +129,13 @@ class SweepResults:
     @property
     def best(self) -> JobResult | None:
         """The job with the lowest loss among those of the first row; None if no row is ranked."""
-        jobs = self.rows[0].jobs if self.rows and self.rows[0].is_ranked else []
-        return min(jobs, key=lambda job: job.best[self.ranked_by][0], default=None)
+        jobs = self.rows[0].jobs if self.rows and self.rows[0].rank == 1 else []
+        return min(jobs, key=lambda job: job.score(self.ranked_by) or 0.0, default=None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the jobs cannot be ranked; None if they can."""
+        return ranking_problem(self.jobs, self.ranked_by)
 
     @property
     def is_unfinished(self) -> bool:
@@ -132,14 +159,10 @@ class SweepResults:
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(f"{n} {status}" for status, n in counts.items() if n)
 
 
-def parse_number(text: str) -> float | None:
-    """Return the finite number that an override's value spells, or None."""
-    try:
-        return finite_number(float(text))
-    except ValueError:
-        return None
-
-
-def swept_sort_key(values: dict[str, str]) -> list[tuple[float, str]]:
-    """Order by swept values: numbers by size, other text alphabetically."""
-    return [(parse_number(value) or 0.0, value) for value in values.values()]
+def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
+    """Return why the losses of completed jobs do not rank them; None if they do."""
+    completed = [job for job in jobs if job.status == "completed" and not job.diverged]
+    if ranked_by == "training":
+        return "no job was evaluated, and the training loss is that of other rows in every job" if completed else None
+    problem = comparison_problem(job.evaluation for job in completed if ranked_by in job.final)
+    return f"the jobs were judged with {problem}" if problem else None

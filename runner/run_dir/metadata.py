@@ -33,6 +33,8 @@ DEFAULT_METADATA: dict[str, Any] = {
     "degraded": None,  # message of a disk problem that training survives
     "init_from": None,
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
+    "evaluation": None,  # what identifies the evaluation rows
+    "export": None,  # the weights in model/: best or last, step, evaluation loss
     "fingerprints": {},
 }
 # What a launch may have written to its directory before it trains
@@ -218,12 +220,16 @@ def has_diverged(fields: Mapping[str, Any]) -> bool:
     return fields.get("outcome") == Outcome.DIVERGED
 
 
-def final_loss(fields: Mapping[str, Any]) -> float | str | None:
-    """Return the loss that a completed run hands to a sweep; "inf" where none was finite, None where nothing was trained."""
-    metrics = fields.get("metrics")
+def exported_loss(fields: Mapping[str, Any]) -> float | str | None:
+    """Return the loss that a completed run hands to a sweep: of the evaluation of the weights in model/, otherwise the last training loss.
+
+    "inf" where none was finite, None where nothing was trained.
+    """
+    metrics, export = fields.get("metrics"), fields.get("export")
     if not isinstance(metrics, dict) or not metrics:
         return None  # train.verify_resume
-    loss = next((metrics[name] for name in ("val_loss", "loss") if isinstance(metrics.get(name), int | float)), None)
+    losses = [*([export.get("loss")] if isinstance(export, dict) else []), metrics.get("val_loss"), metrics.get("loss")]
+    loss = next((value for value in losses if isinstance(value, int | float)), None)
     return "inf" if loss is None else float(loss)
 
 

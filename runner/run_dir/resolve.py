@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from common.errors import UserError, did_you_mean_path
 from common.paths import outputs_dir
 from runner.checkpoint.atomic_dir import verify_dir
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
+from runner.config.literals import quote_path
+from runner.inference.best_job import find_best_job, model_score
 from runner.run_dir import saved_config
-from runner.run_dir.metadata import RUN_FILE, RunMetadata
+from runner.run_dir.metadata import RUN_FILE, RunMetadata, has_started
 from runner.run_dir.naming import find_runs
 
 SWEEP_FILE = "sweep.json"
@@ -22,12 +25,17 @@ def is_sweep_dir(folder: Path) -> bool:
 
 
 def resolve_run(name: str) -> Path:
-    """Return the run or sweep directory of `resume=name`: a path to it, to anything inside it, or `last`. A file of a sweep outside its jobs means the sweep."""
+    """Return the run or sweep directory of `resume=name`: a path to it, to anything inside it, or `last`. A file of a sweep outside its jobs means the sweep.
+
+    `last` is what began to train last: a run, or the sweep if that was a job of one.
+    """
     if name == "last":
-        runs = find_runs(outputs_dir())
-        if not runs:
-            raise UserError(f"there is no run in {outputs_dir()}", "resume=last", "start one: python runner/train.py")
-        return max(runs, key=_last_start)
+        begun = [run for run in find_runs(outputs_dir()) if has_started(RunMetadata.read(run))]
+        if not begun:
+            raise UserError(f"no run in {outputs_dir()} has begun to train", "resume=last", "start one: python runner/train.py")
+        newest = sweep_of(max(begun, key=_last_start))
+        print(f"resume=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}", file=sys.stderr)
+        return newest
     path = Path(name).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{path} does not exist", f"resume={name}", did_you_mean_path(name))
@@ -38,13 +46,41 @@ def resolve_run(name: str) -> Path:
 
 
 def resolve_model_run(name: str) -> Path:
-    """Return the directory of `run=name`; `last` is the run whose model was completed last."""
-    if name != "last":
-        return Path(name)
-    models = [folder / "model" for folder in find_runs(outputs_dir()) if (folder / "model").is_dir()]
-    if not models:
-        raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
-    return max(models, key=lambda model: model.stat().st_mtime).parent
+    """Return the directory of `run=name`: for a sweep that of its best job; `last` is the run whose model was completed last, or its sweep.
+
+    Prints which weights its `model/` holds.
+    """
+    folder = Path(name)
+    if name == "last":
+        models = [run / "model" for run in find_runs(outputs_dir()) if (run / "model").is_dir()]
+        if not models:
+            raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
+        folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
+    if is_sweep_dir(folder):
+        return find_best_job(folder)
+    if score := model_score(RunMetadata.read(folder)):
+        print(f"{folder}: {score}", file=sys.stderr)
+    return folder
+
+
+def init_from_best_job(override: str) -> str:
+    """Return the override; in `init_from=SWEEP`, one value or several, the path of a sweep is replaced by that of its best job. Raises UserError."""
+    key, _, value = override.partition("=")
+    if key != "init_from":
+        return override
+    values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
+    if not any(is_sweep_dir(_unquoted(each)) for each in values):
+        return override
+    return f"{key}={','.join(quote_path(str(find_best_job(path))) if is_sweep_dir(path := _unquoted(each)) else each for each in values)}"
+
+
+def _unquoted(value: str) -> Path:
+    return Path(value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value)
+
+
+def sweep_of(run: Path) -> Path:
+    """Return the sweep that the run is a job of, or the run itself."""
+    return run.parent if is_sweep_dir(run.parent) else run
 
 
 def enclosing_run(path: Path) -> Path | None:
@@ -53,10 +89,10 @@ def enclosing_run(path: Path) -> Path | None:
 
 
 def _last_start(run: Path) -> float:
-    """Return when training last began (seconds since 1970). A launch that is refused writes run.json too, so its time of change says less."""
+    """Return when training last began (seconds since 1970)."""
     try:
         return datetime.fromisoformat(RunMetadata.read(run)["started"]).timestamp()
-    except (ValueError, KeyError, TypeError):  # it has not begun
+    except (ValueError, KeyError, TypeError):
         return (run / RUN_FILE).stat().st_mtime
 
 

@@ -1,18 +1,36 @@
-"""What the jobs of a sweep have in common where their optimizer steps hold different numbers of rows. Arithmetic on configs only."""
+"""What the jobs of a sweep have in common where their optimizer steps hold different numbers of tokens. Arithmetic on configs only."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
 from common.errors import UserError
 from runner.engine.config import Config
 
 ROW_KEYS = ("train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes")
-TOLERANCE = 0.01  # relative difference of the rows of two jobs that rounding may leave without a warning
+LENGTH_KEYS = ("data.max_length", "data.packing")  # swept, they change the tokens of a row
+ROW_LENGTH_KEYS = ("data.max_length", "data.packing", "data.path", "stage.data_format")
+FINAL_EVAL_ROWS = 256  # train.final_eval_rows of jobs that do not evaluate
+TOLERANCE = 0.01  # relative difference of the rows or tokens of two jobs that rounding may leave without a warning
 # Counted in steps: they shrink where a step grows, so that the curves of all jobs have their points at the same tokens.
 INTERVAL_KEYS = ("train.log_every", "train.eval_every", "train.save_every", "train.sample_every", "train.keep_every", "schedule.warmup_steps")
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What an optimizer step holds: batch rows, and tokens where settings alone say so (0: they do not)."""
+
+    rows: int
+    tokens: int = 0
+
+    def relative_to(self, base: StepSize) -> Fraction:
+        """Return the size in multiples of `base`: in tokens if both are known, otherwise in rows."""
+        return Fraction(self.tokens, base.tokens) if self.tokens and base.tokens else Fraction(self.rows, base.rows)
 
 
 def rows_per_step(config: Config) -> int:
@@ -21,17 +39,34 @@ def rows_per_step(config: Config) -> int:
     return config.train.batch_size * config.train.accumulation_steps * ranks
 
 
+def step_size(config: Config) -> StepSize:
+    """Return the size of a step. A packed sequence is full: it has data.max_length tokens, twice as many for a preference pair."""
+    from data.types import sequences_per_row  # imports numpy, which other commands need not wait for
+
+    rows = rows_per_step(config)
+    length = config.data.max_length * sequences_per_row(config.stage.data_format) if config.data.packing != "none" else 0
+    return StepSize(rows, rows * length)
+
+
+def smallest_step(configs: Sequence[Config]) -> StepSize:
+    """Return the smallest step of the jobs, which all others are compared with; without tokens unless they are known for every job."""
+    sizes = [step_size(config) for config in configs]
+    if all(size.tokens for size in sizes):
+        return min(sizes, key=lambda size: size.tokens)
+    return StepSize(min(size.rows for size in sizes))
+
+
 def resolve_budget_rule(match_budget: str, swept: Iterable[str]) -> str:
     """Return what sweep.match_budget means for a sweep over the keys `swept`: tokens, steps or epochs."""
     if match_budget != "auto":
         return match_budget
-    return "tokens" if set(ROW_KEYS) & set(swept) else "epochs"
+    return "tokens" if {*ROW_KEYS, *LENGTH_KEYS} & set(swept) else "epochs"
 
 
-def matching_overrides(config: Config, base_rows: int, rule: str) -> dict[str, str]:
-    """Return the overrides that give a job the same budget as one with `base_rows` rows per step. Raises UserError if `rule` cannot be kept."""
-    rows, train = rows_per_step(config), config.train
-    if rows == base_rows:
+def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, str]:
+    """Return the overrides that give a job the same budget as one whose step is `base`. Raises UserError if `rule` cannot be kept."""
+    ratio, train = step_size(config).relative_to(base), config.train
+    if ratio == 1:
         return {}
     if rule == "steps" and not train.max_steps:
         raise UserError(
@@ -46,34 +81,64 @@ def matching_overrides(config: Config, base_rows: int, rule: str) -> dict[str, s
             "add train.max_steps=0, or sweep.match_budget=tokens",
         )
     scaled_keys = () if rule == "steps" else [key for key in ("train.max_steps", *INTERVAL_KEYS) if _value(config, key)]
-    overrides = {key: str(max(1, round(_value(config, key) * base_rows / rows))) for key in scaled_keys}
+    overrides = {key: str(max(1, round(_value(config, key) / ratio))) for key in scaled_keys}
     if config.sweep.lr_scale != "none":
-        ratio = rows / base_rows
-        overrides["optimizer.lr"] = repr(config.optimizer.lr * (ratio if config.sweep.lr_scale == "linear" else math.sqrt(ratio)))
+        overrides["optimizer.lr"] = repr(config.optimizer.lr * (float(ratio) if config.sweep.lr_scale == "linear" else math.sqrt(ratio)))
     return overrides
 
 
-def budget_warning(configs: Iterable[Config], base_rows: int, swept: Iterable[str]) -> str | None:
-    """Return a line about jobs that should see the same rows and cannot, because steps are whole; None if there are none."""
-    matched = [config for config in configs if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"]
-    for length in sorted({config.train.max_steps for config in matched}):  # jobs of different max_steps differ on purpose
-        steps = {
-            rows_per_step(config): int(matching_overrides(config, base_rows, "tokens").get("train.max_steps", length))
-            for config in matched
-            if config.train.max_steps == length
-        }
-        totals = {rows: rows * count for rows, count in sorted(steps.items())}
-        if max(totals.values()) > min(totals.values()) * (1 + TOLERANCE):
-            terms = ", ".join(f"{steps[rows]} x {rows} = {total}" for rows, total in totals.items())
-            return f"the jobs do not see the same number of rows (steps x rows per step: {terms}): train.max_steps={length} cannot be divided evenly"
+def uncountable_reason(configs: Sequence[Config]) -> str | None:
+    """Return why the tokens that the jobs see cannot be made equal by their settings; None if they can."""
+    by_steps, by_epochs = ([config for config in configs if bool(config.train.max_steps) == limited] for limited in (True, False))
+    if any(config.data.packing == "none" for config in by_steps) and (key := _first_differing(by_steps, ROW_LENGTH_KEYS)):
+        return f"{key} differs and data.packing=none: the rows of the jobs have different numbers of tokens, which train.max_steps cannot balance"
+    cuts = [config for config in by_epochs if config.data.too_long == "drop" or config.stage.data_format != "text" or config.data.too_long == "truncate"]
+    if key := _first_differing(by_epochs, ("data.path", "data.weights", "stage.data_format", *(("data.max_length",) if cuts else ()))):
+        return f"{key} differs and train.max_steps=0: an epoch has different numbers of tokens"
     return None
 
 
-def warn_if_unequal(configs: Iterable[Config], base_rows: int, swept: Iterable[str]) -> None:
-    if warning := budget_warning(configs, base_rows, swept):
+def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterable[str]) -> None:
+    """Refuse sweep.match_budget=tokens where tokens cannot be counted; warn where `auto` would have to. Other rules do not count tokens."""
+    if resolve_budget_rule(match_budget, swept) != "tokens" or (reason := uncountable_reason(configs)) is None:
+        return
+    if match_budget == "tokens":
+        fix = "data.packing=best_fit with train.max_steps=N counts tokens; or sweep.match_budget=steps or epochs"
+        raise UserError(f"sweep.match_budget=tokens cannot be kept: {reason}", "sweep.match_budget=tokens", fix)
+    print(f"warning: the jobs do not see the same number of tokens: {reason}", file=sys.stderr)
+
+
+def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> str | None:
+    """Return a line about jobs that should see the same rows or tokens and cannot, because steps are whole; None if there are none."""
+    matched = [config for config in configs if config.train.max_steps and resolve_budget_rule(config.sweep.match_budget, swept) == "tokens"]
+    unit = "tokens" if base.tokens else "rows"
+    for length in sorted({config.train.max_steps for config in matched}):  # jobs of different max_steps differ on purpose
+        steps = {
+            getattr(step_size(config), unit): int(matching_overrides(config, base, "tokens").get("train.max_steps", length))
+            for config in matched
+            if config.train.max_steps == length
+        }
+        totals = {size: size * count for size, count in sorted(steps.items())}
+        if max(totals.values()) > min(totals.values()) * (1 + TOLERANCE):
+            terms = ", ".join(f"{steps[size]} x {size} = {total}" for size, total in totals.items())
+            return f"the jobs do not see the same number of {unit} (steps x {unit} per step: {terms}): train.max_steps={length} cannot be divided evenly"
+    return None
+
+
+def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> None:
+    if warning := budget_warning(configs, base, swept):
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def _value(config: Config, key: str) -> int:
+def evaluation_overrides(config: Config) -> dict[str, str]:
+    """Return the override that gives a job without evaluations one at its end, on the same rows in every job: a loss of the last step would be luck."""
+    return {} if config.evaluates or config.train.final_eval_rows else {"train.final_eval_rows": str(FINAL_EVAL_ROWS)}
+
+
+def _first_differing(configs: Sequence[Config], keys: Iterable[str]) -> str | None:
+    return next((key for key in keys if any(_value(config, key) != _value(configs[0], key) for config in configs)), None)
+
+
+def _value(config: Config, key: str) -> Any:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)

@@ -79,7 +79,7 @@ def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
     points = grid.cartesian_points(new_values, tree.sweep.zip) if additions.swept else []
     open_jobs = [job for job in state.jobs if not job.is_diverged]
     configs = validation.checked_configs(composer, points)
-    budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_rows, swept)
+    budget.warn_if_unequal([*(composer.config(job.overrides) for job in open_jobs), *configs], state.base_step, swept)
     begun = [job for job in open_jobs if has_started(RunMetadata.read(state.folder / job.name))] if additions.training else []
     validation.checked_configs(composer, [job.overrides for job in begun])
     lengths = {}  # train.max_steps that the sweep has given to a job so far

@@ -20,7 +20,7 @@ from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
 from runner.run_dir.lock import is_locked
-from runner.run_dir.metadata import RunMetadata, final_loss, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged, has_started, timestamp
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob
@@ -139,7 +139,7 @@ class SweepScheduler:
             fields: dict[str, Any] = {
                 "status": "completed",
                 "outcome": Outcome.COMPLETED,
-                "loss": final_loss(run),
+                "loss": exported_loss(run),
                 "ended": run.get("ended"),
                 "pending_overrides": [],
             }

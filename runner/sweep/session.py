@@ -49,11 +49,12 @@ class SweepSession:
         return self.state.add_job({key: values[key] for key in self.state.swept if key in values})
 
     def derived_overrides(self, job: SweepJob) -> dict[str, str]:
-        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job."""
+        """Return what sweep.match_budget, sweep.lr_scale and init_from=auto set in this job, and an evaluation at the end of a job that has none."""
         if job.name not in self._derived:
             config = self.composer.config(job.overrides)
             rule = budget.resolve_budget_rule(config.sweep.match_budget, self.state.swept)
-            self._derived[job.name] = budget.matching_overrides(config, self.state.base_rows, rule) | self._initial_weights(config)
+            matching = budget.matching_overrides(config, self.state.base_step, rule)
+            self._derived[job.name] = matching | budget.evaluation_overrides(config) | self._initial_weights(config)
         return self._derived[job.name]
 
     def _initial_weights(self, config: Config) -> dict[str, str]:
@@ -162,18 +163,21 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     points = sweeper.points(swept, config.sweep.zip)
     configs = validation.checked_configs(composer, points)
     check_typed_are_read([*shared, *swept], configs or [composer.config({})])
-    base_rows = min(map(budget.rows_per_step, configs if sweeper.is_grid else [composer.config({})]))
+    base = budget.smallest_step(configs if sweeper.is_grid else [composer.config({})])
+    budget.check_countable(configs, config.sweep.match_budget, swept)
     for job_config in configs:
-        budget.matching_overrides(job_config, base_rows, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
+        budget.matching_overrides(job_config, base, budget.resolve_budget_rule(job_config.sweep.match_budget, swept))
     if sweeper.is_grid:
-        budget.warn_if_unequal(configs, base_rows, swept)
+        budget.warn_if_unequal(configs, base, swept)
+    if any(budget.evaluation_overrides(job_config) for job_config in configs):
+        print(f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows")
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
         folder = naming.create_unique(folder)
         with read_write(config.hydra):
             config.hydra.sweep.dir = str(folder)
     names = {"sweeper": validation.plugin_name(sweeper), "launcher": validation.plugin_name(launcher)}
-    state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base_rows, **names)
+    state = SweepState.create(folder, overrides=stored, swept=swept, base_rows=base.rows, base_tokens=base.tokens, **names)
     try:
         for point in points if sweeper.is_grid else ():
             state.add_job(point)

@@ -19,9 +19,10 @@ from common.filesystem import read_bounded, remove_quietly, write_json
 from runner.config.overrides import canonical_value
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
-from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, final_loss, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, exported_loss, has_diverged, has_started, timestamp
 from runner.run_dir.naming import job_dirname
 from runner.run_dir.resolve import SWEEP_FILE
+from runner.sweep.budget import StepSize
 
 INFINITE = "inf"  # JSON has no infinity
 
@@ -38,7 +39,7 @@ class SweepJob:
     error: str | None = None
     started: str | None = None
     ended: str | None = None
-    loss: float | str | None = None  # validation loss, else training loss; "inf": diverged, or never finite
+    loss: float | str | None = None  # evaluation loss of the weights in model/, else training loss; "inf": diverged, or never finite
     last_lines: list[str] = field(default_factory=list)  # end of the console.log of a failed job
     pending_overrides: list[str] = field(default_factory=list)  # typed after the job began, not trained with yet
     applied_overrides: list[str] = field(default_factory=list)  # all that `resume=SWEEP` has given to the job
@@ -63,6 +64,7 @@ class SweepState:
     sweeper: str = "grid"
     launcher: str = "local"
     base_rows: int = 1  # rows of an optimizer step of the smallest job
+    base_tokens: int = 0  # its tokens; 0: settings alone do not say
     init_from: dict[str, str] = field(default_factory=dict)  # what init_from=auto was resolved to, by stage and fingerprints
     status: str = "running"
     created: str = field(default_factory=timestamp)
@@ -101,6 +103,10 @@ class SweepState:
         state = _read_state(folder)
         state.refresh_from_runs()
         return state
+
+    @property
+    def base_step(self) -> StepSize:
+        return StepSize(self.base_rows, self.base_tokens)
 
     def find_job(self, overrides: Mapping[str, str]) -> SweepJob | None:
         """Return the job with these values of the swept keys; 5 and 5.0 are one value where the setting is a number."""
@@ -167,7 +173,7 @@ def status_from_run(job: SweepJob, run: dict[str, Any]) -> dict[str, Any]:
     status = run.get("status", "new")
     rejected = job.status == "failed" and bool(job.pending_overrides)  # run.json still tells of the attempt before the rejected overrides
     if status == "completed" and not rejected:
-        return {"status": status, "outcome": Outcome.COMPLETED, "error": None, "loss": final_loss(run), "ended": run.get("ended")}
+        return {"status": status, "outcome": Outcome.COMPLETED, "error": None, "loss": exported_loss(run), "ended": run.get("ended")}
     if job.status == "failed":  # run.json of a killed process still says running
         return {}
     if status == "failed":
@@ -209,9 +215,9 @@ def _read_state(folder: Path) -> SweepState:
     path = folder / SWEEP_FILE
     try:
         fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
-        if "overrides" not in fields:
-            raise ValueError("no field `overrides`, it was written by an older version of this program")
-        state = SweepState(folder, **{name: fields[name] for name in STORED_FIELDS}, jobs=[SweepJob(**job) for job in fields["jobs"]])
+        if missing := next((name for name in ("overrides", "swept", "jobs") if name not in fields), None):
+            raise ValueError(f"no field `{missing}`, it was written by an older version of this program")
+        state = SweepState(folder, **{name: fields[name] for name in STORED_FIELDS if name in fields}, jobs=[SweepJob(**job) for job in fields["jobs"]])
         for strings in (state.overrides, [*state.init_from.values()], *([key, *values] for key, values in state.swept.items())):
             _check_strings(strings)
         for job in state.jobs:

@@ -91,7 +91,11 @@ def test_save_async_skips_a_step_that_is_saved_already(tmp_path: Path) -> None:
 def test_save_keeps_the_newest_the_best_and_every_nth_checkpoint(tmp_path: Path) -> None:
     run = FakeRun()
     run.best_step = 3
-    save_steps(make_manager(tmp_path, run, keep_newest=2, keep_every=5), run, 12)
+    manager = make_manager(tmp_path, run, keep_newest=2, keep_every=5)
+    save_steps(manager, run, 3)
+    manager.save_best(3, 1.5, run)
+    for run.step in range(4, 13):
+        manager.save_blocking(run.step, run)
     assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")) == [3, 5, 10, 11, 12]
     assert [(tmp_path / "checkpoints" / name).read_text().strip() for name in ("best", "latest")] == ["step-00000003", "step-00000012"]
 

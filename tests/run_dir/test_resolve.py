@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UserError
 from runner.checkpoint.atomic_dir import write_atomic_dir
-from runner.run_dir import naming
+from runner.run_dir.naming import NAME_LENGTH, create_unique, job_dirname
 from runner.run_dir.resolve import check_not_inside_run, is_sweep_dir, resolve_run
 
 
@@ -77,12 +77,12 @@ def test_new_run_is_not_placed_inside_a_run_or_sweep(run: Path, tmp_path: Path) 
 
 def test_launches_in_one_second_get_directories_of_their_own(tmp_path: Path) -> None:
     folder = tmp_path / "2026-01-01" / "10-00-00"
-    assert [naming.create_unique(folder).name for _ in range(3)] == ["10-00-00", "10-00-00-2", "10-00-00-3"]
+    assert [create_unique(folder).name for _ in range(3)] == ["10-00-00", "10-00-00-2", "10-00-00-3"]
     assert len(list(folder.parent.iterdir())) == 3
 
 
 def test_job_directory_is_named_by_its_swept_values_in_any_order() -> None:
     values = {"optimizer.lr": "0.1", "seed": "3"}
-    assert naming.job_dirname(values) == naming.job_dirname(dict(reversed(values.items()))) == "optimizer.lr=0.1,seed=3"
-    first, second = (naming.job_dirname({"optimizer.lr": "0.1", "data.path": f"/a/{'long/' * 60}{end}.jsonl"}) for end in "xy")
-    assert first != second and max(len(first), len(second)) <= naming.NAME_LENGTH and "/" not in first
+    assert job_dirname(values) == job_dirname(dict(reversed(values.items()))) == "optimizer.lr=0.1,seed=3"
+    first, second = (job_dirname({"optimizer.lr": "0.1", "data.path": f"/a/{'long/' * 60}{end}.jsonl"}) for end in "xy")
+    assert first != second and max(len(first), len(second)) <= NAME_LENGTH and "/" not in first

@@ -1,0 +1,123 @@
+"""The best job of a sweep, by one rule for leaderboards, `init_from=SWEEP` and `run=SWEEP`.
+
+The number of a job is the evaluation loss of exactly the weights in its `model/`. A point, all jobs that differ only in their seed, has the
+mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers measure different things have no best one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.filesystem import read_json_object
+
+
+SEED_KEY = "seed"
+EVALUATION_PARTS = {"on": "rows of another kind", "data": "different evaluation rows", "rows": "different evaluation rows", "tokenizer": "different tokenizers"}
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """What is known of the weights in `model/` of a completed run."""
+
+    weights: str  # best or last
+    step: int
+    loss: float | None  # of the evaluation of exactly these weights; None: not evaluated
+
+    def __str__(self) -> str:
+        return f"{self.weights} weights, step {self.step}" + ("" if self.loss is None else f", evaluation loss {self.loss:.4f}")
+
+
+def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
+    """Return the score of a completed run from its run.json (`fields`); None for one that is not completed or trained nothing."""
+    metrics, export = fields.get("metrics"), fields.get("export")
+    if fields.get("status") != "completed" or not isinstance(metrics, dict) or not metrics:
+        return None
+    if isinstance(export, dict):
+        return ModelScore(str(export.get("weights")), _as_int(export.get("step")), _finite(export.get("loss")))
+    return ModelScore("last", _as_int(fields.get("step")), _finite(metrics.get("val_loss")))  # before export.weights existed
+
+
+def find_best_job(sweep: Path) -> Path:
+    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best."""
+    jobs = _read_jobs(sweep)
+    scored = {name: score.loss for name, _, fields in jobs if (score := model_score(fields)) and score.loss is not None and (sweep / name / "model").is_dir()}
+    points: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, swept, _ in jobs:
+        points.setdefault(point_of(swept), []).append(name)
+    ranked = {point: names for point, names in points.items() if all(name in scored for name in names)}
+    if not ranked:
+        message = "this sweep has no best job: no point has completed jobs that were evaluated"
+        raise UserError(message, str(sweep), f"name a job: {sweep}/<job>; or continue the sweep with resume={sweep}")
+    fields_of = {name: fields for name, _, fields in jobs}
+    if problem := comparison_problem(fields_of[name].get("evaluation") for names in ranked.values() for name in names):
+        raise UserError(f"this sweep has no best job: its jobs were judged with {problem}", str(sweep), f"name a job: {sweep}/<job>")
+    best = min(ranked, key=lambda point: (statistics.fmean(scored[name] for name in ranked[point]), swept_sort_key(dict(point))))
+    name = min(ranked[best], key=lambda name: scored[name])
+    remaining = sum(name not in scored for name, _, _ in jobs)
+    suffix = f"; {remaining} of {len(jobs)} jobs have no evaluated model" if remaining else ""
+    print(f"{sweep}: best job {name}, {model_score(fields_of[name])}{suffix}", file=sys.stderr)
+    return sweep / name
+
+
+def comparison_problem(evaluations: Iterable[Any]) -> str | None:
+    """Return why the losses of runs cannot be compared, e.g. `different tokenizers`; None if they can.
+
+    `evaluations`: field `evaluation` of each run.json; what is no object (an older version, no evaluation) says nothing.
+    """
+    known = [evaluation for evaluation in evaluations if isinstance(evaluation, dict)]
+    for part, text in EVALUATION_PARTS.items():
+        if any(evaluation.get(part) != known[0].get(part) for evaluation in known):
+            return text
+    losses = [loss if isinstance(loss := evaluation.get("loss"), dict) else {} for evaluation in known]
+    differing = sorted({key for loss in losses for key in loss.keys() | losses[0].keys() if loss.get(key) != losses[0].get(key)})
+    if differing:
+        return f"different losses: {', '.join(differing)} differs"
+    if any(evaluation.get("tokens") != known[0].get("tokens") for evaluation in known):
+        return "different tokens: data.max_length cuts the evaluation rows"
+    return None
+
+
+def point_of(swept: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the swept values without the seed, in any order of the keys the same."""
+    return tuple(sorted((key, value) for key, value in swept.items() if key != SEED_KEY))
+
+
+def swept_sort_key(values: Mapping[str, str]) -> list[tuple[float, str]]:
+    """Order by swept values: numbers by size, other text alphabetically."""
+    return [(parse_number(value) or 0.0, value) for value in values.values()]
+
+
+def parse_number(text: str) -> float | None:
+    """Return the finite number that an override's value spells, or None."""
+    try:
+        return _finite(float(text))
+    except ValueError:
+        return None
+
+
+def _read_jobs(sweep: Path) -> list[tuple[str, dict[str, str], dict[str, Any]]]:
+    """Return (name, swept values, fields of run.json) of each job. A name that leads out of the sweep directory is left out."""
+    found = []
+    jobs = read_json_object(sweep / "sweep.json").get("jobs")
+    for job in jobs if isinstance(jobs, list) else []:
+        name, swept = (job.get("name"), job.get("overrides")) if isinstance(job, dict) else (None, None)
+        if isinstance(name, str) and name and name not in (".", "..") and not {"/", "\0"} & set(name) and isinstance(swept, dict):
+            found.append((name, {str(key): str(value) for key, value in swept.items()}, read_json_object(sweep / name / "run.json")))
+    return found
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+        return None
+    return float(value)
+
+
+def _as_int(value: object) -> int:
+    return int(value) if isinstance(value, int | float) and math.isfinite(value) else 0

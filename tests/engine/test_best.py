@@ -1,0 +1,130 @@
+"""The best weights: saved at the best evaluation, exported to model/, and described by one number in run.json."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from common.errors import Interrupted, UserError
+from models.formats.load import load_weights
+from runner.checkpoint.best import find_best_weights
+from runner.engine import evaluation
+from runner.engine.loop import train
+from runner.engine.verify_resume import diff_run_dirs
+
+RUN = ["data.val_fraction=0.2", "train.max_steps=12", "train.batch_size=2", "train.eval_every=2", "train.save_every=5"]
+LOSSES = {2: 5.0, 4: 3.0, 6: 4.11, 8: 3.5, 10: 6.0, 12: 6.95}  # of the evaluations: the best is step 4, which no save_every hits
+
+
+@pytest.fixture
+def scripted_losses(monkeypatch):
+    """Evaluate as always, and replace the loss by that of LOSSES; return the weights at each evaluation."""
+    seen, evaluate = {}, evaluation.evaluate_loss
+
+    def scripted(state):
+        seen[state.progress.step] = {name: p.detach().clone() for name, p in state.model.named_parameters() if p.requires_grad}
+        return evaluate(state) | {"loss": LOSSES[state.progress.step]}
+
+    monkeypatch.setattr(evaluation, "evaluate_loss", scripted)
+    return seen
+
+
+def assert_equal_weights(saved, weights):
+    assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("stage", ["sft", "lora", "dpo"])
+def test_best_weights_of_every_stage_are_saved_and_exported(make_run, scripted_losses, stage):
+    """As in the sweep whose winner had 4.11 in the table and exported weights that evaluate to 6.95."""
+    metadata = {}
+    loss = train(state := make_run(stage, *RUN, metadata=metadata))
+    best = state.checkpoints.dir / (state.checkpoints.dir / "best").read_text().strip()
+    assert (loss, best.name, metadata["export"]) == (3.0, "best-00000004", {"weights": "best", "step": 4, "loss": 3.0})
+    assert_equal_weights(safetensors.torch.load_file(best / "model.safetensors"), scripted_losses[4])
+    if stage != "lora":
+        exported = load_weights(state.run_dir)
+        assert all(torch.equal(exported[name], weight) for name, weight in scripted_losses[4].items())
+    else:
+        adapter = safetensors.torch.load_file(state.run_dir / "model" / "adapter_model.safetensors")
+        written = {tensor.sum().item() for tensor in adapter.values()}
+        assert written == {tensor.sum().item() for tensor in scripted_losses[4].values()} != {tensor.sum().item() for tensor in scripted_losses[12].values()}
+
+
+def test_best_weights_evaluate_to_the_number_that_is_recorded(make_run):
+    """The learning rate is so high that the validation loss rises again."""
+    metadata = {}
+    train(state := make_run("sft", *RUN, "optimizer.lr=0.1", metadata=metadata))
+    exported = metadata["export"]
+    assert exported["weights"] == "best" and exported["step"] < 12
+    state.model.load_state_dict(load_weights(state.run_dir), strict=False)
+    assert evaluation.evaluate_loss(state)["loss"] == pytest.approx(exported["loss"], abs=1e-6)
+
+
+def test_last_weights_are_exported_where_asked_for_and_without_validation_data(make_run, scripted_losses):
+    for overrides, loss in ((["export.weights=last"], 6.95), (["data.val_fraction=0"], None)):
+        metadata = {}
+        train(state := make_run("sft", *RUN, *overrides, metadata=metadata, folder=str(loss)))
+        assert metadata["export"] == {"weights": "last", "step": 12, "loss": loss}
+        assert_equal_weights(load_weights(state.run_dir), dict(state.model.named_parameters()))
+
+
+def test_best_weights_without_evaluations_are_refused(make_run):
+    with pytest.raises(UserError, match="export.weights=best needs evaluations"):
+        make_run("sft", "export.weights=best")
+
+
+@pytest.mark.parametrize("stops", [(4,), pytest.param((5,), marks=pytest.mark.slow), pytest.param((3, 7, 9), marks=pytest.mark.slow)])
+def test_best_weights_after_a_resume_are_those_of_the_uninterrupted_run(make_run, scripted_losses, stops):
+    train(make_run("pretrain", *RUN, folder="uninterrupted"))
+    for attempt, stop in enumerate([*stops, None], 1):
+        state = make_run("pretrain", *RUN, folder="stopped", attempt=attempt)
+        try:
+            train(state, stop_requested=lambda stop=stop, state=state: state.progress.step == stop)
+        except Interrupted:
+            state.logger.finish("interrupted", {})
+    assert diff_run_dirs(state.run_dir.parent / "uninterrupted", state.run_dir) == []
+
+
+def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, monkeypatch):
+    """Killed after step 8, the newest checkpoint is of step 5: best-8 belongs to steps that are trained again, with other settings."""
+    losses = {2: 5.0, 4: 4.0, 6: 3.0, 8: 2.0, 10: 9.0, 12: 9.0}
+    monkeypatch.setattr(evaluation, "evaluate_loss", lambda state: {"loss": losses[state.progress.step]})
+    state = make_run("pretrain", *RUN)
+    with pytest.raises(KeyboardInterrupt):
+        train(state, stop_requested=lambda: state.progress.step == 9 and (_ for _ in ()).throw(KeyboardInterrupt))
+    names = sorted(path.name for path in state.checkpoints.dir.glob("*-*"))
+    assert names == ["best-00000004", "best-00000008", "step-00000005"]  # that of step 4 is the best of step 5, which a resume starts from
+    losses |= {6: 9.0, 8: 9.0}
+    resumed = make_run("pretrain", *RUN, "optimizer.lr=2e-3", attempt=2)
+    assert train(resumed) == 4.0 and (resumed.checkpoints.dir / "best").read_text() == "best-00000004\n"
+    assert not list(resumed.checkpoints.dir.glob("best-00000008"))
+
+
+def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, scripted_losses, capsys):
+    metadata = {}
+    state = make_run("pretrain", *RUN, metadata=metadata)
+
+    def damage_at_end():
+        if state.progress.step == 11:
+            (find_best_weights(state.checkpoints.dir, 4) / "model.safetensors").write_bytes(b"")
+        return False
+
+    assert train(state, stop_requested=damage_at_end) == 6.95
+    assert metadata["export"] == {"weights": "last", "step": 12, "loss": 6.95}
+    assert "weights of the best evaluation, step 4, are not on disk" in (state.run_dir / "train.log").read_text()
+
+
+def test_run_without_validation_data_is_judged_on_the_same_training_rows_at_its_end(make_run):
+    """Two batch sizes and seeds: the slice is the same, is evaluated once, and changes no bit of the training."""
+    runs, metadata = {}, {}
+    for name, overrides in {"a": [], "b": ["train.batch_size=4", "seed=7"], "without": ["train.final_eval_rows=0"]}.items():
+        metadata[name] = {}
+        runs[name] = make_run("sft", "train.final_eval_rows=10", "train.eval_every=2", *overrides, metadata=metadata[name], folder=name)
+        train(runs[name])
+    assert metadata["a"]["evaluation"] == metadata["b"]["evaluation"] and metadata["a"]["evaluation"]["rows"] == 10
+    assert (metadata["a"]["evaluation"]["on"], metadata["a"]["export"]["weights"], metadata["without"]["evaluation"]) == ("training", "last", None)
+    records = {name: [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()] for name, run in runs.items()}
+    assert [record["step"] for record in records["a"] if record["kind"] == "eval"] == [runs["a"].total_steps]
+    losses = {name: [record["loss"] for record in found if record["kind"] == "train"] for name, found in records.items()}
+    assert losses["a"] == losses["without"]
