@@ -34,6 +34,7 @@ PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "hydra", "omegaconf", "ya
 LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", "__pycache__", "*.egg-info")  # of the copy
 # Exceptions of a mutant that is no silent fault
 LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
+PROFILE = "mutation"  # of hypothesis
 TIME_LIMIT = 600  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
@@ -156,11 +157,28 @@ class PytestProcess:
             for stream in (1, 2):
                 os.dup2(log, stream)
             recorder = FailureRecorder()
-            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={self.root.parent / 'tmp'}", "--tb=line"]
+            register_hypothesis_profile()
+            options = [
+                "-q",
+                "-m",
+                "not slow",
+                "-p",
+                "no:cacheprovider",
+                f"--hypothesis-profile={PROFILE}",
+                f"--basetemp={self.root.parent / 'tmp'}",
+                "--tb=line",
+            ]
             code = int(importlib.import_module("pytest").main([*tests, *options, *(["-x"] if stop_at_first else [])], plugins=[recorder]))
             self.report.write_text(json.dumps({"code": code, "failed": recorder.failed}))
         finally:
             os._exit(0)  # no cleanup of the parent's objects
+
+
+def register_hypothesis_profile() -> None:
+    """The same examples each time, and none made smaller after a failure."""
+    from hypothesis import Phase, settings
+
+    settings.register_profile(PROFILE, derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate))
 
 
 class FailureRecorder:

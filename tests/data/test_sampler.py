@@ -23,7 +23,9 @@ def test_shuffled_index_of_one_position_equals_that_of_all(size, seed, data):
     assert shuffled_index(np.array([position]), size, seed, 0)[0] == shuffled_index(np.arange(size), size, seed, 0)[position]
 
 
-def test_shuffled_index_differs_between_epochs_and_seeds():
+@pytest.mark.parametrize("small_size", [sampler.SMALL_SIZE, 0], ids=["small", "large"])
+def test_shuffled_index_differs_between_epochs_and_seeds(small_size, monkeypatch):
+    monkeypatch.setattr(sampler, "SMALL_SIZE", small_size)
     orders = {(seed, epoch): tuple(shuffled_index(np.arange(100), 100, seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}
     assert len(set(orders.values())) == 4
 

@@ -256,6 +256,16 @@ def test_adapter_folder_holds_a_base_that_peft_cannot_open(base: str, tmp_path: 
     assert torch.equal(load_model(tmp_path / "run")(IDS).logits, model(IDS).logits)
 
 
+def test_adapter_of_an_adapter_is_added_to_it(tmp_path: Path) -> None:
+    first = adapt(random_model(std=0.1))
+    save_adapter(tmp_path / "first", first, LORA, "scratch", TOKENIZER)
+    merge_adapters(first)
+    second = adapt(fresh({name: p for name, p in first.state_dict().items() if ".lora." not in name}))
+    save_adapter(tmp_path / "second", second, LORA, "scratch", TOKENIZER)
+    rewrite(tmp_path / "second" / "adapter_config.json", base_model_name_or_path=str(tmp_path / "first"))
+    assert max_difference(load_model(tmp_path / "second")(IDS).logits, second(IDS).logits) < 1e-5
+
+
 def test_merged_model_is_saved_without_adapters(tmp_path: Path) -> None:
     model = adapt(random_model(std=0.1))
     merge_adapters(model)
