@@ -30,6 +30,7 @@ CONFIG_FILE_NAME = re.compile(r"(\w[\w.-]*/){0,3}\w[\w.-]*\.yaml")
 MAX_FILES = 200  # a run is composed from about ten
 PACKAGE = re.compile(r"\A(?:[ \t]*(?:#.*)?\n)*?[ \t]*#[ \t]*@package[ \t]+([\w.]+)")
 HYDRA_KEY = re.compile(r"(?:\A|[ /@])hydra(?:[/.@]|\Z)")
+OPTION_NAME = re.compile(r"\$\{(stage|optimizer)\}")  # conf/config.yaml: stage/lr/<stage>_<optimizer>.yaml
 REFUSED_HINT = "do not resume this directory; nothing in it was run"
 
 
@@ -123,8 +124,9 @@ def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _has_outside_defaults(defaults: Any) -> bool:
-    """Return whether a defaults list names files by an interpolation, or outside its folder."""
-    return defaults is not None and ("${" in str(defaults) or ".." in str(defaults) or not isinstance(defaults, list))
+    """Return whether a defaults list names files outside its folder, or by an interpolation other than the names of chosen options."""
+    entries = OPTION_NAME.sub("", str(defaults))
+    return defaults is not None and ("${" in entries or ".." in entries or not isinstance(defaults, list))
 
 
 def _drop_strings(value: Any) -> Any:
