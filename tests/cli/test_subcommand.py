@@ -83,7 +83,7 @@ REFUSED = [
     (["tokenizer.py", "path=x", "to=y", "vocab_size=abc"], ["vocab_size must be an integer, got abc", "vocab_size=abc"]),
     (["tokenizer.py", "path=x", "to=y", "max_lines=-3"], ["max_lines=-3"]),
     (["tokenizer.py", "path=[]", "to=y"], ["path=[]", "[text.jsonl,chats.jsonl]"]),
-    (["tokenizer.py", "path=[it's,x]", "to=y"], ["cannot be parsed", "path=[it's,x]", "quote it"]),
+    (["tokenizer.py", "path=[it's,x]", "to=y"], ["no such file or folder: it's", "path=[it's,x]", "is quoted"]),
     (["tokenizer.py", "path=x", "to=/dev/null"], ["to=/dev/null"]),
     (["tokenizer.py", "path=a, it's.jsonl", "to=y"], ["a, it's.jsonl", "check the path"]),
 ]
