@@ -126,8 +126,8 @@ class PointComposer:
                 self._configs[overrides] = to_config(self.tree(point))
         return self._configs[overrides]
 
-    def tree(self, point: Mapping[str, str]) -> DictConfig:
-        """Return the composed config of the job of `point`, interpolations unresolved."""
+    def tree(self, point: Mapping[str, str], derived: Mapping[str, str] | None = None) -> DictConfig:
+        """Return the composed config of the job of `point` with the values that the sweep has `derived`, interpolations unresolved."""
         overrides = [f"{key}={value}" for key, value in point.items()]
         known_groups = config_groups(*config_dirs(self.shared, self.conf))
         groups = tuple(override for override in overrides if override.partition("=")[0] in known_groups)
@@ -140,4 +140,6 @@ class PointComposer:
             for override in OverridesParser.create().parse_overrides(values):
                 OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
             adopt_model(tree, [*self.shared, *overrides], self.conf)
+            for override in OverridesParser.create().parse_overrides([f"{key}={value}" for key, value in (derived or {}).items()]):
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         return tree

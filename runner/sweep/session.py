@@ -80,7 +80,7 @@ class SweepSession:
         run_dir = self.run_dir(job)
         if has_started(RunMetadata.read(run_dir)):
             return [f"resume={run_dir}", *job.pending_overrides]
-        overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides | self.derived_overrides(job))
+        overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
         with RunMetadata.open(run_dir):
             make_dirs(run_dir / ".hydra")
