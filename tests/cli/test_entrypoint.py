@@ -63,41 +63,6 @@ def test_training_imports_only_what_it_uses(program: Program, tmp_path: Path, st
     assert [name for name in modules if any(name == unused or name.startswith(f"{unused}.") for unused in UNUSED)] == []
 
 
-REFUSED = [
-    ["optimizer.lrr=1"],
-    ["train.epochs=x"],
-    ["schedule.min_lr_ratio=4"],
-    ["data.path=nowhere.jsonl"],
-    ["data.tokenizer=nowhere"],
-    ["init_from=nowhere"],
-    ["-m", "optimizer.lr=1e-3,x"],
-    ["resume=nowhere"],
-    ["resume=last"],
-    ["--epochs", "3"],
-    ["--no-such-flag"],
-    ["--info", "job"],
-    ["-m", "seed=1,2", "--cfg", "job"],
-    ["distributed.nnodes=2", "distributed=ddp"],
-    ["hydra.run.dir="],
-    ["hydra.output_subdir=null"],
-    ["hydra.mode=MULTIRUN", "seed=1,2"],
-    ["hydra.callbacks.run_dir=null"],
-    ["hydra/callbacks=null"],
-    ["hydra.run.dirr=x"],
-    ["--config-name", "chat"],
-    ["--config-path", "conf"],
-    ["--config-dir", "nowhere"],
-    ["plugins=[no_such_module]"],
-]
-
-
-@pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
-def test_user_error_is_three_lines_and_leaves_nothing_behind(call: Call, workspace: Path, argv: list[str]) -> None:
-    result = call(*argv)
-    assert is_user_error(result), result
-    assert list(workspace.iterdir()) == []
-
-
 def test_user_error_shows_a_traceback_with_hydra_full_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exit_code, "SHOW_TRACEBACKS", True)
     result = call("optimizer.lrr=1")
