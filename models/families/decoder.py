@@ -114,7 +114,7 @@ class DecoderConfig(ModelConfig):
         if self.num_experts and self.norm_topk_prob and self.num_experts_per_tok == 1:
             return [
                 "model.norm_topk_prob=true with one expert per token: its weight is always 1, so only the load-balancing loss trains the router; "
-                "MiniMind trains so, model.norm_topk_prob=false trains it by the language-model loss too"
+                "MiniMind trains so; from random weights model.norm_topk_prob=false trains it by the language-model loss, too"
             ]
         return []
 
