@@ -22,7 +22,7 @@ TOKENIZER_JSON = "tokenizer.json"
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
 COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # of tokenizers that the library `tokenizers` does not read
-MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
+MAX_ADAPTERS = 8  # adapters of adapters that are followed to their base model
 MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -44,11 +44,15 @@ def resolve_tokenizer(data: DataConfig, init_from: str) -> Path:
     return typed
 
 
-def open_tokenizer(data: DataConfig, init_from: str) -> Tokenizer:
-    """Return the tokenizer of a run whose folder may be resolved already: a resumed run does not look at the weights again."""
+def open_tokenizer(data: DataConfig, init_from: str, run_dir: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of a run: the copy in its directory if there is one, otherwise as `resolve_tokenizer` (init_from=auto: from scratch)."""
     from data.tokenize.tokenizer import Tokenizer
 
-    return Tokenizer.load(resolve_tokenizer(data, init_from) if data.tokenizer in (AUTO, MINIMIND) else check_tokenizer_path(data.tokenizer))
+    if run_dir and (run_dir / RUN_TOKENIZER).is_dir():
+        return Tokenizer.load(run_dir / RUN_TOKENIZER)
+    if data.tokenizer not in (AUTO, MINIMIND):
+        return Tokenizer.load(check_tokenizer_path(data.tokenizer))
+    return Tokenizer.load(resolve_tokenizer(data, SCRATCH if init_from == "auto" else init_from))
 
 
 def check_tokenizer_path(setting: str) -> Path:
@@ -71,7 +75,7 @@ def _candidates(source: Path) -> Iterator[Path]:
         source = source.parent.parent
     if (source / RUN_TOKENIZER).is_dir():
         yield source / RUN_TOKENIZER
-    for _ in range(MAX_BASE_MODELS):
+    for _ in range(MAX_ADAPTERS):
         source = source / "model" if (source / "model").is_dir() else source
         yield source
         if (base := _base_model(source)) is None:
@@ -126,6 +130,15 @@ def check_same_tokens(typed: Path, of_weights: Path) -> None:
         f"data.tokenizer={typed}",
         f"data.tokenizer=auto takes that of the weights; a model with this tokenizer starts from random weights: init_from={SCRATCH}",
     )
+
+
+def check_same_tokenizer(typed: Path, of_run: Path) -> None:
+    """Raise UserError if a resumed run would get another tokenizer or another chat template."""
+    from data.tokenize.tokenizer import Tokenizer
+
+    if Tokenizer.load(typed).fingerprint != Tokenizer.load(of_run).fingerprint:
+        fix = f"leave it out; or start a new run with init_from={of_run.parent}"
+        raise UserError(f"cannot resume: the tokenizer of a run does not change, and {typed} differs from {of_run}", f"data.tokenizer={typed}", fix)
 
 
 def _difference(first: Tokenizer, second: Tokenizer) -> str:

@@ -44,7 +44,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         disable_malloc_trim()
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
-    tokenizer = load_tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg, run_dir)
     pipeline = build_data_pipeline(cfg, tokenizer)
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     saved = read_newest_state(run_dir)
@@ -97,9 +97,9 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     )
 
 
-def load_tokenizer(cfg: Config) -> Tokenizer:
+def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
     """Raises UserError if there is none, or if the model has no embedding for some of its tokens."""
-    tokenizer = open_tokenizer(cfg.data, cfg.init_from)
+    tokenizer = open_tokenizer(cfg.data, cfg.init_from, run_dir)
     cfg.check_vocabulary(tokenizer.vocab_size)
     return tokenizer
 

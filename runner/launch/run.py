@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from common.errors import Outcome, UserError
+from data.tokenize.origin import RUN_TOKENIZER
 from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
 from runner.launch.signals import StopFlag
@@ -25,9 +26,10 @@ def run(config: Config, metadata: RunMetadata) -> float:
             check_model(config)
         elif config.init_from == "auto":  # resolved once, at the start of the run
             config = dataclasses.replace(config, init_from=before["init_from"])
-        config, tokenizer_source = with_tokenizer(config, metadata.folder, before["tokenizer_source"])
-        fingerprints = compatibility_fingerprints(config)
-        metadata.mark_running(stage=config.stage.name, init_from=config.init_from, fingerprints=fingerprints, tokenizer_source=tokenizer_source)
+        config = with_tokenizer(config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None)
+        sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
+        fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
+        metadata.mark_running(stage=config.stage.name, fingerprints=fingerprints, **sources)
         if not torchrun.under_torchrun() and (count := local_ranks.count_local_ranks(config)) > 1:
             return local_ranks.train_on_ranks(config, metadata, count)
         with StopFlag() as stop:

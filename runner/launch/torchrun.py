@@ -154,7 +154,7 @@ def broadcast_config(config: Config, metadata: RunMetadata) -> None:
     set_restart_dir(metadata.folder)
     metadata.allow_ranks(keep=2)
     _set_rendezvous()
-    _send(config=dataclasses.asdict(config), folder=str(metadata.folder), attempt=metadata.attempt, tokenizer=metadata.fields["tokenizer_source"])
+    _send(config=dataclasses.asdict(config), folder=str(metadata.folder), attempt=metadata.attempt)
 
 
 def _set_rendezvous() -> None:
@@ -233,7 +233,6 @@ def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
     _set_rendezvous()
     config = config_from_json(message["config"], folder)
     if not (folder / RUN_FILE).is_file():  # another node, without a shared file system: print to its terminal
-        config.data.tokenizer = message["tokenizer"]
         return train_as_rank(config, RunMetadata.detached(folder, message["attempt"]), stop)
     log = rank_logs.RankLog(folder, rank, _env_int("WORLD_SIZE", 1), message["attempt"])
     with RunMetadata.attach(folder, rank) as metadata, rank_logs.redirect_stdio_to(log) as terminal:

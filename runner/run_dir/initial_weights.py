@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import UserError, did_you_mean_path
 from common.paths import CONF_DIR, outputs_dir
-from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
+from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
 from models.formats.json_files import read_config_of_weights
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
@@ -29,19 +29,19 @@ AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 IRRELEVANT_TO_WEIGHTS = ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
 
 
-def compatibility_fingerprints(config: Config) -> dict[str, str]:
-    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokenizer's tokens.
+def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) -> dict[str, str]:
+    """Return what two runs must share for one to start from the weights of the other: hashes of the model's shape and of the tokens of `tokenizer`.
 
-    With data.tokenizer=auto the tokenizer comes with the weights: any will do.
+    Without `tokenizer`: of a typed data.tokenizer. With data.tokenizer=auto it comes with the weights: any will do.
     """
     from data.tokenize.tokenizer import Tokenizer
 
     shape = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in IRRELEVANT_TO_WEIGHTS}
     shape = {key: value for key, value in shape.items() if value or not key.endswith("_bias")}  # runs from before there were biases count, too
     fingerprints = {"model": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()}
-    if config.data.tokenizer in (AUTO, MINIMIND):
+    if tokenizer is None and config.data.tokenizer in (AUTO, MINIMIND):
         return fingerprints
-    return fingerprints | {"tokenizer": Tokenizer.load(check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint}
+    return fingerprints | {"tokenizer": Tokenizer.load(tokenizer or check_tokenizer_path(config.data.tokenizer)).tokens_fingerprint}
 
 
 def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = CONF_DIR) -> str | None:
@@ -98,10 +98,10 @@ def _model_source(source: Path) -> Path:
     return run if run is not None and is_of_run and (run / saved_config.CONFIG_FILE).is_file() else source
 
 
-def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:
+def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A sweep means its best job."""
     if config.init_from == "auto":
-        return _newest_completed_run(config, folder, fingerprints)
+        return _newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
     return str(find_best_job(Path(config.init_from))) if is_sweep_dir(Path(config.init_from)) else config.init_from
 
@@ -122,7 +122,8 @@ def check_tokenizer(config: Config) -> None:
     from data.tokenize.tokenizer import Tokenizer
 
     if config.init_from != "auto" or config.stage.init_from_stage is None:
-        folder = resolve_tokenizer(config.data, "scratch" if config.init_from == "auto" else config.init_from)
+        init_from = "scratch" if config.init_from == "auto" else config.init_from
+        folder = resolve_tokenizer(config.data, str(find_best_job(Path(init_from))) if is_sweep_dir(Path(init_from)) else init_from)
     elif config.data.tokenizer not in (AUTO, MINIMIND):
         folder = check_tokenizer_path(config.data.tokenizer)
     else:
@@ -130,39 +131,42 @@ def check_tokenizer(config: Config) -> None:
     config.check_vocabulary(Tokenizer.load(folder).vocab_size)
 
 
-def with_tokenizer(config: Config, folder: Path, source: str | None) -> tuple[Config, str]:
-    """Return the config with the tokenizer in the run directory `folder`, and where that was copied from: a resume and the export do not depend on it.
+def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: bool) -> Config:
+    """Return the config with the path of the tokenizer, and copy it to the run directory `folder`: a resume and the export do not depend on that path.
 
-    `config.init_from` is a path or "scratch"; `source` is None for a new run. Another tokenizer that is typed for a resume is kept: the checkpoint refuses it.
+    `config.init_from` is a path or "scratch"; `source` is the recorded path, None for a new run and for one of an earlier version, which has no copy.
+    Raises UserError if a new run would get a tokenizer that is not that of its weights, or a resumed run another one than before.
     """
     copy, typed = folder / RUN_TOKENIZER, config.data.tokenizer
-    if source is None or (typed in (AUTO, MINIMIND) and not copy.is_dir()):  # the second: the copy was deleted
-        found = resolve_tokenizer(config.data, config.init_from)
+    if source is None or not copy.is_dir():
+        is_resolved = not is_new and typed not in (AUTO, MINIMIND)
+        found = check_tokenizer_path(typed) if is_resolved else resolve_tokenizer(config.data, config.init_from)
         copy_tokenizer(found, copy)
         source = str(found.absolute())
-    elif typed not in (AUTO, MINIMIND, source):
-        return _with_tokenizer_path(config, check_tokenizer_path(typed)), source
-    return _with_tokenizer_path(config, copy), source
+    elif typed not in (AUTO, MINIMIND, source) and Path(typed).exists():
+        check_same_tokenizer(Path(typed), copy)
+    return _with_tokenizer_path(config, source)
 
 
 def resolve_start(config: Config) -> Config:
     """Return the config with the weights and the tokenizer that a run would start from now, for commands without a run directory."""
-    init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config))
-    return _with_tokenizer_path(dataclasses.replace(config, init_from=init_from), resolve_tokenizer(config.data, init_from))
+    init_from = resolve_init_from(config, outputs_dir() / "run", compatibility_fingerprints(config), warn=False)
+    return _with_tokenizer_path(dataclasses.replace(config, init_from=init_from), str(resolve_tokenizer(config.data, init_from)))
 
 
-def _with_tokenizer_path(config: Config, path: Path) -> Config:
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(path)))
+def _with_tokenizer_path(config: Config, path: str) -> Config:
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=path))
 
 
-def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, str]) -> str:
+def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool) -> str:
     stage = config.stage.init_from_stage
     if stage is None:
         return "scratch"
     candidates = [*find_runs(outputs_dir()), *(file.parent for file in folder.parent.glob(f"*/{RUN_FILE}"))]
     found = {run: fields for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()}
-    if not found:
+    if not found and warn:
         print(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
+    if not found:
         return "scratch"
     taken, what = _or_best_job(max(found, key=lambda run: str(found[run].get("ended"))), found)
     print(f"init_from=auto: weights of {what} of stage {stage}, {taken} ({describe_model(found[taken])})", file=sys.stderr)
