@@ -54,9 +54,15 @@ def diff_run_dirs(one: Path, other: Path) -> list[str]:
     differences = [] if first.name == second.name else [f"newest checkpoint: {first.name} and {second.name}"]
     differences += [file for file in TENSOR_FILES.values() if (first / file).read_bytes() != (second / file).read_bytes()]
     differences += [] if _best_weights(one) == _best_weights(other) else ["best weights"]
-    differences += [f"state.json: {key}" for key in _differing_keys(read_state(first), read_state(second)) if key not in EXCLUDED_STATE]
+    differences += [f"state.json: {key}" for key in _differing_keys(_comparable_state(first), _comparable_state(second)) if key not in EXCLUDED_STATE]
     records = [[json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] for run_dir in (one, other)]
     return differences + [f"metrics.jsonl: {difference}" for difference in _diff_metrics(*records)]
+
+
+def _comparable_state(checkpoint: Path) -> dict[str, Any]:
+    """Return state.json without the path of the tokenizer, which each run directory has a copy of; its fingerprint is compared."""
+    state = read_state(checkpoint)
+    return state | {"compatibility": {fact: value for fact, value in state["compatibility"].items() if fact != "data.tokenizer"}}
 
 
 def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:

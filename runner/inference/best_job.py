@@ -17,7 +17,6 @@ from typing import Any
 from common.errors import UserError
 from common.filesystem import read_json_object
 
-
 SEED_KEY = "seed"
 EVALUATION_PARTS = {"on": "rows of another kind", "data": "different evaluation rows", "rows": "different evaluation rows", "tokenizer": "different tokenizers"}
 
@@ -69,7 +68,7 @@ def find_best_job(sweep: Path) -> Path:
 def comparison_problem(evaluations: Iterable[Any]) -> str | None:
     """Return why the losses of runs cannot be compared, e.g. `different tokenizers`; None if they can.
 
-    `evaluations`: field `evaluation` of each run.json; what is no object (an older version, no evaluation) says nothing.
+    `evaluations`: field `evaluation` of each run.json; what is no object (an older version, no evaluation) is skipped.
     """
     known = [evaluation for evaluation in evaluations if isinstance(evaluation, dict)]
     for part, text in EVALUATION_PARTS.items():

@@ -164,5 +164,5 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
     completed = [job for job in jobs if job.status == "completed" and not job.diverged]
     if ranked_by == "training":
         return "no job was evaluated, and the training loss is that of other rows in every job" if completed else None
-    problem = comparison_problem(job.evaluation for job in completed if ranked_by in job.final)
+    problem = comparison_problem(job.evaluation for job in completed)
     return f"the jobs were judged with {problem}" if problem else None

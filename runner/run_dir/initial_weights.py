@@ -176,7 +176,7 @@ def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, 
 
 
 def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
-    """Return the best job of the sweep that the run is a job of, or the run itself; and what it is, in words."""
+    """Return (the best job of the sweep that the run is a job of, or the run itself; text that names which of the two it is)."""
     sweep = sweep_of(newest)
     if sweep == newest:
         return newest, "the newest run"

@@ -23,7 +23,7 @@ INTERVAL_KEYS = ("train.log_every", "train.eval_every", "train.save_every", "tra
 
 @dataclass(frozen=True)
 class StepSize:
-    """What an optimizer step holds: batch rows, and tokens where settings alone say so (0: they do not)."""
+    """What an optimizer step holds: batch rows, and tokens where settings alone determine them (0: they do not)."""
 
     rows: int
     tokens: int = 0

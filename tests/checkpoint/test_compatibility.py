@@ -21,8 +21,10 @@ IGNORED_SETTINGS = {
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume",
+        "final_eval_rows",
     },
     "tracker": {"name", "console"},
+    "export": {"weights"},
     "sweep": {"match_budget", "lr_scale", "zip"},
     "": {"init_from", "resume", "plugins"},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -26,6 +27,7 @@ from trainee import (
 )
 
 from common import filesystem
+from runner.checkpoint.atomic_dir import verify_dir
 from runner.engine.verify_resume import diff_run_dirs
 
 
@@ -60,10 +62,22 @@ def check_after_kill(run_dir: Path, save_every: int, counts: Counter, before: in
     # A save is on disk before the next one starts: a kill loses at most the save in flight and the steps since.
     assert trained - newest <= 2 * save_every, f"{trained} steps were trained, {newest} are saved"
     assert len(saved) >= min(2, newest // save_every), "fewer than two valid checkpoints"
+    check_best(run_dir)
     log = (run_dir / "train.log").read_text().splitlines() if (run_dir / "train.log").exists() else []
     reported = [line for line in log if line.startswith("saved step-")]
     assert not reported or int(reported[-1].split()[1][5:]) <= newest, f"{reported[-1]!r} was reported, {newest} is the newest"
     return newest
+
+
+def check_best(run_dir: Path) -> None:
+    """The best weights are whole, and their step was evaluated: with the lowest loss up to then."""
+    pointer, metrics = run_dir / "checkpoints" / "best", run_dir / "metrics.jsonl"
+    if pointer.exists():
+        name = pointer.read_text().strip()
+        assert verify_dir(pointer.with_name(name)) is None
+        evaluations = {record["step"]: record["loss"] for record in map(json.loads, metrics.read_text().splitlines()) if record["kind"] == "eval"}
+        step = int(name.rpartition("-")[2])
+        assert step in evaluations and evaluations[step] == min(loss for other, loss in evaluations.items() if other <= step)
 
 
 @pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)])

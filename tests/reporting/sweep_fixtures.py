@@ -44,7 +44,7 @@ def write_sweep(folder: Path, jobs: list[dict[str, Any]], overrides: tuple[str, 
         if records is not None:
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-            metadata = {"status": each["status"], "attempt": 1, "step": records[-1]["step"] if records else 0, "metrics": {}}
+            metadata = {"status": each["status"], "attempt": 1, "step": records[-1]["step"] if records else 0, "metrics": {}} | entry.pop("run", {})
             (folder / name / "run.json").write_text(json.dumps(metadata))
     folder.mkdir(parents=True, exist_ok=True)
     swept = {key: list(dict.fromkeys(values)) for key, values in swept.items()}

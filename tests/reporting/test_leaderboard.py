@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
+from runner.inference.best_job import find_best_job
 from runner.reporting import columns, leaderboard
 from runner.reporting.columns import COLUMNS, Column
 from runner.reporting.leaderboard import leaderboard_text, resolve_sweep, update_report
@@ -58,6 +59,85 @@ def test_training_losses_are_compared_under_their_own_heading_without_evaluation
         header, *lines = csv.reader(file)
     assert len(set(header)) == len(header) and {len(line) for line in lines} == {len(header)}
     assert "best training loss" in leaderboard_text(folder) and "validation" not in leaderboard_text(folder)
+
+
+def evaluated(loss: float, weights: str = "best", step: int = 20, evaluation: dict | None = None) -> dict:
+    """Fields of run.json of a completed run whose model has this evaluation loss."""
+    identity = {"on": "validation", "data": "a", "rows": 9, "tokens": 0, "tokenizer": "t", "loss": {}} | (evaluation or {})
+    return {"metrics": {"loss": 1.0}, "evaluation": identity, "export": {"weights": weights, "step": step, "loss": loss}}
+
+
+def test_rank_and_best_job_are_those_of_the_weights_in_model(tmp_path: Path) -> None:
+    """The winner had the lowest loss of any step, 4.11, and its exported weights evaluated to 6.95: with export.weights=last it is last."""
+    records = [record(20, 4.11, kind="eval"), record(40, 6.95, kind="eval")]
+    jobs = [job({LR: "1"}, records, run=evaluated(6.95, "last", 40)), job({LR: "2"}, training(5.0), run=evaluated(5.0, "last", 40))]
+    folder = write_sweep(tmp_path / "last", jobs)
+    assert [(row[LR], row["loss"], row["weights"]) for row in csv_rows(folder)] == [("2", "5", "last, step 40"), ("1", "6.95", "last, step 40")]
+    assert f"its model: {folder / f'{LR}=2'} (last weights, step 40, evaluation loss 5.0000)" in leaderboard_text(folder)
+    jobs[0]["run"] = evaluated(4.11)
+    folder = write_sweep(tmp_path / "best", [dict(each, overrides=dict(each["overrides"])) for each in jobs])
+    assert [(row[LR], row["loss"]) for row in csv_rows(folder)] == [("1", "4.11"), ("2", "5")]
+    (folder / f"{LR}=1" / "model").mkdir()
+    (folder / f"{LR}=2" / "model").mkdir()
+    assert find_best_job(folder) == folder / f"{LR}=1"
+
+
+def test_jobs_without_evaluation_have_no_winner_by_their_luckiest_step(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [job({LR: "1"}, [record(1, 0.1), record(2, 4.0)]), job({LR: "2"}, [record(1, 5.0), record(2, 3.0)])])
+    assert [(row[LR], row["rank"]) for row in csv_rows(folder)] == [("2", ""), ("1", "")]
+    text = leaderboard_text(folder)
+    assert "no best job: no job was evaluated" in text and "best job:" not in text.replace("no best job:", "")
+    assert "No job is ranked: no job was evaluated" in (folder / "report.html").read_text()
+
+
+def test_jobs_without_validation_data_are_ranked_by_the_loss_on_the_same_training_rows(tmp_path: Path) -> None:
+    jobs = [
+        job({LR: lr}, [record(1, lucky), record(40, loss), record(40, loss, kind="eval")], run=evaluated(loss, "last", 40, {"on": "training"}))
+        for lr, lucky, loss in (("1", 0.1, 4.0), ("2", 5.0, 3.0))
+    ]
+    folder = write_sweep(tmp_path, jobs)
+    assert [(row[LR], row["rank"], row["final_training_rows_loss"]) for row in csv_rows(folder)] == [("2", "1", "3"), ("1", "2", "4")]
+    assert "final training-rows loss" in leaderboard_text(folder) and "validation loss" not in leaderboard_text(folder)
+
+
+@pytest.mark.parametrize(
+    ("difference", "reason"),
+    [
+        ({"data": "b"}, "different evaluation rows"),
+        ({"tokenizer": "b"}, "different tokenizers"),
+        ({"loss": {"stage.beta": 0.5}}, "different losses: stage.beta differs"),
+        ({"tokens": 7}, "data.max_length cuts"),
+        ({"on": "training"}, "rows of another kind"),
+    ],
+)
+def test_jobs_that_were_judged_differently_are_not_ranked(tmp_path: Path, difference: dict, reason: str) -> None:
+    jobs = [job({LR: "1"}, training(1.0), run=evaluated(1.0)), job({LR: "2"}, training(2.0), run=evaluated(2.0, evaluation=difference))]
+    folder = write_sweep(tmp_path, jobs)
+    assert {row["rank"] for row in csv_rows(folder)} == {""}
+    assert reason in leaderboard_text(folder) and "best job:" not in leaderboard_text(folder).replace("no best job:", "")
+
+
+def test_scaled_learning_rate_is_shown_as_it_was_trained(tmp_path: Path) -> None:
+    """sweep.lr_scale=linear: the table showed 0.001 for a job that was trained with 0.004."""
+    folder = write_sweep(tmp_path / "swept", [job({LR: "0.001", "train.batch_size": size}, training(loss)) for size, loss in (("4", 2.0), ("16", 1.0))])
+    for size, lr in (("4", "0.001"), ("16", "0.004")):
+        write_launches(folder / f"{LR}=0.001,train.batch_size={size}", f"sweep.lr_scale=linear train.batch_size={size} {LR}={lr}")
+    assert [row[LR] for row in csv_rows(folder)] == ["0.004", "0.001"] and "1.  0.004 (0.001 scaled)  16" in leaderboard_text(folder)
+    folder = write_sweep(tmp_path / "shared", [job({"train.batch_size": size}, training(loss)) for size, loss in (("4", 2.0), ("16", 1.0))])
+    write_launches(folder / "train.batch_size=4", "train.batch_size=4")
+    (folder / "train.batch_size=4" / ".hydra" / "config.yaml").write_text("optimizer: {lr: 0.001}\n")
+    write_launches(folder / "train.batch_size=16", f"train.batch_size=16 {LR}=0.004")
+    assert [(row["train.batch_size"], row[LR]) for row in csv_rows(folder)] == [("16", "0.004"), ("4", "0.001")]
+
+
+def test_extended_points_are_marked(tmp_path: Path) -> None:
+    """A job that was completed and trained further has other learning rates than a job of that length."""
+    jobs = [job({LR: "1"}, training(1.0), applied_overrides=["train.max_steps=80"]), job({LR: "2"}, training(2.0))]
+    folder = write_sweep(tmp_path, jobs)
+    assert [row["extended_with"] for row in csv_rows(folder)] == ["train.max_steps=80", ""]
+    text = leaderboard_text(folder)
+    assert "completed, extended" in text and "optimizer.lr=1: completed, extended with train.max_steps=80" in text
+    assert "“Extended”" in (folder / "report.html").read_text()
 
 
 def test_seeds_have_a_line_each_below_their_grid_point(tmp_path: Path) -> None:

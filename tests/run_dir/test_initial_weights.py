@@ -12,7 +12,9 @@ from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from runner.config.compose import compose_config
 from runner.engine.config import Config
+from runner.inference.best_job import find_best_job
 from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
+from runner.run_dir.resolve import init_from_best_job, resolve_model_run
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,9 @@ def day(workspace: Path) -> Path:
     return workspace / "outputs" / "2026-11-21"
 
 
-def write_run(folder: Path, fingerprints: dict[str, str], ended: str, stage: str = "pretrain", status: str = "completed") -> str:
+def write_run(folder: Path, fingerprints: dict[str, str], ended: str, stage: str = "pretrain", status: str = "completed", **more: object) -> str:
     (folder / "model").mkdir(parents=True)
-    fields = {"status": status, "stage": stage, "fingerprints": fingerprints, "ended": f"2026-11-21T{ended}+00:00"}
+    fields = {"status": status, "stage": stage, "fingerprints": fingerprints, "ended": f"2026-11-21T{ended}+00:00"} | more
     (folder / "run.json").write_text(json.dumps(fields))
     return str(folder)
 
@@ -60,6 +62,69 @@ def test_auto_takes_a_run_of_any_tokenizer_unless_one_is_typed(sft: Config, day:
 def test_auto_finds_jobs_of_a_sweep(sft: Config, day: Path) -> None:
     job = write_run(day.parent / "multirun" / "2026-11-21" / "10-00-00" / "optimizer.lr=0.1", compatibility_fingerprints(sft), "10:05:00")
     assert resolved(sft, day) == job
+
+
+def scored(loss: float, steps: int = 1000, **evaluation: object) -> dict[str, object]:
+    """Fields of run.json of a run whose model has this evaluation loss."""
+    identity = {"on": "validation", "data": "a", "rows": 10, "tokens": 0, "tokenizer": "t", "loss": {}} | evaluation
+    fields = {"step": steps, "tokens": 100 * steps, "metrics": {"loss": loss}, "data": [{"file": "/data/world.jsonl"}], "evaluation": identity}
+    return fields | {"export": {"weights": "best", "step": steps, "loss": loss}}
+
+
+@pytest.fixture
+def sweep(sft: Config, day: Path) -> Path:
+    """A sweep of three jobs: the best one ended first."""
+    folder = day.parent / "multirun" / "2026-11-21" / "10-00-00"
+    jobs = {f"optimizer.lr={lr}": loss for lr, loss in (("0.1", 2.5), ("0.2", 2.0), ("0.3", 6.95))}
+    for minute, (name, loss) in zip((7, 5, 9), jobs.items(), strict=True):
+        write_run(folder / name, compatibility_fingerprints(sft), f"10:0{minute}:00", **scored(loss))
+    entries = [{"name": name, "overrides": {"optimizer.lr": name[-3:]}} for name in jobs]
+    (folder / "sweep.json").write_text(json.dumps({"overrides": [], "swept": {}, "jobs": entries}))
+    return folder
+
+
+def test_auto_after_a_sweep_takes_its_best_job(sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It took the job that ended last, which was the worst."""
+    write_run(day / "09-00-00", compatibility_fingerprints(sft), "09:00:00", **scored(2.2))
+    assert resolved(sft, day) == str(sweep / "optimizer.lr=0.2")
+    message = capsys.readouterr().err
+    assert "best job of the newest sweep" in message and "1,000 steps, validation loss 2.0000, data world.jsonl, ended" in message and "warning" not in message
+
+
+def test_sweep_as_init_from_means_its_best_job(sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolved(dataclasses.replace(sft, init_from=str(sweep)), day) == str(sweep / "optimizer.lr=0.2")
+    assert "best job optimizer.lr=0.2, best weights, step 1000, evaluation loss 2.0000" in capsys.readouterr().err
+    assert init_from_best_job(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
+    assert init_from_best_job(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'") and init_from_best_job("seed=1") == "seed=1"
+    assert resolve_model_run(str(sweep)) == resolve_model_run("last") == sweep / "optimizer.lr=0.2"
+
+
+def test_sweep_whose_jobs_were_judged_differently_has_no_best_job(sft: Config, day: Path, sweep: Path) -> None:
+    fields = json.loads((sweep / "optimizer.lr=0.3" / "run.json").read_text())
+    (sweep / "optimizer.lr=0.3" / "run.json").write_text(json.dumps(fields | scored(1.0, data="b")))
+    with pytest.raises(UserError, match="different evaluation rows"):
+        find_best_job(sweep)
+
+
+def test_sweep_with_seeds_has_the_best_job_of_the_best_point(tmp_path: Path) -> None:
+    """One lucky seed does not win against a better mean; a point with an unfinished seed does not take part."""
+    losses = {("1", "1"): 1.0, ("1", "2"): 4.0, ("2", "1"): 2.0, ("2", "2"): 2.2, ("3", "1"): 0.1}
+    jobs = [{"name": f"x={x},seed={seed}", "overrides": {"x": x, "seed": seed}} for x, seed in [*losses, ("3", "2")]]
+    for job, loss in zip(jobs, losses.values(), strict=False):
+        write_run(tmp_path / job["name"], {}, "10:00:00", **scored(loss))
+    (tmp_path / "sweep.json").write_text(json.dumps({"jobs": jobs}))
+    assert find_best_job(tmp_path).name == "x=2,seed=1"
+
+
+@pytest.mark.parametrize("kind, other", [("better", scored(1.0)), ("longer", scored(9.0, steps=5000, data="b")), ("", scored(9.0, steps=5000))])
+def test_auto_warns_of_a_better_or_longer_run(sft: Config, day: Path, capsys: pytest.CaptureFixture[str], kind: str, other: dict) -> None:
+    """It took a smoke test of 20 steps without a word."""
+    fingerprints = compatibility_fingerprints(sft)
+    better = write_run(day / "10-00-00", fingerprints, "10:05:00", **other)
+    smoke_test = write_run(day / "10-01-00", fingerprints, "10:09:00", **scored(7.1, steps=20))
+    assert resolved(sft, day) == smoke_test
+    message = capsys.readouterr().err
+    assert "20 steps, validation loss 7.1000" in message and (f"warning: there is a {kind} run: init_from={better}" in message) == bool(kind)
 
 
 def test_auto_without_a_run_starts_from_random_weights_with_a_warning(sft: Config, day: Path, capsys: pytest.CaptureFixture[str]) -> None:

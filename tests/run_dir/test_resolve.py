@@ -57,12 +57,33 @@ def test_file_in_a_sweep_means_its_job_or_the_sweep(run: Path, tmp_path: Path) -
     assert resolve_run(str(tmp_path)) == resolve_run(str(tmp_path / "report.html")) == tmp_path and is_sweep_dir(tmp_path)
 
 
-def test_last_is_the_run_that_was_started_last(workspace: Path) -> None:
-    single, job = workspace / "outputs" / "day" / "time", workspace / "outputs" / "multirun" / "day" / "time" / "seed=1"
-    for folder, started in ((job, "2026-01-02T00:00:00+00:00"), (single, "2026-01-01T00:00:00+00:00")):  # the older one is written last
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text(json.dumps({"status": "completed", "started": started}))
-    assert resolve_run("last") == job
+def write_run(folder: Path, **fields: object) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"status": "completed", "attempt": 1} | fields))
+    return folder
+
+
+def test_last_is_the_run_or_sweep_that_was_started_last(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sweep is resumed as a whole, not only the job that began last."""
+    sweep = workspace / "outputs" / "multirun" / "day" / "time"
+    write_run(sweep / "seed=1", started="2026-01-02T00:00:00+00:00")
+    single = write_run(workspace / "outputs" / "day" / "time", started="2026-01-01T00:00:00+00:00")  # the older one is written last
+    (sweep / "sweep.json").write_text("{}")
+    assert resolve_run("last") == sweep and f"resume=last: sweep {sweep}" in capsys.readouterr().err
+    write_run(workspace / "outputs" / "day" / "later", started="2026-01-03T00:00:00+00:00")
+    assert resolve_run("last") == single.with_name("later")
+
+
+def test_last_skips_runs_that_never_began(workspace: Path) -> None:
+    """As left behind by a launch that was refused: 13 of 88 refusals took the place of the last run."""
+    begun = write_run(workspace / "outputs" / "day" / "10-00-00", started="2026-01-01T00:00:00+00:00", status="interrupted")
+    refused = write_run(workspace / "outputs" / "day" / "10-05-00", status="new", attempt=0)
+    assert resolve_run("last") == begun
+    for file in begun.iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match="no run in .* has begun to train"):
+        resolve_run("last")
+    assert refused.exists()
 
 
 def test_new_run_is_not_placed_inside_a_run_or_sweep(run: Path, tmp_path: Path) -> None:

@@ -99,3 +99,49 @@ def test_budget_rule_auto_means_tokens_where_the_rows_per_step_are_swept() -> No
 def test_budget_refuses_an_unknown_rule(override: str) -> None:
     with pytest.raises(UserError, match="must be one of"):
         compose_config([override])
+
+
+def composed(**values: object) -> Config:
+    return compose_config([f"{key.replace('__', '.')}={value}" for key, value in values.items()])
+
+
+def test_budget_of_packed_sequences_counts_their_tokens() -> None:
+    """`sweep.fix=tokens data.max_length=128,256` gave both jobs 400 steps: one saw twice the tokens."""
+    jobs = [composed(data__max_length=length, train__batch_size=4, train__max_steps=400) for length in (128, 256)]
+    base = budget.smallest_step(jobs)
+    assert base == StepSize(4, 512)
+    assert [budget.matching_overrides(config, base, "tokens").get("train.max_steps", "400") for config in jobs] == ["400", "200"]
+    assert budget.uncountable_reason(jobs) is None and budget.resolve_budget_rule("auto", ["data.max_length"]) == "tokens"
+    pair = composed(stage="dpo", data__packing="best_fit", data__max_length=128, train__batch_size=4)
+    assert budget.step_size(pair).tokens == 2 * 512
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ([{"data__max_length": 128}, {"data__max_length": 256}], "data.max_length"),
+        ([{"data__packing": "none"}, {"data__packing": "best_fit"}], "data.packing"),
+        ([{"stage": "sft"}, {"stage": "dpo"}], "data.max_length|data.path|stage.data_format"),
+    ],
+)
+def test_budget_refuses_tokens_that_it_cannot_count(values: list[dict], key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [composed(**({"data__packing": "none", "train__max_steps": 100} | each)) for each in values]
+    with pytest.raises(UserError, match=f"cannot be kept: ({key}) differs and data.packing=none"):
+        budget.check_countable(jobs, "tokens", [])
+    budget.check_countable(jobs, "auto", ["train.batch_size"])
+    assert "do not see the same number of tokens" in capsys.readouterr().err
+    budget.check_countable(jobs, "steps", [])
+    assert capsys.readouterr().err == ""
+
+
+def test_budget_of_epochs_counts_tokens_unless_conversations_are_cut() -> None:
+    texts, conversations = ([composed(stage=stage, data__max_length=length) for length in (128, 256)] for stage in ("pretrain", "sft"))
+    assert budget.uncountable_reason(texts) is None
+    assert "an epoch has different numbers of tokens" in str(budget.uncountable_reason(conversations))
+
+
+def test_budget_job_without_evaluation_gets_one_at_its_end() -> None:
+    assert budget.evaluation_overrides(composed()) == {}
+    for values in ({"train__eval_every": 0}, {"data__val_path": "null", "data__val_fraction": 0}):
+        assert budget.evaluation_overrides(composed(**values)) == {"train.final_eval_rows": "256"}
+    assert budget.evaluation_overrides(composed(train__eval_every=0, train__final_eval_rows=9)) == {}
