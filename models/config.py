@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
 
-MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config",))
+MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config", "hf_rope"))
 register_model = MODELS.register
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, register_model
-from models.families.hf_config import FAMILIES, SCALING_FIELDS, architecture_of, read_hf_config, write_hf_config
+from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
+from models.families.hf_rope import SCALING_FIELDS
 
 if TYPE_CHECKING:
     import torch

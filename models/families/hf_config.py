@@ -6,13 +6,11 @@ has its neutral value; any other is refused by name: nothing that a model needs 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-
-Settings = dict[str, Any]
+from models.families.hf_rope import FIX, SCALING_FIELDS, Settings, list_fields, read_rope
 
 REQUIRED_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
@@ -114,15 +112,6 @@ NO_INFLUENCE = frozenset(
     """.split()
 )
 
-# Fields of rotary position embeddings by rope_type
-SCALING_FIELDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-}
-FIX = "choose a model of a supported family: docs/reference/models.md"
-
 
 def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
     """Return the settings of the model in a config.json. Raises UserError for what the decoder does not compute; KeyError for a missing field."""
@@ -151,7 +140,7 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
         "num_key_value_heads": fields["num_key_value_heads"] or heads,
         "head_dim": fields["head_dim"] or fields["hidden_size"] // heads,
         "tie_word_embeddings": bool(fields["tie_word_embeddings"]),
-        **_read_rope(given, fields["rope_theta"] or OPTIONAL_FIELDS["rope_theta"], max_positions, family, path),
+        **read_rope(given, fields["rope_theta"] or OPTIONAL_FIELDS["rope_theta"], max_positions, family, path),
         "qk_norm": model_type in QK_NORM_TYPES,
         "attention_bias": True if model_type == "qwen2" else bias,
         "attention_out_bias": bool(fields["attention_out_bias"]) if model_type == "seed_oss" else bias,
@@ -182,17 +171,13 @@ def _check_all_known(fields: dict[str, Any], own_fields: Settings, family: str, 
     if "layer_types" in unsupported and set(unsupported["layer_types"]) == {"full_attention"}:
         del unsupported["layer_types"]
     if unsupported:
-        raise UserError(f"{family} with {_listed(unsupported)} is not supported", str(path), FIX)
+        raise UserError(f"{family} with {list_fields(unsupported)} is not supported", str(path), FIX)
     if unknown := {name: value for name, value in unknown.items() if name not in NEUTRAL_VALUES}:
         raise UserError(
-            f"{len(unknown)} fields of {family} are not known to this program: {_listed(unknown)}",
+            f"{len(unknown)} fields of {family} are not known to this program: {list_fields(unknown)}",
             str(path),
             "they may change what the model computes; delete those that do not from a copy of the file, or choose another model",
         )
-
-
-def _listed(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={str(value)[:60]}" for name, value in fields.items())
 
 
 def _check_attention_window(fields: dict[str, Any], max_positions: int, family: str, path: Path) -> None:
@@ -210,56 +195,6 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
     has_rope = fields.get("no_rope_layers") or [not interval or (layer + 1) % interval for layer in range(layers)]
     if not all(has_rope[:layers]):
         raise UserError(f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX)
-
-
-def _read_rope(given: dict[str, Any], default_theta: float, max_positions: int, family: str, path: Path) -> Settings:
-    """Return rope_theta and rope_scaling (a dict, or None) from `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of 4."""
-    results: list[Settings] = []
-    for section in ("rope_scaling", "rope_parameters"):
-        if given.get(section) or (section == "rope_parameters" and not results):
-            rope = {name: value for name, value in (given.get(section) or {}).items() if value is not None}
-            for name in ("rope_theta", "partial_rotary_factor"):
-                if rope.setdefault(name, given.get(name)) != given.get(name, rope[name]):
-                    raise UserError(f"{name} is given twice, as {given[name]} and, in {section}, {rope[name]}", str(path), "remove the wrong one")
-            results.append(_resolve_rope(rope, default_theta, max_positions, family, path))
-    if results[0] != results[-1]:
-        raise UserError(f"rope_scaling and rope_parameters contradict each other: {results[0]} and {results[-1]}", str(path), "remove the wrong one")
-    return results[0]
-
-
-def _resolve_rope(rope: dict[str, Any], default_theta: float, max_positions: int, family: str, path: Path) -> Settings:
-    kind = str(rope.pop("type", "default"))
-    kind = str(rope.pop("rope_type", kind))
-    theta, share = rope.pop("rope_theta") or default_theta, rope.pop("partial_rotary_factor")
-    scaling = {name: rope.pop(name) for name in SCALING_FIELDS.get(kind, ()) if name in rope}
-    if kind == "yarn":
-        mscale, mscale_all_dim = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
-        if rope.get("truncate"):
-            del rope["truncate"]
-    if kind not in SCALING_FIELDS or rope:
-        details = f"{_listed({'rope_type': kind, **rope})} for rotary position embeddings"
-        raise UserError(f"{family} with {details} is not supported", str(path), f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}")
-    if share not in (None, 1):
-        raise UserError(f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX)
-    if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind in ("yarn", "llama3"):
-        scaling.setdefault("original_max_position_embeddings", max_positions)
-    if kind == "yarn":
-        scaling.setdefault("attention_factor", _yarn_attention_factor(scaling["factor"], mscale, mscale_all_dim))
-        scaling |= {"beta_fast": scaling.get("beta_fast") or 32.0, "beta_slow": scaling.get("beta_slow") or 1.0}
-    if missing := [name for name in SCALING_FIELDS[kind] if name not in scaling]:
-        raise KeyError(", ".join(missing))
-    return {"rope_theta": float(theta), "rope_scaling": {"type": kind, **scaling}}
-
-
-def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Return the factor on cos and sin that transformers derives (https://arxiv.org/abs/2309.00071, equation 22)."""
-
-    def scale(multiplier: float) -> float:
-        return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
 def architecture_of(settings: Settings) -> str | None:
