@@ -176,6 +176,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "run": str(state.run_dir),
         "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
         "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
+        "vocab": f"{state.tokenizer.vocab_size:,} tokens, {cfg.data.tokenizer}",
         "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
         "batch": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),
         "steps": f"{state.total_steps:,} ({state.loader.steps_per_epoch:,} per epoch)",
