@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import importlib
 import json
 import os
@@ -29,12 +30,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MUTANTS_DIR = Path("tests") / "mutations"
-TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # set before torch is imported
+# Set before torch is imported. Plugins of pytest that happen to be installed cost more than most tests
+TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 PRELOADED = ("torch", "numpy", "pytest", "hypothesis", "hydra", "omegaconf", "yaml", "safetensors.torch", "tokenizers", "pyarrow", "jinja2", "rich")
 LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", "__pycache__", "*.egg-info")  # of the copy
 # Exceptions of a mutant that is no silent fault
 LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 PROFILE = "mutation"  # of hypothesis
+PYTEST_OPTIONS = ("-q", "--tb=line", "-m", "not slow", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}")
 TIME_LIMIT = 600  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
@@ -129,6 +132,7 @@ class PytestProcess:
         os.environ.update(TEST_ENVIRONMENT, PYTHONPATH=str(root))
         for name in (*PRELOADED, *imports):
             importlib.import_module(name)
+        gc.freeze()  # pytest collects garbage at its end: not that of all these modules
 
     def run(self, tests: list[str], stop_at_first: bool) -> dict[str, Any]:
         """Return {"code": exit code of pytest, "failed": {test: class of its exception}}; code -1 after TIME_LIMIT."""
@@ -158,17 +162,8 @@ class PytestProcess:
                 os.dup2(log, stream)
             recorder = FailureRecorder()
             register_hypothesis_profile()
-            options = [
-                "-q",
-                "-m",
-                "not slow",
-                "-p",
-                "no:cacheprovider",
-                f"--hypothesis-profile={PROFILE}",
-                f"--basetemp={self.root.parent / 'tmp'}",
-                "--tb=line",
-            ]
-            code = int(importlib.import_module("pytest").main([*tests, *options, *(["-x"] if stop_at_first else [])], plugins=[recorder]))
+            options = [*PYTEST_OPTIONS, f"--basetemp={self.root.parent / 'tmp'}", *(["-x"] if stop_at_first else [])]
+            code = int(importlib.import_module("pytest").main([*tests, *options], plugins=[recorder]))
             self.report.write_text(json.dumps({"code": code, "failed": recorder.failed}))
         finally:
             os._exit(0)  # no cleanup of the parent's objects

@@ -26,6 +26,8 @@ from runner.sweep.state import SweepJob, SweepState
 class FakeSession:
     """A session whose run directories need no config."""
 
+    hydra_config = None
+
     def __init__(self, state: SweepState) -> None:
         self.state = state
 
