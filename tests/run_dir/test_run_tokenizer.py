@@ -83,6 +83,7 @@ def test_tokenizer_follows_the_weights_from_stage_to_stage_and_a_typed_one_is_re
     assert fingerprint(tuned / "model") == wanted and json.loads((tuned / "run.json").read_text())["exact"]
 
 
+@pytest.mark.slow
 def test_another_tokenizer_cannot_be_typed_for_a_resume(call: Call, base: Path) -> None:
     refused = call("resume=base", "train.max_steps=3", f"data.tokenizer={SAMPLE_TOKENIZER}")
     assert refused.returncode == 2 and "the tokenizer of a run does not change" in refused.stderr
@@ -109,12 +110,14 @@ def test_rows_command_shows_the_tokens_of_the_weights(call_command, sft, workspa
     assert shown.returncode == 0 and " ".join(map(str, ids_of_goats)) in shown.stdout.replace(",", " "), shown.stdout
 
 
+@pytest.mark.slow
 def test_run_refused_for_its_data_leaves_no_copy_of_the_tokenizer(call: Call, workspace: Path) -> None:
     (workspace / "bad.jsonl").write_text('{"nothing": 1}\n')
     assert call(*TINY_RUN, f"data.path={workspace / 'bad.jsonl'}", "data.schema=text", "hydra.run.dir=refused").returncode == 2
     assert not (workspace / "refused").exists()
 
 
+@pytest.mark.slow
 def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_names(call: Call, base: Path, other: Path) -> None:
     shutil.rmtree(base / "tokenizer")
     fields = json.loads((base / "run.json").read_text())
