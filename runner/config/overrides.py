@@ -135,9 +135,9 @@ def nearest_key(key: str) -> str:
     beginning = [known for known in config_schema() if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")]
     if nearest := same or (beginning if len(beginning) == 1 else []):  # stage.lora.r: stage.lora.rank
         return f"did you mean {nearest[0]}?"
-    siblings = [known for known in config_schema() if known.rpartition(".")[0] == section]
-    if section.count(".") and siblings and not difflib.get_close_matches(key, siblings, 1):
-        return f"{section} has {', '.join(known.rpartition('.')[2] for known in siblings)}"
+    siblings = [known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section]
+    if siblings and not difflib.get_close_matches(last, siblings, 1):
+        return f"{section} has {', '.join(siblings)}" if len(siblings) < 10 else f"--cfg=job --package={section} prints the settings of {section}"
     return did_you_mean(key, [*config_schema(), *config_groups()], "--help lists the settings, --cfg=job all of them with their values")
 
 

@@ -89,7 +89,7 @@ REFUSED = [
     ("train.max_step=50", "unknown setting"),
     ("optimizer=nothing", "no option nothing"),
     ("hydra.run.dir=/other", "no setting of Hydra"),
-    ("hydra/launcher=basic", "no setting of Hydra"),
+    ("hydra/launcher=local", "no setting of Hydra"),
     ("+seed=3", "has no [+]"),
     ("~seed", "cannot be deleted"),
     ("${oc.env:HOME}=1", "cannot be parsed|unknown setting"),
