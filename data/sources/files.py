@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -187,12 +187,13 @@ def resolve_sources(path: str | list[str], options: ReadOptions | None = None) -
     return [open_entry(entry, options) for entry in ([path] if isinstance(path, str) else path)]
 
 
-def open_entry(entry: str, options: ReadOptions | None = None) -> list[Source]:
+def open_entry(entry: str, options: ReadOptions | None = None, splits: Sequence[str] = ("train",)) -> list[Source]:
+    """Return the files of one entry of data.path. `splits`: of a data set of the Hub without a typed split, the first of these that it has."""
     if entry.startswith("hub:"):
         from data.sources.huggingface import load_hub_dataset
 
         columns = options.columns if options else ()
-        return [Source(file, "arrow", name, columns=columns) for file, name in load_hub_dataset(entry)]
+        return [Source(file, "arrow", name, columns=columns) for file, name in load_hub_dataset(entry, splits)]
     return [Source.open(file, options) for file in find_files(entry)]
 
 

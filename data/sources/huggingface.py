@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from common.errors import UserError
 HUB_NAME = "hub:owner/name[@config][:split]"
 
 
-def load_hub_dataset(name: str) -> Iterator[tuple[Path, str]]:
+def load_hub_dataset(name: str, preferred: Sequence[str] = ("train",)) -> Iterator[tuple[Path, str]]:
     """Yield (Arrow file in the cache of `datasets`, name for messages) of each part of the data set `name` (hub:owner/name or hub:FOLDER).
 
-    The default split is train, or the only one. Uses the network if the data set is not in the cache.
+    Without a split in the name it is the first of `preferred` that the data set has, or the only one. Uses the network if the data set is not in the cache.
     """
     try:
         import datasets
@@ -28,9 +28,11 @@ def load_hub_dataset(name: str) -> Iterator[tuple[Path, str]]:
         reason = " ".join(str(error).split())
         fix = f"check the name ({HUB_NAME}); without network, only data sets in the cache can be read"
         raise UserError(f"the data set cannot be loaded: {reason}", name, fix) from error
-    split = split or ("train" if "train" in splits else next(iter(splits)) if len(splits) == 1 else None)
+    split = split or next((choice for choice in preferred if choice in splits), next(iter(splits)) if len(splits) == 1 else None)
     if split not in splits:
-        raise UserError(f"the split must be one of {', '.join(map(str, splits))}, got {split}", name, f"e.g. hub:{path}:{next(iter(splits))}")
+        raise UserError(
+            f"the split must be one of {', '.join(map(str, splits))}, got {split or 'no name of a split'}", name, f"e.g. hub:{path}:{next(iter(splits))}"
+        )
     for number, shard in enumerate(splits[split].cache_files):
         yield Path(shard["filename"]), f"hub:{path}:{split}" + (f"#{number}" if number else "")
 

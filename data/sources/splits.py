@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ SPLIT_NAMES = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+EVALUATION_SPLITS = [name for split in ("validation", "test") for name in SPLIT_NAMES if SPLIT_NAMES[name] == split]  # preferred first
 SHARD = re.compile(r"[-_.]\d+(-of-\d+)?\Z")  # train-00000-of-00002
 PART = re.compile(r"[^-_. ]+")
 LISTED_NAMES = 3
@@ -34,7 +36,12 @@ def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOpti
     A file that is named itself is trained on whatever its name is; of a folder or a glob, the files of other splits are not.
     Raises UserError if an entry has no file to train on.
     """
-    result, auto = DataFiles(), set[Path]()
+    result, auto, used = DataFiles(), set[Path](), set[Path]()
+    if val_path and val_path != "auto":
+        result.validation, note = resolve_evaluation_files(val_path, options, "data.val_path")
+        used = {source.path.absolute() for source in result.validation}
+        result.notes += [note] if note else []
+    named = {Path(entry).expanduser().absolute() for entry in paths}
     for entry in paths:
         if entry.startswith("hub:"):
             result.train.append(open_entry(entry, options))
@@ -42,18 +49,38 @@ def resolve_data_files(paths: list[str], val_path: str | None, options: ReadOpti
         splits = split_files(entry)
         if not splits["train"]:
             first = next(iter(splits["validation"] + splits["test"]))
-            message = f"no file to train on: by their names, {_listed(splits['validation'] + splits['test'])} are validation or test data"
+            message = f"no file to train on: by their names, {_listed(entry, splits['validation'] + splits['test'])} are validation or test data"
             raise UserError(message, f"data.path={entry}", f"data.path={first} trains on that file, whatever its name is")
         found = sorted({*splits["validation"], *_validation_files_of(splits["train"])}) if val_path == "auto" else []
+        found = [file for file in found if file.absolute() not in named]
         auto |= {file.absolute() for file in found}
-        result.notes += _notes(entry, splits, found)
+        result.notes += _notes(entry, splits, found, used)
         result.train.append([Source.open(file, options) for file in splits["train"]])
     if val_path == "auto":
         result.train = [[source for source in group if source.path.absolute() not in auto] for group in result.train]
         result.validation = [Source.open(file, options) for file in sorted(auto)]
-    elif val_path:
-        result.validation = open_entry(val_path, options) if val_path.startswith("hub:") else _open_validation(val_path, options)
+        if emptied := next((entry for entry, group in zip(paths, result.train, strict=True) if not group), None):
+            message = "all files of this entry of data.path are, by their names, validation data of another one"
+            raise UserError(message, f"data.path={emptied}", "data.val_path=null trains on them, too; or leave out the entry")
     return result
+
+
+def resolve_evaluation_files(entry: str, options: ReadOptions, setting: str) -> tuple[list[Source], str]:
+    """Return the files to evaluate on, and a line that names them if their names decided it: of a folder or a glob the validation files, without them
+    the test files, and all of them if no name says what it is for. `setting`: data.path or data.val_path.
+
+    Raises UserError if some files are training data by their names and no other name says what it is for.
+    """
+    if entry.startswith("hub:"):
+        return open_entry(entry, options, EVALUATION_SPLITS), ""
+    splits = split_files(entry)
+    used = splits["validation"] or splits["test"] or splits["train"]
+    if used is splits["train"] and splits["others"]:
+        message = f"{_listed(entry, used)} are training data by their names, and no other file is named as validation or test data"
+        raise UserError(f"which files to evaluate on is unclear: {message}", f"{setting}={entry}", f"{setting}={splits['others'][0]}")
+    left_out = [file for files in splits.values() if files is not used for file in files]
+    note = f"{entry}: by their names, evaluates on {_listed(entry, used)}, leaves out {_listed(entry, left_out)}"
+    return [Source.open(file, options) for file in used], note if left_out else ""
 
 
 def split_files(entry: str) -> dict[str, list[Path]]:
@@ -63,14 +90,21 @@ def split_files(entry: str) -> dict[str, list[Path]]:
     by_split: dict[str, list[Path]] = {name: [] for name in ("train", "validation", "test", "others")}
     if files == [path]:
         return by_split | {"train": files}
-    root = path if path.is_dir() else Path(entry[: re.search(r"[*?[]", entry).start()]).parent  # type: ignore[union-attr]
     for file in files:
-        by_split[split_of(file, root.expanduser()) or "others"].append(file)
+        by_split[split_of(file, _root(entry)) or "others"].append(file)
     if not by_split["train"]:
         by_split |= {"train": by_split["others"], "others": []}
     if not by_split["train"] and not path.is_dir() and not (by_split["validation"] and by_split["test"]):
         return {name: [] for name in by_split} | {"train": files}  # a pattern that names one split: test-*.parquet
     return by_split
+
+
+def _root(entry: str) -> Path:
+    """Return the folder of a path; of a glob the folder before its first special character."""
+    path = Path(entry).expanduser()
+    if path.is_dir() or (magic := re.search(r"[*?[]", entry)) is None:
+        return path
+    return Path(entry[: magic.start()] + "x").parent.expanduser()
 
 
 def split_of(file: Path, root: Path) -> str | None:
@@ -88,6 +122,7 @@ def _stem(file: Path) -> str:
 
 def _validation_files_of(files: Iterable[Path]) -> list[Path]:
     """Return `x_val.jsonl` of `x.jsonl`, and `validation_x.jsonl` of `train_x.jsonl` with any other name for validation, in the same folders."""
+    files = [file for file in files if os.path.exists(file)]  # Path.exists raises an error for a name that is too long
     expected = {(file.parent, name) for file in files for name in _validation_names(_stem(file))}
     siblings = [file for folder in {folder for folder, _ in expected} for file in folder.iterdir() if extension_of(file) in EXTENSIONS]
     found = {file for file in siblings if (file.parent, _stem(file)) in expected} | {_with_val(file) for file in files}
@@ -107,24 +142,21 @@ def _validation_names(stem: str) -> list[str]:
     return [re.sub(rf"(?<![^-_. ]){part}(?![^-_. ])", other, stem) for part in of_train for other in others]
 
 
-def _open_validation(path: str, options: ReadOptions) -> list[Source]:
-    splits = split_files(path)
-    return [Source.open(file, options) for file in splits["validation"] or splits["test"] or splits["train"]]
-
-
-def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path]) -> list[str]:
-    """Return one line that says which files of an entry are used for what, where a name decided it."""
-    left_out = [file for name in ("validation", "test", "others") for file in splits[name] if file not in validation]
+def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path], used: set[Path]) -> list[str]:
+    """Return one line that says which files of an entry are used for what, where a name decided it. `used`: files that data.val_path names."""
+    left_out = [file for name in ("validation", "test", "others") for file in splits[name] if file not in validation and file.absolute() not in used]
     if not left_out and not splits["validation"]:
         return []
     parts = [
-        f"trains on {_listed(splits['train'])}",
-        f"validates on {_listed(validation)}" if validation else "",
-        left_out and f"leaves out {_listed(left_out)}",
+        f"trains on {_listed(entry, splits['train'])}",
+        f"validates on {_listed(entry, validation)}" if validation else "",
+        left_out and f"leaves out {_listed(entry, left_out)}",
     ]
     return [f"{entry}: by their names, {', '.join(part for part in parts if part)}"]
 
 
-def _listed(files: list[Path]) -> str:
-    names = [file.name for file in files[:LISTED_NAMES]]
+def _listed(entry: str, files: list[Path]) -> str:
+    """Return the names of files below the folder of `entry`."""
+    root = _root(entry)
+    names = [str(file.relative_to(root) if file.is_relative_to(root) else file.name) for file in files[:LISTED_NAMES]]
     return ", ".join(names) + (f" and {len(files) - LISTED_NAMES} more" if len(files) > LISTED_NAMES else "")

@@ -12,6 +12,7 @@ A metric is one file: `top5_accuracy.py` in metrics/, or a module that the user 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,9 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
         results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     export = read_json_object(folder / "run.json").get("export")
     weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
-    line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **weights, **results}, ensure_ascii=False)
+    files = [source.name for source, _ in examples.files]
+    evaluated = {} if files == [cfg.data.path] else {"files": files}
+    line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}, ensure_ascii=False)
     print(line)
     with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
@@ -88,9 +91,12 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
 def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
     """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
     from data.schemas.registry import SCHEMAS, schema_of_source
-    from data.sources.files import ReadOptions, resolve_sources
+    from data.sources.files import ReadOptions
+    from data.sources.splits import resolve_evaluation_files
 
-    sources, errors = resolve_sources([data.path], ReadOptions.of(data))[0], []
+    (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
+    if note:
+        print(note, file=sys.stderr)
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:

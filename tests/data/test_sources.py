@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from data.errors import BadRowError
 from data.sources import byte_stream, json_text
-from data.sources.files import ReadOptions, Source, resolve_sources
+from data.sources.files import ReadOptions, Source, open_entry, resolve_sources
+from data.sources.splits import EVALUATION_SPLITS
 from data.sources.tables import read_arrow
 
 ROWS = [{"text": "one\u2028still one"}, {"text": 'tab\t, "quotes"\nand a line'}, {"text": "二"}]
@@ -99,7 +100,9 @@ def as_table(delimiter, rows=ROWS, **options):
 QA = [{"prompt": f"a, b; {i}?", "completion": f"the answer is {i}"} for i in range(5)]
 
 
-@pytest.mark.parametrize("delimiter, message", [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")])
+@pytest.mark.parametrize(
+    "delimiter, message", [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")]
+)
 def test_source_detects_the_delimiter_of_a_csv_file(write, delimiter, message):
     """Before: a file of Excel in a country with decimal commas had one column, and was refused for its name."""
     source = Source.open(write(as_table(delimiter, QA), "rows.csv"))
@@ -375,6 +378,7 @@ def test_resolve_sources_reads_a_hub_data_set_from_the_cache(tmp_path, monkeypat
         ((source,),) = resolve_sources(name)
         assert [row for _, row in source.rows()] == rows and source.size > 0
         assert source.where(2) == f"hub:{folder}:{split}[2]"
+    assert open_entry(f"hub:{folder}", None, EVALUATION_SPLITS)[0].name == f"hub:{folder}:test"
     for name, message in ((f"hub:{folder}:dev", "the split must be one of train, test, got dev"), ("hub:unknown/unknown", "cannot be loaded")):
         with pytest.raises(UserError, match=message):
             resolve_sources(name)

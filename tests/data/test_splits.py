@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import UserError
 from data.sources.files import ReadOptions
-from data.sources.splits import resolve_data_files, split_of
+from data.sources.splits import resolve_data_files, resolve_evaluation_files, split_of
 
 
 @pytest.fixture
@@ -100,6 +100,58 @@ def test_splits_without_a_file_to_train_on_are_refused(files):
     assert "no file to train on" in error.value.message and error.value.setting == "data.path=set" and error.value.fix.startswith("data.path=set/dev.jsonl")
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "missing/train.jsonl"], ids=["long", "missing"])
+def test_splits_of_a_missing_file_are_refused(path, files):
+    """Before: a traceback, for a name that is too long."""
+    with pytest.raises(UserError, match="no such file") as error:
+        files()(path)
+    assert error.value.setting == f"data.path={path}"
+
+
 def test_splits_of_a_validation_folder_are_its_validation_files(files):
     resolve = files("train.jsonl", "set/train.jsonl", "set/dev.jsonl", "set/test.jsonl", "plain/a.jsonl")
-    assert resolve("train.jsonl", "set")[1] == ["set/dev.jsonl"] and resolve("train.jsonl", "plain")[1] == ["plain/a.jsonl"]
+    assert resolve("train.jsonl", "plain") == (["train.jsonl"], ["plain/a.jsonl"], [])
+    assert resolve("train.jsonl", "set")[1:] == (["set/dev.jsonl"], ["set: by their names, evaluates on dev.jsonl, leaves out train.jsonl, test.jsonl"])
+
+
+def test_splits_of_the_same_folder_for_training_and_validation_name_each_file_once(files):
+    """Before: the note said that the file of data.val_path is left out."""
+    resolve = files("set/train.jsonl", "set/dev.jsonl", "set/test.jsonl")
+    assert resolve("set", "set/test.jsonl")[1:] == (["set/test.jsonl"], ["set: by their names, trains on train.jsonl, leaves out dev.jsonl"])
+
+
+def test_splits_by_folders_are_named_with_the_folder(files):
+    """Before: trains on x.jsonl, validates on x.jsonl, leaves out x.jsonl."""
+    notes = files("set/train/x.jsonl", "set/dev/x.jsonl", "set/test/x.jsonl")("set")[2]
+    assert notes == ["set: by their names, trains on train/x.jsonl, validates on dev/x.jsonl, leaves out test/x.jsonl"]
+
+
+def test_splits_do_not_take_a_validation_file_that_is_named_for_training(files):
+    """Before: the second entry of data.path lost its only file, and the run ended with a traceback."""
+    resolve = files("a.jsonl", "a_val.jsonl")
+    train, validation, _ = resolve(["a.jsonl", "a_val.jsonl"])
+    assert (train, validation) == (["a.jsonl", "a_val.jsonl"], [])
+    with pytest.raises(UserError) as error:
+        resolve(["a.jsonl", "a_v*.jsonl"])
+    assert error.value.setting == "data.path=a_v*.jsonl" and "data.val_path=null" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    "path, used, left_out",
+    [
+        ("set", ["dev.jsonl"], "train.jsonl, test.jsonl, extra.jsonl"), ("set/t*.jsonl", ["test.jsonl"], "train.jsonl"), ("two", ["test-1.jsonl"], "b.jsonl"),
+        ("set/test*.jsonl", ["test.jsonl"], ""), ("set/train.jsonl", ["train.jsonl"], ""), ("plain", ["a.jsonl", "b.jsonl"], ""),
+    ],
+)  # fmt: skip
+def test_splits_of_an_evaluation_are_never_mixed(path, used, left_out, files):
+    files("set/train.jsonl", "set/dev.jsonl", "set/test.jsonl", "set/extra.jsonl", "two/test-1.jsonl", "two/b.jsonl", "plain/a.jsonl", "plain/b.jsonl")
+    sources, note = resolve_evaluation_files(path, ReadOptions(), "data.path")
+    assert [source.path.name for source in sources] == used
+    assert note == (f"{path}: by their names, evaluates on {', '.join(used)}, leaves out {left_out}" if left_out else "")
+
+
+def test_splits_of_an_evaluation_that_are_unclear_are_refused(files):
+    files("set/train.jsonl", "set/extra.jsonl")
+    with pytest.raises(UserError, match="unclear") as error:
+        resolve_evaluation_files("set", ReadOptions(), "data.path")
+    assert (error.value.setting, error.value.fix) == ("data.path=set", "data.path=set/extra.jsonl")

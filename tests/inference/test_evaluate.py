@@ -202,6 +202,18 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
     assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def test_evaluate_of_a_folder_takes_and_names_its_validation_files(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: one loss over the training, validation and test files."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    train, dev = (write(folder / f"{name}.jsonl", [{"text": text}]) for name, text in (("train", "a b c d e f"), ("dev", "one two")))
+    alone = evaluate(evaluate_config("perplexity", dev), hf_folder)
+    assert evaluate(evaluate_config("perplexity", folder), hf_folder) == alone != evaluate(evaluate_config("perplexity", train), hf_folder)
+    printed = capsys.readouterr()
+    assert f"{folder}: by their names, evaluates on dev.jsonl, leaves out train.jsonl" in printed.err
+    assert json.loads(printed.out.splitlines()[1])["files"] == [str(dev)]
+
+
 def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: METRICS.remove("rows"))
     register_metric("rows", reads=("text",))(lambda trained, examples, cfg: {"rows": float(len(list(examples.examples())))})
