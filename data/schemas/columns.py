@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from data.errors import BadRowError
 
 MEDIA_FIELDS = ("image", "images", "audio", "audios", "video", "videos")
 VERDICT_FIELDS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
-VERDICTS = (True, False, "true", "false", "True", "False", "0", "1")  # 0 and 1 are equal to False and True
+VERDICTS = ((True, False), (1, 0), ("true", "false"), ("True", "False"), ("1", "0"))  # (good, bad)
 CHAT_TYPES, TEXT_TYPES = (str, list), (str,)
 # By data format: the fields of a schema, and the columns that may be meant by each.
 QUESTIONS = ("prompt", "question", "query", "instruction", "input", "problem", "user", "human", "request", "q", "问题", "提问", "指令", "输入")
@@ -56,7 +57,10 @@ def check_no_ignored_content(row: dict, data_format: str, where: str) -> None:
     """Raise BadRowError for a field that says what the model is to learn and that training cannot use: images, audio, video, a verdict on the answer."""
     check_no_media(row, where, "; or train on their text without it: 'data.columns={{{name}: null}}'")
     if data_format == "chat" and (name := has_verdict(row)):
-        fix = f"keep the good answers: jq -c 'select(.{name})' FILE; or learn all of them as if they were good: 'data.columns={{{name}: null}}'"
+        good = _good_verdict(row[name])
+        keep = f"jq -c '{'.[] | ' * where.endswith(']')}select(.{name} == {json.dumps(good)}) | del(.{name})' FILE"
+        keep = f"leave out rows whose {name} is not {good}, and this column" if isinstance(good, str) else keep  # a table, probably
+        fix = f"keep the good answers, without the field: {keep}; or learn all of them as if they were good: 'data.columns={{{name}: null}}'"
         message = f"the field {name} tells good answers from bad ones (KTO), and this stage would learn both"
         raise BadRowError("answer with a verdict", message, f"{where} {name}", fix)
 
@@ -71,7 +75,12 @@ def check_no_media(fields: dict, where: str, other_fix: str = "") -> None:
 
 def has_verdict(row: dict) -> str:
     """Return the field that says whether the answer of the row is a good one, "" if there is none."""
-    return next((name for name in VERDICT_FIELDS if isinstance(row.get(name), (bool, int, str)) and row[name] in VERDICTS), "")
+    return next((name for name in VERDICT_FIELDS if _good_verdict(row.get(name)) is not None), "")
+
+
+def _good_verdict(verdict: Any) -> Any:
+    """Return what a good answer has in place of `verdict`; None if that is no verdict."""
+    return next((good for good, bad in VERDICTS if type(verdict) is type(good) and verdict in (good, bad)), None)
 
 
 def columns_override(row: dict, data_format: str) -> str:

@@ -81,7 +81,7 @@ def test_columns_that_the_file_does_not_have_are_refused_with_those_it_has(write
 @pytest.mark.parametrize(
     "row",
     [
-        {"prompt": "a", "completion": "b", "label": False}, {"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "response": "b", "label": "true"},
+        {"prompt": "a", "completion": "b", "label": False}, {"prompt": "a", "completion": "b", "label": 1}, {"prompt": "a", "response": "b", "label": "False"},
         {"messages": CHAT, "label": True}, {"conversations": CHAT, "kto_tag": False}, {"instruction": "a", "output": "b", "kto_tag": True},
     ],
     ids=repr,
@@ -89,10 +89,14 @@ def test_columns_that_the_file_does_not_have_are_refused_with_those_it_has(write
 def test_label_of_kto_rows_is_refused_with_the_way_out(write, row, build):
     """Before: good and bad answers were learned alike, without a message."""
     name = "kto_tag" if "kto_tag" in row else "label"
+    good = {bool: "true", int: "1", str: "True"}[type(row[name])]
     with pytest.raises(BadRowError) as error:
         build("chat", write([row]))
     assert f"the field {name} tells good answers from bad ones" in error.value.message
-    assert f"jq -c 'select(.{name})'" in error.value.fix and f"'data.columns={{{name}: null}}'" in error.value.fix
+    keep = (
+        f"leave out rows whose {name} is not True" if good == "True" else f"jq -c 'select(.{name} == {good}) | del(.{name})' FILE"
+    )  # not select(.label): 0 passes
+    assert keep in error.value.fix and f"'data.columns={{{name}: null}}'" in error.value.fix
     assert schema_of_source(open_with(write([row]), **{name: None}), "chat")
 
 
