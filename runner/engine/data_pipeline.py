@@ -1,4 +1,4 @@
-"""Data pipeline of a run: section `data` -> token stores -> mixture -> packed sequences -> loader, with a report of each file's rows."""
+"""Data pipeline of a run: section `data` -> token stores -> mixture -> packed sequences -> loader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from common.errors import UserError
 from data.config import DataConfig
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
+from runner.tracking.data_report import describe_source, reading_notes, unused_columns
 from runner.tracking.progress import ProgressMeter
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         to_sequences(val, cfg, seed=0) if val else None,
         files,
         [*([truncated] if truncated else []), *warnings, *template_warnings],
-        [*tokenizer_notes, *data_files.notes, *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]), *unused_columns(files)],
+        [
+            *tokenizer_notes,
+            *data_files.notes,
+            *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]),
+            *unused_columns(files),
+        ],
         train.fingerprint,
         sum(part.num_rows for part in held_out),
         evaluates_training_rows,
@@ -167,7 +172,10 @@ def training_slice(groups: list[list[WeightedSource]], count: int) -> list[Weigh
 
 def evaluation_identity(rows: MixedRows, is_training_slice: bool, encoding: EncodingConfig, cfg: Config) -> dict[str, Any]:
     """Return what two runs must have in common for their evaluation losses to be comparable: rows, tokens, tokenizer, and settings of the loss."""
-    files = [[part.store.metadata["content"], part.split and [part.split.size, part.split.held_out]] for part in rows.sources]
+    files = [
+        [part.store.metadata["content"], part.source.reading, part.store.metadata["encoding"]["schema"], part.split and [part.split.size, part.split.held_out]]
+        for part in rows.sources
+    ]
     tokens = 0 if encoding.too_long == "split" else int(rows.lengths(0, len(rows)).sum())  # split texts have the same tokens at every length
     shared = {field.name for field in dataclasses.fields(StageConfig)} - {"objective"}
     loss = {f"stage.{key}": value for key, value in dataclasses.asdict(cfg.stage).items() if key not in shared}
@@ -216,61 +224,3 @@ def build_loader(
         world_size=world_size,
         pin_memory=pin_memory,
     )
-
-
-MAX_LISTED_COLUMNS, MAX_LISTED_FILES = 20, 3  # in one line of the log; run.json has all
-DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, from a dict of describe_source
-    "read": lambda file: file["read"],
-    "kept": lambda file: file["kept"],
-    "split": lambda file: file["split"],
-    "truncated": lambda file: file["truncated"],
-    "dropped": lambda file: sum(file["dropped"].values()),
-    "bad": lambda file: sum(file["bad"].values()),
-    "tokens": lambda file: file["tokens"],
-    "with loss": lambda file: file["loss_tokens"],
-    "loss cut off": lambda file: file["lost_loss_tokens"],
-}
-
-
-def describe_source(part: WeightedSource) -> dict[str, Any]:
-    """Return file, schema and counts of rows, as JSON values."""
-    counts = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part.store.stats).items() if name != "lost_by_length"}
-    return {"file": part.source.name, "schema": part.store.metadata["encoding"]["schema"], **counts}
-
-
-def reading_notes(sources: list[Source]) -> list[str]:
-    """Return a line for the files whose encoding or delimiter was detected."""
-    return [f"{files}: {detected}" for detected, files in _grouped((source.detected, Path(source.name).name) for source in sources)]
-
-
-def unused_columns(files: list[dict[str, Any]]) -> list[str]:
-    """Return a line for the files with fields that training ignores; rows in which they are null do not count."""
-    named = ((_listed(sorted(file["unused"]), MAX_LISTED_COLUMNS), Path(file["file"]).name) for file in files)
-    return [f"unused columns of {where}: {columns}" for columns, where in _grouped(named)]
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (text, files) for each text that is not empty."""
-    groups: dict[str, list[str]] = {}
-    for text, file in pairs:
-        groups.setdefault(text, []).append(file)
-    return [(text, _listed(files, MAX_LISTED_FILES)) for text, files in groups.items() if text]
-
-
-def _listed(names: list[str], limit: int) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
-
-
-def data_table(files: list[dict[str, Any]]) -> str:
-    """Return a text table: one line per file, then the reasons for dropped and bad rows."""
-    header = ["rows of", "schema", *DATA_COLUMNS]
-    table = [header, *([Path(file["file"]).name, file["schema"], *(f"{count(file):,}" for count in DATA_COLUMNS.values())] for file in files)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    lines = [
-        "  ".join(f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        for line in table
-    ]
-    for file in files:
-        for kind in ("dropped", "bad"):
-            lines += [f"  {kind} {count:,}: {reason} (first: {file['first_seen'][reason]})" for reason, count in file[kind].items()]
-    return "\n".join(line.rstrip() for line in lines)

@@ -14,8 +14,9 @@ import numpy as np
 from common.errors import UserError
 from common.settings import check_at_least
 from runner.engine.config import Config
-from runner.engine.data_pipeline import build_data_pipeline, build_loader, data_table, encoding_config
+from runner.engine.data_pipeline import build_data_pipeline, build_loader, encoding_config
 from runner.inference.token_view import PlainTokenView, open_token_view, token_spans
+from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
     from data.batching.batch import SequenceSource

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from runner.config.compose import compose_config
-from runner.engine.data_pipeline import data_table
+from runner.tracking.data_report import data_table
 
 
 def jsonl(*texts):

@@ -117,3 +117,18 @@ def test_validation_path_may_be_a_glob_and_must_have_rows(pipeline):
         pipeline("data.path=a.jsonl", "data.val_path=held")
     with pytest.raises(UserError, match="data.val_path does not exist"):
         pipeline("data.path=a.jsonl", "data.val_path=nowhere")
+
+
+def test_evaluations_of_one_file_that_is_read_differently_are_not_comparable(pipeline):
+    """Before: data.columns and data.text_unit were no part of what makes two losses comparable."""
+    write("qa.jsonl", [{**row, "short": "yes"} for row in QUESTIONS])
+    Path("lines.txt").write_text("one\ntwo\nthree\n")
+
+    def rows_read(*overrides):
+        return pipeline(*overrides).evaluation["data"]
+
+    chat = ("stage=sft", "data.path=qa.jsonl", "data.val_path=qa.jsonl", "data.val_duplicates=keep")
+    by_answer, by_short = (rows_read(*chat, f"data.columns={{prompt: question, completion: {column}}}") for column in ("answer", "short"))
+    assert by_answer == rows_read(*chat, "data.columns={completion: answer, prompt: question}") != by_short
+    text = ("data.path=lines.txt", "data.val_path=lines.txt")
+    assert rows_read(*text) != rows_read(*text, "data.text_unit=line")

@@ -60,11 +60,11 @@ def test_rows_prints_exactly_the_tokens_with_loss_in_brackets(rows) -> None:
     ]
 
 
-def test_rows_prints_only_the_difference_of_a_pair_in_brackets(rows) -> None:
+def test_rows_prints_the_whole_answers_of_a_pair_in_brackets(rows) -> None:
     chats = [f'[{{"role": "user", "content": "2 + 2?"}}, {{"role": "assistant", "content": "It is {answer}."}}]' for answer in ("4", "5")]
     printed = rows_of(rows(f'{{"chosen": {chats[0]}, "rejected": {chats[1]}}}\n', stage="dpo"))
     assert "rows.jsonl:1 chosen: " in printed and "rows.jsonl:1 rejected: " in printed
-    assert r"    It is [4.<|im_end|>]\n" in printed and r"    It is [5.<|im_end|>]\n" in printed
+    assert r"    [It is 4.<|im_end|>]\n" in printed and r"    [It is 5.<|im_end|>]\n" in printed
 
 
 def test_rows_prints_all_tokens_of_a_text_but_the_first_in_brackets(rows) -> None:
