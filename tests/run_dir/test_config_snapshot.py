@@ -124,4 +124,4 @@ def test_interpolations_are_saved_as_the_values_of_the_start(tmp_path: Path, mon
     resume.complete_hydra_dir(tmp_path, without_hydra(compose_tree(typed)), typed)
     config = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
     assert config["data"]["val_path"] == "/somewhere/x.jsonl" and config["schedule"]["warmup_steps"] == 10
-    assert config["data"]["tokenizer"].startswith("${repo:}"), "paths of the repository follow the checkout"
+    assert config["data"]["path"].startswith("${repo:}"), "paths of the repository follow the checkout"
