@@ -43,6 +43,17 @@ def save(state: Any) -> tuple[float, float]:
     return stall, time.perf_counter() - started - stall
 
 
+def save_best(state: Any) -> tuple[float, float]:
+    """Return the same for the best weights of a step that is not saved otherwise."""
+    state.progress.step += 1
+    started = time.perf_counter()
+    state.checkpoints.save_best(state.progress.step, 1.0, state)
+    stall = time.perf_counter() - started
+    state.checkpoints.wait_for_save()
+    assert (state.checkpoints.dir / f"best-{state.progress.step:08d}").is_dir(), "the save has failed"
+    return stall, time.perf_counter() - started - stall
+
+
 def write_bytes(contents: dict[str, bytes], folder: Path) -> float:
     """Return the seconds to write these files one after another, each in chunks and then synced."""
     folder.mkdir()
@@ -60,10 +71,12 @@ def table(run_dir: Path) -> str:
     state = state_after_a_step(run_dir)
     save(state)  # warmup; its files are the bytes written below
     contents = {path.name: path.read_bytes() for path in sorted((state.checkpoints.dir / "step-00000001").iterdir())}
-    stalls, commits, writes = [], [], []
+    stalls, commits, writes, best_stalls, best_commits = [], [], [], [], []
     for number in range(ROUNDS):  # interleaved: other load on the disk affects both
         stall, commit = save(state)
         stalls.append(stall), commits.append(commit), writes.append(write_bytes(contents, run_dir / f"raw{number}"))
+        stall, commit = save_best(state)
+        best_stalls.append(stall), best_commits.append(commit)
         shutil.rmtree(run_dir / f"raw{number - state.cfg.train.keep_checkpoints}", ignore_errors=True)  # as many copies as checkpoints are kept
     size = sum(map(len, contents.values())) / 1e6
     lines = [f"{size:,.0f} MB per save (fp32 weights and both moments), {ROUNDS} rounds.", "", "| seconds | median | best |", "|---|---|---|"]
@@ -71,6 +84,8 @@ def table(run_dir: Path) -> str:
         ("training waits (copy in memory)", stalls),
         ("background save, while training continues", commits),
         ("the same bytes written and synced alone", writes),
+        ("training waits for best weights (a third of the bytes)", best_stalls),
+        ("background save of best weights", best_commits),
     ):
         lines.append(f"| {case} | {statistics.median(seconds):.2f} | {min(seconds):.2f} |")
     ratio = statistics.median(commit / write for commit, write in zip(commits, writes, strict=True))

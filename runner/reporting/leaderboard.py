@@ -6,6 +6,7 @@ import csv
 import io
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import write_atomic_file
@@ -23,7 +24,12 @@ FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell
 
 @dataclass
 class ReportConfig:
-    sweep: str  # a sweep directory, any path in it, or `last`: the newest sweep
+    sweep: Optional[str]  # a sweep directory, any path in it, or `last`: the newest sweep
+    run: Optional[str]  # the same
+
+    def __post_init__(self) -> None:
+        if bool(self.sweep) == bool(self.run):
+            raise UserError("report.py needs one sweep", f"sweep={self.sweep} run={self.run}", "sweep=DIR, or sweep=last")
 
 
 def update_report(folder: Path) -> None:
@@ -35,7 +41,7 @@ def update_report(folder: Path) -> None:
 
 def print_report(cfg: ReportConfig) -> None:
     """Update the report of a sweep and print its leaderboard."""
-    folder = resolve_sweep(cfg.sweep)
+    folder = resolve_sweep(cfg.sweep or cfg.run or "last")
     update_report(folder)
     print(f"{leaderboard_text(folder)}\n\npage: {folder / REPORT_FILE}\ntable: {folder / LEADERBOARD_FILE}")
 

@@ -118,7 +118,7 @@ def test_sweep_with_seeds_has_the_best_job_of_the_best_point(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind, other", [("better", scored(1.0)), ("longer", scored(9.0, steps=5000, data="b")), ("", scored(9.0, steps=5000))])
 def test_auto_warns_of_a_better_or_longer_run(sft: Config, day: Path, capsys: pytest.CaptureFixture[str], kind: str, other: dict) -> None:
-    """It took a smoke test of 20 steps without a word."""
+    """It took a smoke test of 20 steps and printed only its path."""
     fingerprints = compatibility_fingerprints(sft)
     better = write_run(day / "10-00-00", fingerprints, "10:05:00", **other)
     smoke_test = write_run(day / "10-01-00", fingerprints, "10:09:00", **scored(7.1, steps=20))
