@@ -61,6 +61,8 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         return detect_csv(content, known), encoding
     if known == "text":
         return "text lines" if text_unit == "line" else known, encoding
+    if known is None and head.startswith(b"PK\x03\x04"):
+        raise UserError("spreadsheets and archives are not read", str(path), "save the sheet as CSV (UTF-8), or unpack the archive")
     if known is None and content[:1] not in b"[{":
         raise UserError("the file format cannot be detected by name or first byte", str(path), f"use one of the extensions {KNOWN_EXTENSIONS}")
     return "json array" if _is_array(content) else "jsonl", encoding

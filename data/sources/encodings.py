@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -29,6 +30,8 @@ MIN_COHERENCE = 0.4  # charset-normalizer: agreement with the letter frequencies
 MIN_LEAD = 0.05  # of the best candidate before another that gives another text
 SEPARATORS = (b"\n", b" ", b'"', b",")  # bytes that are in no multi-byte character
 MULTI_BYTE = ("gb18030", "big5", "cp932", "euc_jp", "cp949")
+KANA, HANGUL = re.compile("[\u3040-\u30ff]"), re.compile("[\uac00-\ud7a3]")
+OWN_LETTERS = {"cp932": (KANA, 0.2), "euc_jp": (KANA, 0.2), "cp949": (HANGUL, 0.8)}  # least share of the non-ASCII characters, in a text of the language
 CONTAINED_IN = {  # older variant -> encoding that contains it
     **dict.fromkeys(("gb2312", "gbk"), "gb18030"),
     **dict.fromkeys(("shift_jis", "shift_jis_2004", "shift_jisx0213"), "cp932"),
@@ -88,11 +91,17 @@ def guess_encodings(content: bytes) -> tuple[list[str], bool]:
         names = ["cp1252", *names]  # quotes and few accents, which several encodings of Europe explain equally well
         is_certain = True
     elif names[0] in MULTI_BYTE:
-        is_certain = best.language != "Unknown" and not close
+        is_certain = best.language != "Unknown" and not close and _has_own_letters(text, names[0])
     else:
         is_certain = best.coherence >= MIN_COHERENCE and all(matches[number].coherence <= best.coherence - MIN_LEAD for number in close)
     enough = len(sample) - len(sample.decode("ascii", "ignore")) >= MIN_NON_ASCII
     return list(dict.fromkeys(names)), is_certain and enough and best.chaos < MAX_CHAOS
+
+
+def _has_own_letters(text: str, encoding: str) -> bool:
+    """Return whether a text has the letters of the language of its encoding: short texts of others are valid in it, too."""
+    letters, least_share = OWN_LETTERS.get(encoding, (KANA, 0.0))
+    return len(letters.findall(text)) >= least_share * sum(not character.isascii() for character in text)
 
 
 def _match_encodings(sample: bytes) -> tuple[bytes, list[CharsetMatch]]:

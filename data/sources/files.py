@@ -32,7 +32,7 @@ READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {
 }
 TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")  # positions are indices from 0 in INDEXED formats, line numbers from 1 in others
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
-NOT_DATA = re.compile(r"(readme|license|licence|changelog|contributing|citation)\b.*\.(md|txt)|dataset_infos?\.json|dataset_dict\.json", re.IGNORECASE)
+NOT_DATA = re.compile(r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|cff))?|dataset_infos?\.json|dataset_dict\.json", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,20 @@ def find_files(entry: str) -> list[Path]:
     return [path]
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Return the files with a known extension in `folder` and its subfolders, without hidden ones and those that describe a data set (README.md)."""
+def _visible_files(folder: Path) -> list[Path]:
+    """Return the files in `folder` and its subfolders, without hidden ones and those that describe a data set (README.md)."""
     visible = (file for file in folder.rglob("*") if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    files = sorted(file for file in visible if extension_of(file) in EXTENSIONS and not _is_description(file))
+    return sorted(file for file in visible if not _is_description(file))
+
+
+def unread_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that are not read because their extension is unknown."""
+    return [file for file in _visible_files(folder) if extension_of(file) not in EXTENSIONS]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder with a known extension."""
+    files = [file for file in _visible_files(folder) if extension_of(file) in EXTENSIONS]
     if not files:
         raise UserError("the folder has no data files", str(folder), f"data files have the extension {KNOWN_EXTENSIONS}")
     return files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from data.sources.detect import COMPRESSED, EXTENSIONS, extension_of
-from data.sources.files import ReadOptions, Source, find_files, open_entry
+from data.sources.files import ReadOptions, Source, find_files, open_entry, unread_files
 
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -102,7 +102,7 @@ def split_files(entry: str) -> dict[str, list[Path]]:
 def _root(entry: str) -> Path:
     """Return the folder of a path; of a glob the folder before its first special character."""
     path = Path(entry).expanduser()
-    if path.is_dir() or (magic := re.search(r"[*?[]", entry)) is None:
+    if os.path.isdir(path) or (magic := re.search(r"[*?[]", entry)) is None:
         return path
     return Path(entry[: magic.start()] + "x").parent.expanduser()
 
@@ -143,16 +143,18 @@ def _validation_names(stem: str) -> list[str]:
 
 
 def _notes(entry: str, splits: dict[str, list[Path]], validation: list[Path], used: set[Path]) -> list[str]:
-    """Return one line that says which files of an entry are used for what, where a name decided it. `used`: files that data.val_path names."""
+    """Return lines that say which files of an entry are used for what, where a name decided it. `used`: files that data.val_path names."""
     left_out = [file for name in ("validation", "test", "others") for file in splits[name] if file not in validation and file.absolute() not in used]
+    unread = unread_files(_root(entry)) if os.path.isdir(Path(entry).expanduser()) else []
+    notes = [f"{entry}: by their extensions, leaves out {_listed(entry, unread)}"] if unread else []
     if not left_out and not splits["validation"]:
-        return []
+        return notes
     parts = [
         f"trains on {_listed(entry, splits['train'])}",
         f"validates on {_listed(entry, validation)}" if validation else "",
         left_out and f"leaves out {_listed(entry, left_out)}",
     ]
-    return [f"{entry}: by their names, {', '.join(part for part in parts if part)}"]
+    return [f"{entry}: by their names, {', '.join(part for part in parts if part)}", *notes]
 
 
 def _listed(entry: str, files: list[Path]) -> str:

@@ -21,6 +21,8 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
         raise UserError(f"invalid CSV: {error}", locate(1), "name the columns in the first line") from error
+    if header and header[0].lower() == "sep=":
+        raise UserError("the first line is a note for Excel, not the names of the columns", locate(1), "delete the first line")
     if header and not header[0]:
         header[0] = UNNAMED
     if len({*header, ""}) <= len(header):

@@ -103,3 +103,10 @@ def test_guess_does_not_depend_on_where_the_sample_is_cut(monkeypatch):
         monkeypatch.setattr(encodings, "SAMPLE_BYTES", size)
         for text in (TEXTS["zh"] * 3, f"{TEXTS['zh']}\n" * 3):
             assert guess_encodings(text.encode("gbk")) == (["gb18030"], True)
+
+
+@pytest.mark.parametrize("text", ["Москва является столицей России\n", "Быстрая коричневая лиса\n"])
+def test_encoding_of_a_short_text_is_not_that_of_another_language(write, text):
+    """Before: read as Japanese, valid in cp932 but without kana."""
+    source = Source.open(write(text.encode("koi8_r"), "book.txt"))
+    assert source.encoding == "utf-8" and not list(source.rows(on_bad=lambda error: None))

@@ -100,6 +100,13 @@ def as_table(delimiter, rows=ROWS, **options):
 QA = [{"prompt": f"a, b; {i}?", "completion": f"the answer is {i}"} for i in range(5)]
 
 
+def test_source_refuses_the_line_of_excel_before_the_header(write):
+    """Before: the columns of a CSV file need different names, got sep=, ."""
+    with pytest.raises(UserError) as error:
+        list(Source.open(write(b"sep=;\r\n" + as_table(";", QA), "rows.csv")).rows())
+    assert "note for Excel" in error.value.message and error.value.fix == "delete the first line"
+
+
 @pytest.mark.parametrize(
     "delimiter, message", [(",", ""), (";", "columns separated by ;"), ("\t", "columns separated by tabs"), ("|", "columns separated by |")]
 )
@@ -342,6 +349,7 @@ def test_resolve_sources_accepts_a_file_a_glob_and_a_folder(tmp_path, monkeypatc
         ("/dev/null", "a regular file is needed", "to a file first"),
         ("https://example.org/rows.jsonl", "URLs are not supported", "download the file"),
         ("model.bin", "the file format cannot be detected", ".jsonl"),
+        ("table.xlsx", "spreadsheets and archives are not read", "save the sheet as CSV"),
         ("blank.jsonl", "the file is empty", "one JSON object per line"),
         ("blank.txt", "the file is empty", "one JSON object per line"),
         ("torn.jsonl.gz", "cannot be read", "copy it again"),
@@ -355,6 +363,7 @@ def test_resolve_sources_refuses_a_path_without_rows(tmp_path, monkeypatch, path
     for name, content in (
         ("rows.jsonl", b"{}"),
         ("model.bin", b"\x80\x02"),
+        ("table.xlsx", b"PK\x03\x04"),
         ("blank.jsonl", b"\xef\xbb\xbf\n \r\n"),
         ("blank.txt", b""),
         ("torn.jsonl.gz", gzip.compress(b"{}")[:12]),

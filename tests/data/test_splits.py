@@ -150,6 +150,12 @@ def test_splits_of_an_evaluation_are_never_mixed(path, used, left_out, files):
     assert note == (f"{path}: by their names, evaluates on {', '.join(used)}, leaves out {left_out}" if left_out else "")
 
 
+def test_splits_of_a_folder_name_the_files_that_are_not_read(files):
+    """Before: a file with an unknown extension was left out, without a note."""
+    resolve = files("set/a.jsonl", "set/more/b.xlsx", "set/part-00001", "set/README.md", "set/.gitattributes", "set/LICENSE")
+    assert resolve("set") == (["set/a.jsonl"], [], ["set: by their extensions, leaves out more/b.xlsx, part-00001"])
+
+
 def test_splits_of_an_evaluation_that_are_unclear_are_refused(files):
     files("set/train.jsonl", "set/extra.jsonl")
     with pytest.raises(UserError, match="unclear") as error:
