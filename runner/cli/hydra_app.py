@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +87,10 @@ class RunDirCallback(Callback):
                 config.hydra.run.dir = str(folder)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        typed = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
-        with exiting_with_code(), translating_hydra_errors([*typed, *config.hydra.overrides.task]):
-            check_plugins(config)
+        searchpath = [override for override in config.hydra.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
+        typed = [*searchpath, *(override for override in config.hydra.overrides.task if not re.search("[,(]", override))]  # without swept values
+        with exiting_with_code(), translating_hydra_errors(typed):
+            check_plugins(config, typed)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Let `run_hydra` raise the exception of a failed task, after all other callbacks: Hydra would print a line of its own before."""

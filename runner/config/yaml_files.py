@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import hydra
@@ -86,17 +86,27 @@ def default_position(option: str, dirs: Sequence[Path], first: Sequence[str] = (
     group, _, name = option.rpartition("/")
     for folder in reversed(dirs):
         for path in sorted(folder.rglob("*.yaml"), key=lambda path: str(path.relative_to(folder))[: -len(".yaml")] not in first):
-            try:
-                node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-            except (yaml.YAMLError, OSError, UnicodeDecodeError):
-                continue
-            found = _find(node, ["defaults"])
-            for entry in found[1].value if found and isinstance(found[1], yaml.SequenceNode) else ():
-                pairs = [(key.value, value) for key, value in entry.value] if isinstance(entry, yaml.MappingNode) else [("", entry)]
-                for key, value in pairs:
-                    if _is_entry(key, str(value.value), group, name):
-                        return _position(path, value.start_mark.line + 1)
+            with suppress(yaml.YAMLError, OSError, UnicodeDecodeError):
+                if line := next((line for key, value, line in _defaults_entries(path) if _is_entry(key, value, group, name)), None):
+                    return _position(path, line)
     return None
+
+
+def ineffective_override(group: str, chosen: str, typed: Sequence[str]) -> tuple[str, str] | None:
+    """Return (option, file:line) of a file of the user that overrides `group` with another option than `chosen`: conf/config.yaml has precedence."""
+    for path, _, _ in composed_files(typed):
+        for key, value, line in _defaults_entries(path) if CONF_DIR not in path.parents else ():
+            if key.removeprefix("override ").strip("/ ") == group and value != chosen:
+                return value, _position(path, line)
+    return None
+
+
+def _defaults_entries(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield (group, option, line) of the entries of a defaults list; an entry without a group has an empty one."""
+    found = _find(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader), ["defaults"])
+    for entry in found[1].value if found and isinstance(found[1], yaml.SequenceNode) else ():
+        pairs = [(key.value, value) for key, value in entry.value] if isinstance(entry, yaml.MappingNode) else [("", entry)]
+        yield from ((key, str(value.value), value.start_mark.line + 1) for key, value in pairs)
 
 
 def _is_entry(key: str, value: str, group: str, name: str) -> bool:

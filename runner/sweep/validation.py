@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from common.errors import UserError, did_you_mean
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of
+from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
 from runner.launch import preflight, torchrun
 from runner.run_dir import initial_weights
@@ -73,14 +74,15 @@ def hydra_options(config: DictConfig) -> tuple[SweeperOptions, LauncherOptions]:
     return sweeper, launcher
 
 
-def check_plugins(config: DictConfig) -> None:
-    """Raise UserError if a YAML file of the user selects a sweeper or launcher of Hydra or of another package: it would train in other directories."""
+def check_plugins(config: DictConfig, typed: Sequence[str]) -> None:
+    """Raise UserError if a YAML file of the user selects a sweeper or launcher: of another package, which would train in other directories, or in vain."""
     for kind, known in (("sweeper", SWEEPERS), ("launcher", LAUNCHERS)):
-        target = config.hydra[kind].get("_target_")
-        ours: list[Any] = list(known.values())
+        group, target, ours = f"hydra/{kind}", config.hydra[kind].get("_target_"), list[Any](known.values())
         if target not in [options._target_ for options in ours]:
-            setting = f"hydra.{kind}._target_"
-            raise UserError(f"hydra/{kind} must be one of {', '.join(known)}, got {target}", f"{setting}={target}", f"select it with hydra/{kind}=NAME")
+            setting = f"hydra.{kind}._target_={target}"
+            raise UserError(f"{group} must be one of {', '.join(known)}, got {target}", setting, f"leave it out; {group}=NAME selects one")
+        if config_dirs(list(typed))[1:] and (ignored := ineffective_override(group, config.hydra.runtime.choices[group], typed)):
+            raise UserError(f"{group} cannot be selected in a file, it is {config.hydra.runtime.choices[group]}", ignored[1], f"type {group}={ignored[0]}")
 
 
 def plugin_name(options: SweeperOptions | LauncherOptions) -> str:

@@ -25,6 +25,7 @@ FILES = {  # YAML files of a user, each with one mistake
     "experiment/no_option": "# @package _global_\ndefaults:\n  - override /model: tinny\n",
     "experiment/no_group": "# @package _global_\ndefaults:\n  - override /modell: tiny\n",
     "experiment/no_package": "train:\n  epochs: 3\n",
+    "experiment/optuna": "# @package _global_\ndefaults:\n  - override /hydra/sweeper: optuna\n",
     "experiment/basic_sweeper": "# @package _global_\nhydra:\n  sweeper:\n    _target_: hydra._internal.core_plugins.basic_sweeper.BasicSweeper\n",
 }
 
@@ -102,6 +103,10 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["-m", "seed=1,2", "data.tokenizer=my"], ["a file of the tokenizer is missing"]),
     (["-m", "train.epochs=1,2", "train.max_steps=5"], ["train.epochs is not read"]),
     (["-m", "seed=1,2", *MINE, "experiment=basic_sweeper"], ["hydra/sweeper must be one of grid, optuna", "my/experiment/basic_sweeper.yaml:4"]),
+    (
+        ["-m", "seed=1,2", *MINE, "experiment=optuna"],
+        ["hydra/sweeper cannot be selected in a file", "my/experiment/optuna.yaml:3", "type hydra/sweeper=optuna"],
+    ),
     # YAML files of the user
     ([*MINE, "model=no_family"], ["model.family has no value, it must be one of", "my/model/no_family.yaml"]),
     ([*MINE, "model=typo"], ["model.hiden_size is not read by model.family=decoder", "my/model/typo.yaml:3", "did you mean hidden_size?"]),
