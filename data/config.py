@@ -82,7 +82,7 @@ class DataConfig:
             return
         if len(self.weights) != len(self.paths):
             message = f"data.weights must have one number per entry of data.path, got {len(self.weights)} for {len(self.paths)}"
-            raise UserError(message, f"data.weights={self.weights}", f"e.g. data.weights={[1] * len(self.paths)}".replace(" ", ""))
+            raise UserError(message, f"data.weights={self.weights}", f"e.g. data.weights=[{','.join(['1'] * len(self.paths))}]")
         if not all(0 < weight < float("inf") for weight in self.weights):
             raise UserError(
                 f"data.weights must be positive numbers, got {self.weights}", f"data.weights={self.weights}", "remove the entry from data.path instead"

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from data.errors import BadRowError
+from data.sources.files import HIDDEN
 
+HIDE_MEDIA = "; or train on their text without it: 'data.columns={{{name}: null}}'"
 MEDIA_FIELDS = ("image", "images", "audio", "audios", "video", "videos")
 VERDICT_FIELDS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 VERDICTS = ((True, False), (1, 0), ("true", "false"), ("True", "False"), ("1", "0"))  # (good, bad)
@@ -55,7 +57,7 @@ SYNONYMS: dict[str, list[dict[str, tuple[str, ...]]]] = {
 
 def check_no_ignored_content(row: dict, data_format: str, where: str) -> None:
     """Raise BadRowError for a field that says what the model is to learn and that training cannot use: images, audio, video, a verdict on the answer."""
-    check_no_media(row, where, "; or train on their text without it: 'data.columns={{{name}: null}}'")
+    check_no_media(row, where, HIDE_MEDIA)
     if data_format == "chat" and (name := has_verdict(row)):
         good = _good_verdict(row[name])
         keep = f"jq -c '{'.[] | ' * where.endswith(']')}select(.{name} == {json.dumps(good)}) | del(.{name})' FILE"
@@ -85,6 +87,7 @@ def _good_verdict(verdict: Any) -> Any:
 
 def columns_override(row: dict, data_format: str) -> str:
     """Return the quoted override of data.columns by which `row` may get the fields of a schema of `data_format`, "" without a guess."""
+    row = {name: value for name, value in row.items() if not str(name).endswith(HIDDEN)}
     for fields in SYNONYMS[data_format]:
         if columns := _guess(row, fields, TEXT_TYPES if data_format == "text" else CHAT_TYPES):
             return columns_setting(columns)

@@ -11,6 +11,8 @@ The modules of this folder register the built-in schemas (data/schemas/__init__.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
 from data.errors import BadRowError
-from data.schemas.columns import check_no_ignored_content, columns_override, columns_setting, has_verdict
+from data.schemas.columns import HIDE_MEDIA, check_no_ignored_content, check_no_media, columns_override, columns_setting, has_verdict
 
 if TYPE_CHECKING:
     from data.sources.files import Source
@@ -106,12 +108,13 @@ def schemas_of(data_format: str) -> list[RowSchema]:
 
 def detect_schema(row: dict, data_format: str, where: str) -> RowSchema:
     """Return the schema of `row`. Raises BadRowError if no schema of `data_format` (text, chat or preference) matches."""
-    check_no_ignored_content(row, data_format, where)
+    check_no_media(row, where, HIDE_MEDIA)
     candidates = schemas_of(data_format)
     if data_format == "chat" and "chosen" in row and "rejected" in row and "messages" not in row:
         candidates = []  # a conversation beside chosen and rejected is their prompt, without an answer
     with_keys = [schema for schema in candidates if all(key in row for key in schema.keys)]
     if matching := [schema for schema in with_keys if schema.matches(row)] or with_keys:
+        check_no_ignored_content(row, data_format, where)
         return matching[0]
     wanted = dict.fromkeys(" and ".join(schema.keys) for schema in schemas_of(data_format))
     message = f"{STAGE_OF_FORMAT[data_format]} reads {', or '.join(wanted)}"
@@ -134,6 +137,24 @@ def schema_of_source(source: Source, data_format: str) -> str:
         fix = did_you_mean(missing[0], columns, "name one of these columns")
         raise UserError(f"the file has no column {missing[0]}, which data.columns names; its columns are {', '.join(columns)}", source.name, fix)
     raise error
+
+
+def missing_columns(sources: Iterable[Source]) -> list[str]:
+    """Return a warning for the columns that data.columns names and that the first rows of no file have: where a file has the field itself, it is read."""
+    wanted: set[str] = set()
+    found: dict[str, None] = {}
+    for source in sources:
+        wanted = {column for _, column in source.columns if column is not None} - found.keys()
+        if not wanted:
+            return []
+        unmapped = dataclasses.replace(source, columns=())
+        for position, raw in itertools.islice(unmapped.items(), DETECTION_ROWS):
+            with contextlib.suppress(BadRowError):
+                found |= dict.fromkeys(unmapped.parse(position, raw))
+            if wanted <= found.keys():
+                break
+    names = ", ".join(sorted(wanted - found.keys()))
+    return [f"data.columns names {names}, which the first {DETECTION_ROWS} rows of no file have; their columns are {', '.join(found)}"] if names else []
 
 
 def check_columns(columns: Any) -> None:

@@ -44,6 +44,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     """Raises UserError if a row, a file or their combination cannot be trained on."""
     from data.batching.mixture import MixedRows, mix_sources
     from data.batching.validation import separate_validation
+    from data.schemas.registry import missing_columns
     from data.sources.splits import resolve_data_files
     from data.store.truncation import truncation_warning
 
@@ -52,6 +53,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
     groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in data_files.train]
     held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in data_files.validation]
+    sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     files = [describe_source(part) for group in [*groups, held_out] for part in group]
     truncated = truncation_warning((part.store.stats for group in groups for part in group), cfg.data.max_length, cfg.model.max_position_embeddings)
     is_split = not held_out
@@ -67,11 +69,11 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         train,
         to_sequences(val, cfg, seed=0) if val else None,
         files,
-        [*([truncated] if truncated else []), *warnings, *template_warnings],
+        [*([truncated] if truncated else []), *warnings, *template_warnings, *missing_columns(sources)],
         [
             *tokenizer_notes,
             *data_files.notes,
-            *reading_notes([*itertools.chain.from_iterable(data_files.train), *data_files.validation]),
+            *reading_notes(sources),
             *unused_columns(files),
         ],
         train.fingerprint,

@@ -105,6 +105,20 @@ def test_label_that_is_no_verdict_is_an_unused_column(write, build):
     assert rows.sources[0].store.stats.unused == {"label": 2}
 
 
+def test_label_of_a_row_that_is_no_answer_names_the_stage_that_fits(write, build):
+    """Before: refused as a row of KTO."""
+    with pytest.raises(BadRowError) as error:
+        build("chat", write([{"text": "a", "label": 1}]))
+    assert error.value.fix == "the row matches stage=pretrain"
+
+
+def test_guess_of_columns_does_not_name_a_hidden_one(write):
+    """Before: 'data.columns={text: "text (hidden by data.columns)"}'."""
+    with pytest.raises(BadRowError) as error:
+        schema_of_source(open_with(write([{"text": "a", "body": "b"}]), text=None), "text")
+    assert error.value.fix == "name your columns, a guess is 'data.columns={text: body}'"
+
+
 def test_label_of_a_kto_row_is_no_preference_pair():
     with pytest.raises(BadRowError) as error:
         detect_schema({"prompt": "a", "completion": "b", "label": True}, "preference", "file:1")

@@ -132,3 +132,12 @@ def test_evaluations_of_one_file_that_is_read_differently_are_not_comparable(pip
     assert by_answer == rows_read(*chat, "data.columns={completion: answer, prompt: question}") != by_short
     text = ("data.path=lines.txt", "data.val_path=lines.txt")
     assert rows_read(*text) != rows_read(*text, "data.text_unit=line")
+
+
+def test_columns_that_no_file_has_are_a_warning_where_the_field_itself_is_read(pipeline):
+    """Before: trained on the field text, without a message."""
+    write("a.jsonl", [{"text": f"a {i}", "body": f"b {i}"} for i in range(4)])
+    write("b.jsonl", [{"text": f"c {i}"} for i in range(4)])
+    (warning,) = pipeline("data.path=a.jsonl", "data.columns={text: bodi}").warnings
+    assert warning == "data.columns names bodi, which the first 100 rows of no file have; their columns are text, body"
+    assert pipeline("data.path=[b.jsonl,a.jsonl]", "data.columns={text: body}").warnings == []
