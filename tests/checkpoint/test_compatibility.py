@@ -16,7 +16,9 @@ from runner.engine.loop import train
 
 IGNORED_SETTINGS = {
     "model": {"name"},
-    "data": {"name", "path", "val_path", "tokenizer", "schema", "on_bad_row", "max_bad_fraction", "cache", "num_workers"},
+    "data": {
+        "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
+    },
     "stage": {"init_from_stage"},
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
@@ -134,9 +136,10 @@ def test_resume_with_activation_checkpointing_ends_in_the_same_weights(make_run,
 def test_resume_does_not_need_the_folder_of_the_initial_weights(make_run, tmp_path: Path) -> None:
     first = make_run("pretrain", "train.max_steps=1", folder="first")
     train(first)
-    interrupted_run(make_run, "sft", f"init_from={first.run_dir}", folder="second")
+    start = [f"init_from={first.run_dir}", f"data.tokenizer={first.tokenizer.folder}"]  # a command takes the copy in the run directory
+    interrupted_run(make_run, "sft", *start, folder="second")
     first.run_dir.rename(tmp_path / "moved")
-    train(make_run("sft", "train.max_steps=6", f"init_from={first.run_dir}", folder="second"))
+    train(make_run("sft", "train.max_steps=6", *start, folder="second"))
 
 
 def test_resume_from_the_previous_checkpoint_if_the_newest_is_damaged(make_run) -> None:
