@@ -18,7 +18,7 @@ from scripts.sample_world.world import LANGUAGES, Fact, build_world
 DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "data" / "samples"
 SEED = 20
 STORY_ROUNDS = 10
-WORDINGS_PER_FACT = 7  # training questions per fact in the SFT data
+WORDINGS_PER_FACT = 8  # training questions per fact in the SFT data
 PAIRS_PER_FACT = 2
 VALIDATION_TURNS = 10  # of the conversations of chat_val.jsonl
 REPLAYED = 210  # SFT conversations per language in the persona data, against forgetting
