@@ -11,7 +11,7 @@ from common.errors import UserError
 from data.batching.mixture import WeightedSource
 from data.config import DataConfig
 
-ROWS_PER_READ = 1 << 16
+HASH_ROWS_PER_READ = 1 << 16
 
 
 def separate_validation(
@@ -44,8 +44,8 @@ def separate_validation(
 def rows_with(part: WeightedSource, contents: np.ndarray) -> np.ndarray:
     """Return the positions of the rows of `part` whose hash is in `contents` (ascending uint64)."""
     found = [np.empty(0, np.int64)]
-    for start in range(0, len(part) if len(contents) else 0, ROWS_PER_READ):
-        hashes = part.contents(start, min(start + ROWS_PER_READ, len(part)))
+    for start in range(0, len(part) if len(contents) else 0, HASH_ROWS_PER_READ):
+        hashes = part.contents(start, min(start + HASH_ROWS_PER_READ, len(part)))
         nearest = np.minimum(np.searchsorted(contents, hashes), len(contents) - 1)
         found.append(start + np.flatnonzero(contents[nearest] == hashes))
     return np.concatenate(found)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from charset_normalizer import CharsetMatch
 
 UTF8 = "utf-8"
-SAMPLE_BYTES = 64 << 10  # non-ASCII text that the detection reads
+DETECT_BYTES = 64 << 10  # non-ASCII text that the detection reads
 SCANNED_BYTES = 64 << 20  # of a file whose first bytes are ASCII, to find a sample for a hint
 MIN_NON_ASCII = 20  # fewer non-ASCII bytes are no evidence
 MAX_CHAOS = 0.05  # charset-normalizer: share of improbable characters
@@ -80,7 +80,7 @@ def _is_utf8(head: bytes) -> bool:
 
 def guess_encodings(content: bytes) -> tuple[list[str], bool]:
     """Return (candidates, the most probable one first, whether the first is certain)."""
-    sample = b"".join(line for line in content.splitlines(keepends=True) if not line.isascii())[:SAMPLE_BYTES]
+    sample = b"".join(line for line in content.splitlines(keepends=True) if not line.isascii())[:DETECT_BYTES]
     sample, matches = _match_encodings(sample)
     if not matches:
         return [], False
@@ -168,8 +168,8 @@ def encoding_hint(path: Path, encoding: str) -> str:
         for _, line in iter_lines(file, lambda number: ""):
             scanned += 0 if isinstance(line, BadRowError) else len(line)
             if not isinstance(line, BadRowError) and not _is_utf8(line):
-                sample += line[:SAMPLE_BYTES]
-            if len(sample) >= SAMPLE_BYTES or scanned >= SCANNED_BYTES:
+                sample += line[:DETECT_BYTES]
+            if len(sample) >= DETECT_BYTES or scanned >= SCANNED_BYTES:
                 break
     candidates, _ = guess_encodings(sample)
     names = " or ".join(f"data.encoding={name}" for name in candidates[:2]) or "data.encoding=NAME"

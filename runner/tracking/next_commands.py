@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.paths import IS_INSTALLED, REPO_ROOT, command_line
 
-METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}  # of evaluate.py, by data format
+STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}  # of evaluate.py, by data format
 NEXT_STAGES = {"pretrain": ("sft", ""), "sft": ("dpo", "stage=dpo_lora, or stage=lora")}  # stage -> (the next one, other choices)
 SAMPLES = REPO_ROOT / "data" / "samples"
 
@@ -21,7 +21,7 @@ def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path |
     `data_path`: the training file, None for several; `longer`: the override that trains further, None if a resumed run would end at once.
     """
     run = _display_path(run_dir)
-    evaluation = f"data.path={_validation_file(data_path)}", f"metric={METRICS[data_format]}"
+    evaluation = f"data.path={_validation_file(data_path)}", f"metric={STAGE_METRICS[data_format]}"
     commands: list[tuple[tuple[str, ...], str]] = [(("chat", f"run={run}"), ""), (("evaluate", f"run={run}", *evaluation), "")]  # (command, comment)
     if stage in NEXT_STAGES:
         next_stage, others = NEXT_STAGES[stage]
