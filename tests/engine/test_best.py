@@ -136,3 +136,28 @@ def test_run_without_validation_data_is_judged_on_the_same_training_rows_at_its_
     assert [record["step"] for record in records["a"] if record["kind"] == "eval"] == [runs["a"].total_steps]
     losses = {name: [record["loss"] for record in found if record["kind"] == "train"] for name, found in records.items()}
     assert losses["a"] == losses["without"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_best_weights_of_two_ranks_are_whole_and_exported(run_ranks, overrides_for, tmp_path, strategy):
+    """Under fsdp the shards of all ranks are gathered for the best weights, too."""
+    overrides = [
+        *RUN,
+        f"distributed={strategy}",
+        "distributed.nproc=2",
+        "device=cpu",
+        "train.batch_size=1",
+        "optimizer.lr=0.5",
+        "train.max_steps=11",
+        "schedule.warmup_steps=11",
+        "optimizer.grad_clip=0",
+    ]
+    run_ranks(2, [{"folder": str(tmp_path / "run"), "overrides": overrides_for("sft", *overrides)}])
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["loss"] for record in records if record["kind"] == "eval"}
+    best = tmp_path / "run" / "checkpoints" / (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
+    assert int(best.name[5:]) == min(losses, key=lambda step: losses[step]) < 11, losses  # the learning rate grows until the loss does
+    exported = load_weights(tmp_path / "run")
+    saved = safetensors.torch.load_file(best / "model.safetensors")
+    assert saved.keys() <= exported.keys() and all(torch.equal(exported[name], weight) for name, weight in saved.items())
