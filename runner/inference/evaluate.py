@@ -90,20 +90,20 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
 
 def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
     """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
-    from data.schemas.registry import SCHEMAS, schema_of_source
+    from data.schemas.registry import SCHEMAS, missing_columns, schema_of_source
     from data.sources.files import ReadOptions
     from data.sources.splits import resolve_evaluation_files
 
     (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
-    if note:
-        print(note, file=sys.stderr)
+    for line in [*([note] if note else []), *(f"warning: {warning}" for warning in missing_columns(sources))]:
+        print(line, file=sys.stderr)
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:
             return EvaluationSet(data, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources])
         except UserError as error:
             errors.append(error)
-    first = errors[0]
+    first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])  # the format fits, the row does not
     others = [name for name, entry in METRICS.entries().items() if name != metric and any(_has_format(sources[0], other) for other in entry.data_formats)]
     fix = f"metric={others[0]} reads this file" if others else first.fix
     raise UserError(f"metric={metric} reads {' or '.join(data_formats)} data: {first.message}", first.setting, fix) from first

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,20 @@ def test_evaluate_of_a_folder_takes_and_names_its_validation_files(hf_folder: Pa
     printed = capsys.readouterr()
     assert f"{folder}: by their names, evaluates on dev.jsonl, leaves out train.jsonl" in printed.err
     assert json.loads(printed.out.splitlines()[1])["files"] == [str(dev)]
+
+
+def test_evaluate_refuses_answers_with_a_verdict_by_name(hf_folder: Path, tmp_path: Path) -> None:
+    """Before: refused as rows that are no texts, with the fix stage=sft, which evaluate.py does not have."""
+    data = write(tmp_path / "kto.jsonl", [{"prompt": "a", "completion": "b", "label": True}])
+    with pytest.raises(UserError, match="tells good answers from bad ones"):
+        evaluate(evaluate_config("perplexity", data), hf_folder)
+
+
+def test_evaluate_warns_about_a_column_that_the_file_does_not_have(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before: the loss of the field text, without a message."""
+    cfg = evaluate_config("perplexity", write(tmp_path / "text.jsonl", [{"text": "a b c"}]))
+    evaluate(replace(cfg, data=replace(cfg.data, columns={"text": "body"})), hf_folder)
+    assert "warning: data.columns names body" in capsys.readouterr().err
 
 
 def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
