@@ -19,6 +19,7 @@ from command_fixtures import TINY_MODEL
 from fake_jobs import read_run, read_sweep, wait_until
 
 from runner.engine.verify_resume import diff_run_dirs
+from runner.inference.best_job import find_best_job
 
 SETTINGS = [
     *TINY_MODEL, "model.dropout=0.1", "data.max_length=32", "data.val_path=null", "data.val_fraction=0.2", "init_from=scratch", "train.batch_size=2",
@@ -34,7 +35,7 @@ Launch = Callable[..., subprocess.Popen]
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+    file.write_text("".join(json.dumps({"text": f"{i} boats: " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
     return file
 
 
@@ -85,7 +86,8 @@ def test_sweep_of_real_runs_records_their_validation_loss_and_equal_tokens(undis
     sweep = read_sweep(undisturbed)
     assert sweep["status"] == "completed" and set(statuses(undisturbed).values()) == {"completed"}
     runs = {name: read_run(undisturbed / name) for name in (SMALL_STEPS, LARGE_STEPS)}
-    assert {job["name"]: job["loss"] for job in sweep["jobs"]} == {name: run["metrics"]["val_loss"] for name, run in runs.items()}
+    assert {job["name"]: job["loss"] for job in sweep["jobs"]} == {name: run["export"]["loss"] for name, run in runs.items()}
+    assert find_best_job(undisturbed).name == min(runs, key=lambda name: runs[name]["metrics"]["best_val_loss"])
     assert (runs[SMALL_STEPS]["step"], runs[LARGE_STEPS]["step"]) == (60, 15)
     assert runs[LARGE_STEPS]["tokens"] == pytest.approx(runs[SMALL_STEPS]["tokens"], rel=0.05)
 
