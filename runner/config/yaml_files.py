@@ -52,9 +52,10 @@ def composed_files(typed: Sequence[str], conf: Path = CONF_DIR) -> list[tuple[Pa
 
 
 def with_position(error: UserError, typed: Sequence[str]) -> UserError:
-    """Return `error` with the file and line that sets its setting, if that is none of the `typed` overrides and a YAML file does."""
+    """Return `error` with the file and line that sets its setting, if none of the `typed` overrides is about it and a YAML file does."""
     key, _, value = error.setting.partition(" ")[0].partition("=")
-    if key in {overrides.key_of(override) for override in typed} or not SETTING.fullmatch(key):
+    named = {overrides.key_of(part) for part in error.setting.split(" ")}  # a setting may consist of several overrides
+    if named & {overrides.key_of(override) for override in typed} or not SETTING.fullmatch(key):
         return error
     position = setting_position(key, value, typed)
     return type(error)(error.message, f"{position}: {error.setting}", error.fix) if position else error

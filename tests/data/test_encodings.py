@@ -100,7 +100,7 @@ def test_conversion_to_utf8_is_that_of_the_whole_text_for_any_chunk_size(monkeyp
 
 def test_guess_does_not_depend_on_where_the_sample_is_cut(monkeypatch):
     for size in range(200, 208):
-        monkeypatch.setattr(encodings, "SAMPLE_BYTES", size)
+        monkeypatch.setattr(encodings, "DETECT_BYTES", size)
         for text in (TEXTS["zh"] * 3, f"{TEXTS['zh']}\n" * 3):
             assert guess_encodings(text.encode("gbk")) == (["gb18030"], True)
 
