@@ -40,7 +40,11 @@ class Stateful(Protocol):
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
         """Return file -> name -> function that returns the whole tensor; every rank calls each function."""
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Restore the state."""
+
+    def best_step_so_far(self) -> int | None:
+        """Return the step of the best evaluation that later ones are compared with."""
 
     def load_tensors(self, files: CheckpointTensors, source: Path) -> None: ...
 
@@ -173,7 +177,7 @@ class CheckpointManager:
         self._check_compatible(diff_facts(saved["compatibility"], facts, rules), checkpoint)
         source.load_tensors(read_checkpoint_tensors(checkpoint), checkpoint)
         source.load_state_dict(saved)
-        self._forget_later_best(self.saved_step, saved["progress"]["best_step"])
+        self._forget_later_best(self.saved_step, source.best_step_so_far())
         return True
 
     def _forget_later_best(self, step: int, best_step: int | None) -> None:

@@ -48,6 +48,10 @@ class Progress:
     evaluated_step: int = 0  # the last step whose evaluation and samples are done: a resumed run does not repeat them
     recent_losses: list[float | None] = field(default_factory=list)  # None: not finite
 
+    def forget_evaluations(self) -> None:
+        self.best_loss = self.best_step = self.eval_loss = None
+        self.evals_since_best = self.evaluated_step = 0
+
 
 class StepOutput(NamedTuple):
     """One step, on the device."""
@@ -116,6 +120,7 @@ class TrainState:
             "rng": self.dist.gather(rng.get_rng_state()),  # one per rank
             "log": self.logger.position(),
             "tracker_id": self.logger.tracker_id,
+            "evaluation": self.pipeline.evaluation,
             "compatibility": self.compatibility,
         }
 
@@ -123,6 +128,10 @@ class TrainState:
         from runner.engine.device import rng
 
         self.progress = Progress(**saved["progress"])
+        before, now = saved.get("evaluation"), self.pipeline.evaluation  # before: None in checkpoints of earlier versions
+        if before and now and before != now and self.progress.best_step is not None:
+            self.progress.forget_evaluations()
+            self.logger.warning("the evaluation rows or their loss have changed: best weights are chosen among the evaluations from here on")
         self.precision.load_state_dict(saved["scaler"])
         rank = self.dist.rank
         if rank < len(saved["rng"]):
@@ -130,6 +139,10 @@ class TrainState:
         else:  # the checkpoint was saved by fewer ranks
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
         self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
+
+    def best_step_so_far(self) -> int | None:
+        """Return the step of the best evaluation on the rows that the run is evaluated on now."""
+        return self.progress.best_step
 
     def tensor_sources(self) -> dict[str, dict[str, Callable[[], Tensor]]]:
         """Return, per file of a checkpoint ("model", "optimizer"), name -> function that returns the tensor, unsharded.

@@ -229,4 +229,8 @@ def _age(ended: object) -> str:
 
 
 def _is_compatible(fields: Mapping[str, Any], stage: str, fingerprints: dict[str, str]) -> bool:
-    return fields.get("status") == "completed" and fields.get("stage") == stage and fingerprints.items() <= fields.get("fingerprints", {}).items()
+    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of another type."""
+    recorded, counts = fields.get("fingerprints"), (fields.get("step", 0), fields.get("tokens", 0))
+    if fields.get("status") != "completed" or fields.get("stage") != stage or not isinstance(recorded, dict):
+        return False
+    return all(isinstance(count, int) for count in counts) and all(recorded.get(name) == value for name, value in fingerprints.items())

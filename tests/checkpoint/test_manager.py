@@ -37,7 +37,10 @@ class FakeRun:
         return {file: {name: lambda tensor=tensor: tensor for name, tensor in named.items()} for file, named in self.tensors.items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.step = saved["progress"]["step"]
+        self.step, self.best_step = saved["progress"]["step"], saved["progress"]["best_step"]
+
+    def best_step_so_far(self) -> int | None:
+        return self.best_step
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
         self.tensors = files

@@ -30,6 +30,8 @@ class OneWeight:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None: ...
 
+    def best_step_so_far(self) -> None: ...
+
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
         self.weight = files["model"]["weight"]
 

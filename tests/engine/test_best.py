@@ -109,6 +109,18 @@ def test_best_weights_of_steps_that_a_resume_repeats_are_forgotten(make_run, mon
     assert not list(resumed.checkpoints.dir.glob("best-00000008"))
 
 
+def test_best_weights_of_other_evaluation_rows_are_forgotten(make_run, scripted_losses):
+    """A resume with another validation file: 3.0 on the rows before cannot be compared with a loss on the rows now."""
+    state, metadata = make_run("pretrain", *RUN), {}
+    with pytest.raises(Interrupted):
+        train(state, stop_requested=lambda: state.progress.step == 7)
+    resumed = make_run("pretrain", *RUN, attempt=2, metadata=metadata)
+    resumed.pipeline.evaluation["data"] = "that of another file"
+    assert train(resumed) == 3.5 and metadata["export"] == {"weights": "best", "step": 8, "loss": 3.5}
+    assert (resumed.checkpoints.dir / "best").read_text() == "best-00000008\n"
+    assert "warning: the evaluation rows or their loss have changed" in (state.run_dir / "train.log").read_text()
+
+
 def test_best_weights_that_are_gone_are_not_replaced_in_silence(make_run, scripted_losses, capsys):
     metadata = {}
     state = make_run("pretrain", *RUN, metadata=metadata)
