@@ -45,7 +45,7 @@ class Additions:
 def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Additions:
     """Split the typed overrides. Raises UserError for those that this sweep cannot take."""
     validation.check_stored_overrides(state)
-    check_imported(plugins_of([*state.overrides, *typed]))
+    check_imported(plugins_of(typed))
     validation.check_hydra_overrides(grid.merge_overrides(state.overrides, typed))
     shared, swept, _ = grid.split_swept(typed, conf)
     swept |= {key: [value] for key, value in map(grid.split_override, shared) if key in state.swept}

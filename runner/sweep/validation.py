@@ -11,8 +11,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean
+from common.plugins import check_imported
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import config_dirs, is_hydra_override, key_of
+from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
 from runner.config.yaml_files import ineffective_override
 from runner.engine.config import Config
 from runner.launch import preflight, torchrun
@@ -117,7 +118,7 @@ def is_safe_override(override: str) -> bool:
     """Whether sweep.json may hold it: a setting of the training, or a count or choice for Hydra's plugins, without interpolation."""
     key = key_of(override)
     is_allowed = not is_hydra_override(override) or key in STORED_HYDRA_KEYS or key.startswith(STORED_HYDRA_PREFIX)
-    return is_allowed and "${" not in override and "_target_" not in override
+    return is_allowed and key != "resume" and not override.startswith("-") and "${" not in override and "_target_" not in override
 
 
 def storable_overrides(overrides: list[str]) -> list[str]:
@@ -132,8 +133,10 @@ def storable_overrides(overrides: list[str]) -> list[str]:
 
 
 def check_stored_overrides(state: SweepState) -> None:
-    """Refuse a sweep.json that could run code or read outside its directory."""
-    for override in [*state.overrides, *(f"{key}={value}" for key, values in state.swept.items() for value in values)]:
+    """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been typed for this command."""
+    pending = [override for job in state.jobs for override in job.pending_overrides]
+    for override in [*state.overrides, *pending, *(f"{key}={value}" for key, values in state.swept.items() for value in values)]:
         if not is_safe_override(override):
             fix = "remove the override from the file, and type it with resume= if you need it"
             raise UserError("sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix)
+        check_imported(plugins_of([override]))

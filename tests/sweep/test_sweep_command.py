@@ -234,6 +234,26 @@ def test_resume_refuses_a_sweep_json_that_could_run_code(finished: Path, resume:
         resume()
 
 
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("plugins=[EVIL]", "plugins that were not given"),
+        ("hydra.callbacks.x._target_=os.system", "that it may not hold"),
+        ("--config-dir=/tmp", "that it may not hold"),
+        ("resume=/tmp", "that it may not hold"),
+    ],
+)
+def test_resume_refuses_overrides_of_a_job_that_could_run_code(finished: Path, resume: Any, tmp_path: Path, override: str, message: str) -> None:
+    """They are arguments of the job's command, as if they were typed."""
+    evil = tmp_path / "evil.py"
+    evil.write_text("raise SystemExit('imported')\n")
+    fields = read_sweep(finished)
+    fields["jobs"][0] |= {"pending_overrides": [override.replace("EVIL", str(evil)), "train.max_steps=99"], "status": "interrupted"}
+    (finished / "sweep.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=message):
+        resume()
+
+
 def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     fake_jobs.set(default=FLAKY)
