@@ -233,7 +233,7 @@ def saved_numbers_are_finite(run_dir: Path) -> bool:
     return bool(tensors) and all(bool(tensor.isfinite().all()) for tensor in tensors) and not any("NaN" in text or "Infinity" in text for text in texts)
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")])
 def test_checkpoints_contain_no_nan_after_steps_with_nan_loss(precision: str, tmp_path: Path) -> None:
     with memory_dir(tmp_path) as folder:
         config = make_config(folder, f"train.keep_checkpoints={STEPS}", f"precision={precision}", "train.max_nonfinite_steps=3")

@@ -68,7 +68,7 @@ def test_resume_twice_in_one_epoch_is_bitwise_equal(assert_exact):
     assert_exact("pretrain", "model.dropout=0.1", stops=[2, 4])
 
 
-@pytest.mark.parametrize("stage", ["sft", pytest.param("pretrain", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=pytest.mark.slow) for stage in ("sft", "pretrain", "dpo")])
 def test_resume_of_packed_sequences_is_bitwise_equal(assert_exact, stage):
     overrides = ["data.packing=best_fit", "train.batch_size=1", "train.accumulation_steps=2", "data.num_workers=1", "model.dropout=0.1"]
     assert_exact(stage, *overrides, stops=[2, 5])

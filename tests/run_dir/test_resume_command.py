@@ -187,6 +187,7 @@ def test_run_in_training_is_neither_resumed_nor_changed(call: Call, run: Path) -
         assert call(f"resume={run}", "--cfg", "job").returncode == 0, "printing takes no lock"
 
 
+@pytest.mark.slow
 def test_saved_settings_of_hydra_are_not_used(call: Call, run: Path) -> None:
     """A user's own callbacks are in the saved files too; nothing of the section `hydra` there is composed."""
     callback = {"callbacks": {"x": {"_target_": "subprocess.check_call", "args": ["touch", str(run / "hacked")]}}}

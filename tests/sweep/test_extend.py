@@ -56,6 +56,7 @@ def test_extend_refuses_what_a_job_that_has_begun_cannot_take(finished: Path, re
     assert message in f"{error.value.message} {error.value.setting}" and (finished / "sweep.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
     resume_alone(finished / NAMES[0], ["train.patience=2"])
     checkpoint = finished / NAMES[0] / "checkpoints" / "step-00000060"
@@ -66,6 +67,7 @@ def test_extend_leaves_a_job_that_patience_has_stopped(finished: Path, resume: A
     assert "was stopped by train.patience at step 60" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_and_the_report_names_its_overrides(
     finished: Path, resume: Any, fake_jobs: FakeJobs, capsys: pytest.CaptureFixture
 ) -> None:

@@ -177,6 +177,7 @@ def test_resume_of_a_completed_sweep_changes_no_file(finished: Path, resume: Any
     assert resume() == 0 and files_of(finished) == before
 
 
+@pytest.mark.slow
 def test_resume_after_a_killed_driver_finds_what_its_jobs_have_done(fake_jobs: FakeJobs, resume: Any, tmp_path: Path) -> None:
     fake_jobs.set_all({"seed=2": f"if fields['attempt'] > 1: {GOOD}; sys.exit(0)\n{SAVES}"})
     code = f"""
@@ -254,6 +255,7 @@ def test_resume_refuses_overrides_of_a_job_that_could_run_code(finished: Path, r
         resume()
 
 
+@pytest.mark.slow
 def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     fake_jobs.set(default=FLAKY)
@@ -278,6 +280,7 @@ def test_jobs_are_composed_as_checked_when_conf_changes_while_the_sweep_runs(swe
     assert [config["schedule"]["min_lr_ratio"] for config in configs] == [0.2, 0.2]
 
 
+@pytest.mark.slow
 def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
     sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
