@@ -159,7 +159,6 @@ class ChatSession:
             )
         return ids
 
-
     def _note_untrained_length(self, tokens: int) -> None:
         """Print one line on standard error when the conversation becomes longer than every conversation that the model was trained on."""
         length = self._trained_length

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError
 from common.settings import check_at_least, check_choice
+from data.config import CHOICES
 from data.schemas.registry import check_columns
 from data.sources.files import ReadOptions
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from data.sources.files import Source
     from runner.inference.load import LoadedModel
 
+DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
+
 
 @dataclass
 class EvaluationData:
@@ -25,11 +28,15 @@ class EvaluationData:
     columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
     text_unit: str  # a row of a .txt or .md file: file (long ones in parts), or line
-    max_length: int  # length limit of an example (tokens): a text is split, a conversation truncated
+    max_length: Optional[int]  # length limit of an example (tokens): a text is split, a conversation truncated; null: that of the run, 1024 without one
+    loss_on: Optional[str]  # tokens with loss in a conversation: assistant, last_assistant or all; null: as in the run, assistant without one
     cache: str  # folder of the token stores
 
     def __post_init__(self) -> None:
-        check_at_least("data.max_length", self.max_length, 2, 1024)
+        if self.max_length is not None:
+            check_at_least("data.max_length", self.max_length, 2, DEFAULT_MAX_LENGTH)
+        if self.loss_on is not None:
+            check_choice("data.loss_on", self.loss_on, CHOICES["loss_on"])
         check_choice("data.text_unit", self.text_unit, ("file", "line"))
         check_columns(self.columns or {})
         ReadOptions.of(self)
@@ -56,20 +63,21 @@ class EvaluationSet:
         from data.store.cache import load_or_build
         from data.types import EncodingConfig
 
-        tokenizer = trained.tokenizer
+        tokenizer, settings = trained.tokenizer, trained.data_settings
+        max_length = self.cfg.max_length or settings.get("max_length") or DEFAULT_MAX_LENGTH
         encoding = EncodingConfig(
             data_format=self.data_format,
             schema="",
             tokenizer=tokenizer.folder,
-            max_length=min(self.cfg.max_length, trained.model.cfg.max_position_embeddings),
+            max_length=min(max_length, trained.model.cfg.max_position_embeddings),
             too_long="split" if self.data_format == "text" else "truncate",
-            loss_on="assistant",
+            loss_on=self.cfg.loss_on or settings.get("loss_on") or "assistant",
             on_bad_row="error",
         )
         stores = [(source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))) for source, schema in self.files]
         rows = mix_sources([[WeightedSource(source, store) for source, store in stores]], None)
         if not len(rows):
-            raise UserError(f"no row fits data.max_length={self.cfg.max_length}", self.cfg.path, "raise data.max_length")
+            raise UserError(f"no row fits data.max_length={max_length}", self.cfg.path, "raise data.max_length")
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
         loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False)
         for step in loader.iter_epoch(epoch=0):

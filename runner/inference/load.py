@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.filesystem import read_bounded
+
+MAX_CONFIG_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 class LoadedModel:
     folder: Path
     data_format: str | None  # format of the data that its run trained on: text, chat or preference; None without a run
+    data_settings: dict[str, Any]  # the section `data` of its run; empty without a run
     model: LanguageModel
     tokenizer: Tokenizer
     device: torch.device
@@ -37,7 +41,9 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
 
     target = resolve_device(device)
     weights = weights_dir(folder)
-    return LoadedModel(folder, data_format_of(folder), load_model(weights).to(target).eval(), Tokenizer.load(weights), target)
+    stage, data = saved_section(folder, "stage"), saved_section(folder, "data")
+    data_format = stage.get("data_format") or stage.get("rows")  # `rows`: runs of version 0.2
+    return LoadedModel(folder, data_format, data, load_model(weights).to(target).eval(), Tokenizer.load(weights), target)
 
 
 def weights_dir(folder: Path) -> Path:
@@ -51,13 +57,14 @@ def weights_dir(folder: Path) -> Path:
     return folder
 
 
-def data_format_of(folder: Path) -> str | None:
-    """Return the data format of a run, None if `folder` is no run."""
+def saved_section(folder: Path, name: str) -> dict[str, Any]:
+    """Return a section of the config of a run; empty if `folder` is no run."""
     import yaml
 
     config = folder / ".hydra" / "config.yaml"
     if not config.exists():
-        return None
-    stage = yaml.safe_load(config.read_text(encoding="utf-8"))["stage"]
-    data_format: str = stage.get("data_format") or stage["rows"]  # `rows`: runs of version 0.2
-    return data_format
+        return {}
+    try:
+        return dict(yaml.safe_load(read_bounded(config, MAX_CONFIG_BYTES)).get(name, {}))
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"the saved config of the run cannot be read: {error}", str(config), f"run={folder / 'model'} takes the model alone") from error

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_fixtures import TINY_RUN, Call
 
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
@@ -32,7 +33,7 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
     values = {
         "run": "here",
         "metric": metric,
-        "data": EvaluationData(str(data), columns=None, encoding=None, text_unit="file", max_length=max_length, cache=str(data.parent / "cache")),
+        "data": EvaluationData(str(data), columns=None, encoding=None, text_unit="file", max_length=max_length, loss_on=None, cache=str(data.parent / "cache")),
         "batch_size": 3,
     }
     values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
@@ -236,3 +237,17 @@ def test_metric_of_a_plugin_is_found_by_its_name(hf_folder: Path, tmp_path: Path
     assert evaluate(evaluate_config("rows", data), hf_folder) == {"rows": 4.0}
     with pytest.raises(UserError, match="metric must be one of conversation, exact_match, perplexity, preference, rows, got rouge"):
         evaluate_config("rouge", data)
+
+
+def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command: Call, workspace: Path) -> None:
+    """With the length limit and the labels of evaluate.py alone, the number was another one than in run.json and the leaderboard."""
+    rows = [{"conversations": chat(f"Where does Ludo live in {year}?", " ".join(TEXTS[:3]) + str(year))} for year in range(1990, 2000)]
+    train, validation = write(workspace / "train.jsonl", rows[:6]), write(workspace / "val.jsonl", rows[6:])
+    overrides = [f"data.path={train}", f"data.val_path={validation}", "data.loss_on=all", "data.max_length=24", "train.eval_every=2"]
+    sizes = [override for override in TINY_RUN if not override.startswith(("data.", "train.eval_every"))]
+    trained = call(*sizes, "stage=sft", "init_from=scratch", *overrides, "hydra.run.dir=run")
+    assert trained.returncode == 0, trained.stderr
+    exported = json.loads((workspace / "run" / "run.json").read_text())["export"]
+    evaluated = call_command("evaluate.py", "run=run", f"data.path={validation}", "device=cpu")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] == pytest.approx(exported["loss"], rel=1e-5)

@@ -49,7 +49,10 @@ def test_snapshot_composes_to_the_same_config(run: Path) -> None:
 
 def test_extended_snapshot_keeps_the_first_copy_of_a_file(run: Path, copies: Path) -> None:
     (copies / "schedule" / "linear.yaml").write_text("name: linear\n")
-    assert config_snapshot.extend_snapshot(run, [*TYPED, "optimizer=adamw"], CONF_DIR) == [copies / "optimizer" / "adamw.yaml", copies / "stage" / "lr" / "sft_adamw.yaml"]
+    assert config_snapshot.extend_snapshot(run, [*TYPED, "optimizer=adamw"], CONF_DIR) == [
+        copies / "optimizer" / "adamw.yaml",
+        copies / "stage" / "lr" / "sft_adamw.yaml",
+    ]
     assert (copies / "schedule" / "linear.yaml").read_text() == "name: linear\n"
 
 
