@@ -152,6 +152,8 @@ class SweepScheduler:
         else:
             lines = last_lines(running.log) if running.log.exists() else []
             reason = exit.reason or failure_reason(exit.code, run, lines)
+            if exit.code == USER_ERROR and not has_started(run):
+                self.session.refused_jobs.append(job)
             self._fail(job, reason, lines, is_final=exit.code == USER_ERROR, diverged=has_diverged(run))
 
     def _fail(self, job: SweepJob, reason: str, lines: list[str], is_final: bool, diverged: bool = False) -> None:

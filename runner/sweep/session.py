@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from common import paths
-from common.errors import resume_command
+from common.errors import UserError, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config.literals import hydra_quote
@@ -37,6 +37,7 @@ class SweepSession:
         self.composer = composer or PointComposer(state.overrides)
         self.composer.conf = conf
         self._derived: dict[str, dict[str, str]] = {}  # by job name
+        self.refused_jobs: list[SweepJob] = []  # jobs whose settings or data this launch has refused before their first step
         self._report_failed = False
         self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
 
@@ -101,8 +102,14 @@ class SweepSession:
                 print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
 
     def finish(self, stopped: bool) -> None:
-        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed."""
+        """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed.
+
+        Raises UserError where a new sweep has done nothing, because every job was refused: its directory is removed.
+        """
         state = self.state
+        if state.is_new_dir and state.jobs and len(self.refused_jobs) == len(state.jobs):
+            state.has_begun = False
+            raise _error_of_all(self.refused_jobs)
         state.refresh_from_runs()
         counts = {status: sum(job.status == status for job in state.jobs) for status in STATUSES}
         is_complete = counts["completed"] == len(state.jobs)
@@ -120,6 +127,14 @@ class SweepSession:
         if any(job.needs_run for job in state.jobs):
             print(f"continue with: {resume_command(state.folder)}", file=sys.stderr)
         sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
+
+
+def _error_of_all(jobs: Sequence[SweepJob]) -> UserError:
+    """Return the error that the first of the refused `jobs` has printed; it stands for all of them."""
+    printed = {label: text.strip() for label, _, text in (line.strip().partition(":") for line in jobs[0].last_lines)}
+    message = printed.get("error") or jobs[0].error or "it was refused"
+    number = f"all {len(jobs)} jobs were" if len(jobs) > 1 else "the only job was"
+    return UserError(f"{number} refused: {message}", printed.get("where", jobs[0].name), printed.get("fix", "correct it and start the sweep again"))
 
 
 class SweepStopped(Exception):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from fake_jobs import DIVERGED, FLAKY, GOOD, SAVES, FakeJobs, read_run, read_sweep, run_sweep, wait_until
+from fake_jobs import REFUSED as REFUSED_JOB
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
@@ -194,6 +195,19 @@ runpy.run_path("runner/train.py", run_name="__main__")
     assert list(statuses(tmp_path / "sweep").values()) == ["completed", "running", "new"]
     assert resume() == 0
     assert [read_run(tmp_path / "sweep" / f"seed={seed}")["attempt"] for seed in (1, 2, 3)] == [1, 2, 1]
+
+
+def test_sweep_whose_jobs_are_all_refused_is_one_refusal_that_leaves_nothing(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set(default=REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1))
+    with pytest.raises(UserError, match="all 2 jobs were refused: a row is wrong") as error:
+        sweep("seed=1,2")
+    assert (error.value.setting, error.value.fix) == ("rows.jsonl:3", "correct it") and not (tmp_path / "sweep").exists()
+
+
+def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set_all({"seed=2": REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1)})
+    assert sweep("seed=1,2") == 1
+    assert [job["status"] for job in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]] == ["completed", "failed"]
 
 
 def test_resume_adds_points_leaves_the_others_alone_and_warns_of_unequal_budgets(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
