@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.filesystem import read_bounded
 
-MAX_CONFIG_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
+MAX_SAVED_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +65,6 @@ def saved_section(folder: Path, name: str) -> dict[str, Any]:
     if not config.exists():
         return {}
     try:
-        return dict(yaml.safe_load(read_bounded(config, MAX_CONFIG_BYTES)).get(name, {}))
+        return dict(yaml.safe_load(read_bounded(config, MAX_SAVED_BYTES)).get(name, {}))
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"the saved config of the run cannot be read: {error}", str(config), f"run={folder / 'model'} takes the model alone") from error
