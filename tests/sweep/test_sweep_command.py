@@ -197,7 +197,7 @@ runpy.run_path("runner/train.py", run_name="__main__")
     assert [read_run(tmp_path / "sweep" / f"seed={seed}")["attempt"] for seed in (1, 2, 3)] == [1, 2, 1]
 
 
-def test_sweep_whose_jobs_are_all_refused_is_one_refusal_that_leaves_nothing(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+def test_sweep_whose_jobs_are_all_refused_is_refused_and_leaves_nothing(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set(default=REFUSED_JOB.replace("print", "write('new', attempt=0); print", 1))
     with pytest.raises(UserError, match="all 2 jobs were refused: a row is wrong") as error:
         sweep("seed=1,2")
