@@ -70,8 +70,8 @@ def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:
     pointer = run_dir / CHECKPOINTS_DIR / BEST_POINTER
     if not pointer.exists():
         return None
-    folder = pointer.with_name(pointer.read_text(encoding="utf-8").strip())
-    return step_of(folder.name), (folder / TENSOR_FILES["model"]).read_bytes()
+    weights = pointer.with_name(pointer.read_text(encoding="utf-8").strip()) / TENSOR_FILES["model"]
+    return (step_of(weights.parent.name), weights.read_bytes()) if weights.is_file() else None
 
 
 def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
