@@ -46,7 +46,7 @@ class Runs:
     def __init__(self, checkout: Path, root: Path) -> None:
         self.train, self.root = str(checkout / "runner" / "train.py"), root
         self.output = root / "output"
-        (root / "rows.jsonl").write_text("".join(json.dumps({"text": "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+        (root / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
 
     def overrides(self, name: str) -> list[str]:
         return [*OVERRIDES, f"data.path={self.root / 'rows.jsonl'}", f"data.cache={self.root / 'cache'}", f"hydra.run.dir={self.root / name}"]
