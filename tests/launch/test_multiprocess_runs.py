@@ -46,7 +46,14 @@ class Runs:
     def __init__(self, checkout: Path, root: Path) -> None:
         self.train, self.root = str(checkout / "runner" / "train.py"), root
         self.output = root / "output"
-        (root / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+        (root / "rows.jsonl").write_text(
+            "".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40))
+        )
+
+    def write_bad_rows(self) -> Path:
+        """Return a file whose second row is refused when it is tokenised, after the ranks have started."""
+        (self.root / "bad.jsonl").write_text('{"text": "the lake of Oru"}\n{"text": 3}\n')
+        return self.root / "bad.jsonl"
 
     def overrides(self, name: str) -> list[str]:
         return [*OVERRIDES, f"data.path={self.root / 'rows.jsonl'}", f"data.cache={self.root / 'cache'}", f"hydra.run.dir={self.root / name}"]
@@ -133,10 +140,10 @@ def test_two_ranks_train_one_run(runs: Runs) -> None:
 
 
 @slow
-def test_two_ranks_print_a_user_error_once_and_count_no_attempt(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("run"), "model.vocab_size=100") == 2  # fewer than the tokenizer has
-    assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: to", "  where: ", "  fix:   "]
-    assert (runs.run_json("run")["status"], runs.run_json("run")["attempt"]) == ("new", 0)
+def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None:
+    assert runs.run(*runs.overrides("run"), f"data.path={runs.write_bad_rows()}") == 2
+    assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: te", "  where: ", "  fix:   "]
+    assert not (runs / "run").exists()
 
 
 @slow
@@ -169,7 +176,8 @@ def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> No
 def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> None:
     overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", "distributed=fsdp", f"hydra.sweep.dir={runs / 'sweep'}"]
     fault = {"rank": 0, "step": 2, "code": "if state.cfg.seed == 2: os.kill(os.getpid(), 9)\nos.unlink(fault['once'])"}
-    points = ["seed=1,2,3", "model.vocab_size=100,6400,6400", "sweep.zip=[seed,model.vocab_size]"]  # the first is refused, the second is killed
+    files = ",".join(map(str, [runs.write_bad_rows(), *[runs / "rows.jsonl"] * 2]))
+    points = ["seed=1,2,3", f"data.path={files}", "sweep.zip=[seed,data.path]"]  # the first is refused, the second is killed
     assert runs.run("--multirun", *overrides, *points, by=by, fault=fault) == 1, runs.output.read_text()
     jobs = json.loads((runs / "sweep" / "sweep.json").read_text())["jobs"]
     assert [job["status"] for job in jobs] == ["failed", "failed", "completed"], jobs
