@@ -29,7 +29,9 @@ Launch = Callable[..., subprocess.Popen]
 
 @pytest.fixture
 def launch(checkout: Path, tmp_path: Path) -> Launch:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40))
+    )
 
     def launch(*overrides: str) -> subprocess.Popen:
         with open(tmp_path / "output.txt", "w") as output:
