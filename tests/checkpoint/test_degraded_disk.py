@@ -48,6 +48,7 @@ def record_degraded(path: Path) -> None:
     RunMetadata.update = recording_update
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call, number", [pytest.param("write", errno.ENOSPC, id="full disk"), pytest.param("fsync", errno.EIO, id="broken disk", marks=pytest.mark.slow)]
 )
@@ -73,6 +74,7 @@ def test_failed_saves_are_reported_and_training_continues(call: str, number: int
         assert (read_run_json(run_dir)["status"], read_run_json(run_dir)["degraded"]) == ("completed", None)
 
 
+@pytest.mark.slow
 def test_run_ends_on_a_full_disk_and_resumes_from_the_last_save(tmp_path: Path) -> None:
     def fill_disk() -> None:
         filesystem.fs = FaultyDisk("write", errno.ENOSPC, steps=tuple(range(6, STEPS + 1)))
@@ -143,6 +145,7 @@ def fill_completely(path: Path) -> None:
                 assert error.errno == errno.ENOSPC
 
 
+@pytest.mark.slow
 def test_run_loses_nothing_while_the_disk_is_full_for_some_steps(tmp_path: Path) -> None:
     """All writes fail, also those of metrics.jsonl, train.log and run.json."""
 

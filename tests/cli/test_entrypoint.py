@@ -53,6 +53,7 @@ for argv in {LIGHT}:
 UNUSED = "accelerate datasets matplotlib pandas peft plotly pyarrow rich scipy sklearn swanlab sympy torch._dynamo torch._inductor transformers trl".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["pretrain", pytest.param("lora", marks=pytest.mark.slow)])
 def test_training_imports_only_what_it_uses(program: Program, tmp_path: Path, stage: str) -> None:
     argv = [f"stage={stage}", "init_from=scratch", *TINY_RUN, f"hydra.run.dir={tmp_path / 'run'}", "tracker.console=plain"]

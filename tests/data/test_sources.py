@@ -174,6 +174,7 @@ def test_source_drops_null_fields_of_objects_in_a_table(write):
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
 def test_source_splits_an_array_into_rows_for_any_chunk_size(rows, chunk_size, indent, ascii_only):
     content = json.dumps(rows, indent=indent, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
@@ -292,6 +293,7 @@ def test_source_and_bad_row_can_be_pickled(write):
     assert (error.reason, error.message, error.setting, error.fix) == ("reason", "message", "where", "fix")
 
 
+@pytest.mark.slow
 def test_source_skips_a_row_of_200_megabytes_in_bounded_memory(tmp_path):
     program = """
 import resource, sys

@@ -242,6 +242,7 @@ def killed_at(call_number, work):
         os._exit(1)
 
 
+@pytest.mark.slow
 def test_store_build_killed_at_any_call_leaves_all_or_nothing(tmp_path, write, load):
     path = write(texts(20))
     expected = content_of(load(path))

@@ -71,6 +71,7 @@ def assert_ranks_equal_one_process(tmp_path, overrides_for, make_run, run_ranks,
     return check
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process(assert_ranks_equal_one_process):
     assert_ranks_equal_one_process(2, [("packed moe", "ddp", 3)])
 

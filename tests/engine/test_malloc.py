@@ -9,6 +9,7 @@ import pytest
 from runner.engine.loop import train_step
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ),
     reason="no glibc, or the environment configures malloc",

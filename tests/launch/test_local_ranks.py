@@ -138,6 +138,7 @@ def test_rank_that_raises_ends_the_others_and_its_traceback_is_printed(run: Any,
     assert (run_json(tmp_path)["status"], run_json(tmp_path)["error"]) == ("failed", "rank 1: KeyError: 'lost'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim, scripts", [(1, (HANGS, KILLED)), (0, (KILLED, EXITS_ON_SIGNAL))])
 def test_rank_that_is_killed_fails_the_run(run: Any, tmp_path: Path, victim: int, scripts: tuple[str, ...]) -> None:
     with pytest.raises(TrainingError, match=rf"^rank {victim}: killed by SIGKILL \(out of memory, or kill -9\)$"):
@@ -206,6 +207,7 @@ def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, c
     assert str(failed.value) == f"rank 1: {cause}" == run_json(tmp_path)["error"]
 
 
+@pytest.mark.slow
 def test_failure_does_not_name_a_rank_killed_by_the_launcher(run: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="^rank 0: another rank does not answer"):
         run(LOSES_PEER, EXITS_LATE.format(60))
@@ -257,6 +259,7 @@ def test_failure_names_no_rank_when_all_fail_alike(run: Any, tmp_path: Path, cap
     assert run_json(tmp_path)["attempt"] == 1, "a diverged run is not restarted"
 
 
+@pytest.mark.slow
 def test_ranks_that_time_out_print_the_stack_of_each(run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 60.0)
     monkeypatch.setattr(local_ranks, "HANG_GRACE", 0.2)
@@ -328,6 +331,7 @@ def rank_pids(folder: Path) -> list[int]:
     return [rank["pid"] for rank in json.loads((folder / ".owner.json").read_text())["ranks"]]
 
 
+@pytest.mark.slow
 def test_second_signal_kills_launcher_and_ranks(tmp_path: Path) -> None:
     ignoring = "on_signal(lambda *_: open('received' + os.environ['RANK'], 'w').close())\nwhile True: time.sleep(60)"
     child = launcher(tmp_path / "run", ignoring, ignoring)

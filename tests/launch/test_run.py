@@ -82,6 +82,7 @@ def test_verified_resume_is_not_taken_for_a_trained_model(launch: Launch, config
     assert resolve_init_from(sft, workspace / "next", fingerprints) == "scratch"
 
 
+@pytest.mark.slow
 def test_moved_initial_weights_are_found_under_the_typed_path(launch: Launch, config: Config, workspace: Path) -> None:
     base = launch(config, "base")
     chats = [{"conversations": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "goats"}]} for number in range(20)]

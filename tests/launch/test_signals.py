@@ -165,6 +165,7 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
     assert signals < 50 or seen.keys() == set(PHASES)
 
 
+@pytest.mark.slow
 def test_signal_to_the_group_while_data_workers_start(tmp_path):
     def start_slowly():
         os.setpgid(0, 0)
@@ -187,6 +188,7 @@ def test_signal_to_the_group_while_data_workers_start(tmp_path):
         assert saved_steps(root / "run") == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number, owner, name",
     [

@@ -45,6 +45,7 @@ def compiled_cell(is_packed: bool, single_row: bool, dropout: float, *marks: pyt
     return pytest.param(is_packed, single_row, dropout, marks=marks, id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_packed", "single_row", "dropout"),
     [

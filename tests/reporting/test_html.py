@@ -154,6 +154,7 @@ def test_html_curve_of_a_long_run_has_about_500_points(tmp_path: Path) -> None:
     assert 400 < train.attrib["d"].count("L") < 520
 
 
+@pytest.mark.slow
 def test_html_of_many_jobs_has_a_folded_legend_and_a_bounded_size(tmp_path: Path) -> None:
     records = training(2.0, steps=300)
     page = page_of(write_sweep(tmp_path, [job({LR: str(i), ACC: str(i % 4)}, records) for i in range(120)]))

@@ -178,6 +178,7 @@ def test_lock_is_not_held_by_data_workers_of_a_killed_trainer(tmp_path):
         trainer.communicate()
 
 
+@pytest.mark.slow
 def test_of_many_launches_at_one_moment_exactly_one_trains(tmp_path):
     """All wait for the same moment; the one that gets the lock keeps it until all have tried."""
     race = """

@@ -27,6 +27,7 @@ def resume_alone(run_dir: Path, overrides: list[str], **fields: Any) -> None:
         (run_dir / "run.json").write_text(json.dumps({**read_run(run_dir), **fields}))
 
 
+@pytest.mark.slow
 def test_extend_gives_each_job_its_share_and_keeps_it_pending_until_the_job_has_trained(finished: Path, resume: Any, fake_jobs: FakeJobs) -> None:
     fake_jobs.set(default="sys.exit(1)")
     assert resume("train.max_steps=80") == 1

@@ -139,6 +139,7 @@ def test_sweep_stores_no_hydra_setting_that_could_run_code(capsys: pytest.Captur
         assert not any(validation.is_safe_override(sign + override) for sign in ("", "+", "++")), override
 
 
+@pytest.mark.slow
 def test_sweep_whose_console_is_closed_saves_at_ctrl_c_and_exits_with_75(fake_jobs: FakeJobs, tmp_path: Path) -> None:
     fake_jobs.set(default=SAVES.replace("def save(*_):", "def save(*_):\n    print('saving', flush=True); time.sleep(0.3)"))
     folder = tmp_path / "sweep"
@@ -210,6 +211,7 @@ def test_sweep_with_one_refused_job_keeps_the_others(sweep: Any, fake_jobs: Fake
     assert [job["status"] for job in json.loads((tmp_path / "sweep" / "sweep.json").read_text())["jobs"]] == ["completed", "failed"]
 
 
+@pytest.mark.slow
 def test_resume_adds_points_leaves_the_others_alone_and_warns_of_unequal_budgets(finished: Path, resume: Any, capsys: pytest.CaptureFixture) -> None:
     assert resume("train.accumulation_steps=2,04") == 0
     assert "do not see the same number" not in capsys.readouterr().err
@@ -283,6 +285,7 @@ def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: A
     assert yaml.safe_load((folder / "schedule=gone" / ".hydra" / "config.yaml").read_text())["schedule"]["name"] == "cosine"
 
 
+@pytest.mark.slow
 def test_jobs_are_composed_as_checked_when_conf_changes_while_the_sweep_runs(sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     """A job may start days after the first."""
     conf = shutil.copytree(Path(__file__).parents[2] / "conf", tmp_path / "conf")
