@@ -134,8 +134,7 @@ def storable_overrides(overrides: list[str]) -> list[str]:
 
 def check_stored_overrides(state: SweepState) -> None:
     """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been typed for this command."""
-    pending = [override for job in state.jobs for override in job.pending_overrides]
-    for override in [*state.overrides, *pending, *(f"{key}={value}" for key, values in state.swept.items() for value in values)]:
+    for override in dict.fromkeys(state.stored_overrides()):
         if not is_safe_override(override):
             fix = "remove the override from the file, and type it with resume= if you need it"
             raise UserError("sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix)
