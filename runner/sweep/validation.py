@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, print_note
 from common.plugins import check_imported
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
@@ -105,7 +104,7 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
         if number % PROGRESS_EVERY == 0:
-            print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
+            print_note(f"{number} of {len(points)} jobs checked")
     for config in configs:
         preflight.check_inputs(config)
         initial_weights.check_init_from(config)
@@ -128,7 +127,7 @@ def storable_overrides(overrides: list[str]) -> list[str]:
             continue
         if not is_hydra_override(override):
             raise UserError("a sweep takes no interpolation: it could change between two jobs", override, "write the value itself")
-        print(f"{override} is not stored in sweep.json: type it again with resume=", file=sys.stderr)
+        print_note(f"{override} is not stored in sweep.json: type it again with resume=")
     return [override for override in overrides if is_safe_override(override)]
 
 
