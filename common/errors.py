@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 import sys
+import unicodedata
 from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
+from typing import TextIO
 
 from common.exit_codes import USER_ERROR
 from common.paths import command_line
+
+# Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
+CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+# A line of untrusted text that looks like one of the three lines of an error.
+OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
 
 
 class Outcome(StrEnum):
@@ -59,10 +67,33 @@ class Interrupted(Exception):
         self.folder = folder
 
 
+def strip_control(text: str) -> str:
+    """Return untrusted text, safe to print: newlines and tabs stay, other control and format characters are escaped."""
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text
+    )
+
+
+def one_line(text: str) -> str:
+    """Return untrusted text, safe to print and without line breaks."""
+    return strip_control(text).replace("\n", "\\n")
+
+
+def print_safely(text: str, file: TextIO | None = None) -> None:
+    """Print a line (to stdout) that may quote a file, a path or a row."""
+    print(strip_control(text), file=file or sys.stdout, flush=True)
+
+
+def print_note(text: str) -> None:
+    """Print a note or warning to stderr: one line that may quote a file, a path or a row."""
+    print(one_line(text), file=sys.stderr, flush=True)
+
+
 def report_user_error(error: UserError) -> int:
     """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
     if not isinstance(error, AlreadyReported):
-        print(f"error: {error.message}\n  where: {error.setting}\n  fix:   {error.fix}", file=sys.stderr)
+        message = OWN_LINE.sub(r"\\n", strip_control(error.message))
+        print(f"error: {message}\n  where: {one_line(error.setting)}\n  fix:   {one_line(error.fix)}", file=sys.stderr)
     return USER_ERROR
 
 

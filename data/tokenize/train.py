@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
-from common.errors import UserError
+from common.errors import UserError, print_safely
 from data.sources.files import resolve_sources
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
@@ -36,8 +36,8 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)), CHATML.read_text(encoding="utf-8"))
         print(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
-        print(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
-    print(report_table({str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats))
+        print_safely(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
+    print_safely(report_table({str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats))
 
 
 def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str:

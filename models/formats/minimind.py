@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ MINIMIND_SETTINGS: dict[str, Any] = {
 }
 HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
 AUX_LOSS_COEF = 5e-4  # per layer
+FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")  # in torch's message: the name of what unpickling would import
+# What torch raises for damaged files, measured by changing bytes of one
+DAMAGED = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, struct.error)
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
@@ -73,8 +78,11 @@ def read_pth_config(path: Path) -> DecoderConfig:
 def _load(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise UserError(f"not a file of weights: {str(error).splitlines()[0]}", str(path), "give a MiniMind .pth file of weights") from error
+    except DAMAGED as error:
+        # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the cause has it
+        found = FOREIGN_OBJECT.search(str(error))
+        reason = f"it holds the object {found[1]}" if found else "it cannot be read as tensors"
+        raise UserError(f"not a file of weights: {reason}", str(path), "give a MiniMind .pth file of weights") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError("the file holds more than weights", str(path), "give MiniMind's file of weights, not its resume file")
     return state

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from common.errors import UserError
+from common.errors import UserError, print_safely
 from common.plugins import import_plugins
 from runner.cli import help, hydra_app, show_config
 from runner.cli.exit_code import exiting_with_code
@@ -116,7 +116,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
-            return print(f"{folder}: already complete at step {metadata.fields['step']}")
+            return print_safely(f"{folder}: already complete at step {metadata.fields['step']}")
         if metadata.status == "completed" and not any(override.startswith(EXTENDING_KEYS) for override in extra):
             step = metadata.fields["step"]
             message = f"the run is completed at step {step}, and the overrides add no step"
@@ -125,4 +125,4 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         check_typed_are_read(extra, [plan.config])
         with resume.persisting_overrides(plan) as config:
             loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
-    print(f"{folder}: completed, loss {loss:.4f}")
+    print_safely(f"{folder}: completed, loss {loss:.4f}")

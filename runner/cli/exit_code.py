@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common import exit_codes
-from common.errors import Interrupted, TrainingError, UserError, report_user_error, resume_command
+from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
@@ -31,10 +31,10 @@ def _report(error: Exception) -> int:
         if isinstance(error, UserError):
             return report_user_error(error)
         if isinstance(error, Interrupted):
-            print(f"{error}; continue with: {resume_command(error.folder)}", file=sys.stderr)
+            print_safely(f"{error}; continue with: {resume_command(error.folder)}", sys.stderr)
             return exit_codes.INTERRUPTED
         if isinstance(error, TrainingError):
-            print(f"error: {error}", file=sys.stderr)
+            print_safely(f"error: {error}", sys.stderr)
             return exit_codes.FAILED
-    traceback.print_exception(error)
+    print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return exit_codes.FAILED

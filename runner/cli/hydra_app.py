@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
 
+from common.errors import print_note
 from common.paths import CONF_DIR
 from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
@@ -75,7 +75,7 @@ class RunDirCallback(Callback):
             check_init_from(job_config)
             check_model(job_config)
             if model_source:
-                print(f"model: the settings are those of the weights, {model_source}", file=sys.stderr)
+                print_note(f"model: the settings are those of the weights, {model_source}")
             check_tokenizer(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from common.errors import UserError
+from common.errors import UserError, print_note, strip_control
 from runner.config.flags import flag_value
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
@@ -32,7 +31,8 @@ def show_run_config(folder: Path, extra: list[str], flags: list[str], run_hydra:
         raise UserError("a resumed run has no settings of Hydra", f"--cfg {kind}", "--cfg=job prints its settings")
     package = flag_value(flags, "--package")
     section = OmegaConf.select(plan.tree, package) if package else plan.tree
-    print(OmegaConf.to_yaml(section, resolve=True) if OmegaConf.is_config(section) else section, end="")
+    text = OmegaConf.to_yaml(section, resolve=True) if OmegaConf.is_config(section) else section
+    print(strip_control(str(text)), end="")
 
 
 def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydra) -> None:
@@ -42,7 +42,7 @@ def show_sweep_config(folder: Path, extra: list[str], flags: list[str], run_hydr
         additions = extend.parse_additions(state, extra, conf)
         state.overrides = grid.merge_overrides(state.overrides, additions.shared)
         job = _select_job(state, {key: values[0] for key, values in additions.swept.items()})
-        print(f"resume: one job of this sweep: {job.name}{_suggest_other_job(state, job)}", file=sys.stderr)
+        print_note(f"resume: one job of this sweep: {job.name}{_suggest_other_job(state, job)}")
         session, run_dir = SweepSession(state, conf), folder / job.name
         if has_started(RunMetadata.read(run_dir)):
             return show_run_config(run_dir, extend.pending_overrides(session, job, additions.training), flags, run_hydra)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean
@@ -25,6 +26,7 @@ PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
+STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)  # key=value: no flag, no group@package, no interpolated key
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -59,6 +61,18 @@ def key_of(override: str) -> str:
 def is_hydra_override(override: str) -> bool:
     """Return whether an override configures Hydra and not the run."""
     return override.lstrip("+~").startswith(HYDRA_PREFIXES)
+
+
+def is_storable(override: str) -> bool:
+    """Return whether a file of a run or sweep may hold the override. A flag of the command line, for example, may execute a file."""
+    return STORED_OVERRIDE.fullmatch(override) is not None
+
+
+def check_stored(stored: Iterable[str], path: Path) -> None:
+    """Raise UserError unless all overrides read from `path` are storable: called by whatever reads them, before anything uses them."""
+    if refused := next((override for override in stored if not is_storable(override)), None):
+        fix = "remove the override from the file, and type it with resume= if you need it"
+        raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 
 
 def normalize_int(override: str) -> str:

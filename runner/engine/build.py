@@ -155,7 +155,7 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
 def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
     """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
     if compile_mode != "off":
-        set_inductor_cache(Path(cfg.data.cache))
+        set_inductor_cache()
         batch_rows = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
         model.compile_layers(single_row=batch_rows == 1, mode=compile_mode)
     with precision.autocast():

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.filesystem import read_json_object
 
 SEED_KEY = "seed"
@@ -61,7 +60,7 @@ def find_best_job(sweep: Path) -> Path:
     name = min(ranked[best], key=lambda name: scored[name])
     remaining = sum(name not in scored for name, _, _ in jobs)
     suffix = f"; {remaining} of {len(jobs)} jobs have no evaluated model" if remaining else ""
-    print(f"{sweep}: best job {name}, {model_score(fields_of[name])}{suffix}", file=sys.stderr)
+    print_note(f"{sweep}: best job {name}, {model_score(fields_of[name])}{suffix}")
     return sweep / name
 
 

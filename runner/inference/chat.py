@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from common.errors import UserError
+from common.errors import UserError, strip_control
 from common.settings import check_at_least, check_choice
 from runner.inference.load import LoadedModel, load_trained
 from runner.inference.trained_length import trained_length
-from runner.tracking.console import strip_control
 
 if TYPE_CHECKING:
     import torch

@@ -12,13 +12,12 @@ A metric is one file: `top5_accuracy.py` in metrics/, or a module that the user 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from common.errors import UserError
+from common.errors import UserError, print_note, strip_control
 from common.filesystem import read_json_object
 from common.registry import Registry
 from common.settings import check_at_least
@@ -81,8 +80,9 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
     files = [source.name for source, _ in examples.files]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}, ensure_ascii=False)
-    print(line)
+    record = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}
+    line = json.dumps(record, ensure_ascii=False)
+    print(line if strip_control(line) == line else json.dumps(record))  # a file may have any name
     with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
     return results
@@ -96,7 +96,7 @@ def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
 
     (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
     for line in [*([note] if note else []), *(f"warning: {warning}" for warning in missing_columns(sources))]:
-        print(line, file=sys.stderr)
+        print_note(line)
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from runner.tracking.console import PlainConsole, strip_control
+from common.errors import strip_control
+from runner.tracking.console import PlainConsole
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer

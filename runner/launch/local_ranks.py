@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError
+from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError, print_safely
 from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
@@ -65,7 +65,7 @@ def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
             error = _failure_of(group, failed, metadata, config.distributed.timeout)
             if restart == config.distributed.max_restarts or forwarder.is_stopping() or has_diverged(metadata.fields):
                 raise error
-            print(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", file=sys.stderr, flush=True)
+            print_safely(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", sys.stderr)
             metadata.mark_running()
     raise AssertionError("the last restart returns or raises")
 

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from common.errors import print_safely
 from common.filesystem import make_dirs
 
 LOGS_DIR = "logs"
@@ -75,4 +76,4 @@ def redirect_stdio_to(log: RankLog) -> Iterator[TextIO]:
 def print_rank_lines(rank: int, lines: list[str], stream: TextIO | None = None) -> None:
     """Print `lines` to `stream` (stderr), each with the number of the rank in front."""
     for line in lines:
-        print(f"[rank {rank}] {line}", file=stream or sys.stderr, flush=True)
+        print_safely(f"[rank {rank}] {line}", stream or sys.stderr)

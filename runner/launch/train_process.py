@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import exit_codes
-from common.errors import Interrupted, Outcome, TrainingError, UserError, report_user_error
+from common.errors import Interrupted, Outcome, TrainingError, UserError, print_safely, report_user_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT
 from runner.config.compose import to_config
 from runner.engine.config import Config
@@ -65,7 +65,7 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
     if metadata.is_writer:
         metadata.reread()  # on a full disk run.json may lack the error
     if not metadata.is_writer or metadata.fields["status"] != "failed":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_safely(f"error: {error}", sys.stderr)
 
 
 def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:

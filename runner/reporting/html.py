@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from common.errors import strip_control
 from runner.inference.best_job import parse_number, swept_sort_key
 from runner.reporting import svg
 from runner.reporting.columns import loss_text, point_label, swept_text, table_columns, with_note
 from runner.reporting.metrics_reader import LossPoint
 from runner.reporting.results import JobResult, ResultRow, SweepResults
-from runner.tracking.console import strip_control
 
 if TYPE_CHECKING:
     import jinja2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from common.errors import UserError, did_you_mean_path
+from common.errors import UserError, did_you_mean_path, print_safely, strip_control
 from common.filesystem import write_atomic_file
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
@@ -16,7 +16,6 @@ from runner.reporting.columns import Column, point_label, swept_text, table_colu
 from runner.reporting.html import sweep_page
 from runner.reporting.read_results import read_sweep_results
 from runner.reporting.results import SweepResults
-from runner.tracking.console import strip_control
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
@@ -43,7 +42,7 @@ def print_report(cfg: ReportConfig) -> None:
     """Update the report of a sweep and print its leaderboard."""
     folder = resolve_sweep(cfg.sweep or cfg.run or "last")
     update_report(folder)
-    print(f"{leaderboard_text(folder)}\n\npage: {folder / REPORT_FILE}\ntable: {folder / LEADERBOARD_FILE}")
+    print_safely(f"{leaderboard_text(folder)}\n\npage: {folder / REPORT_FILE}\ntable: {folder / LEADERBOARD_FILE}")
 
 
 def resolve_sweep(name: str) -> Path:

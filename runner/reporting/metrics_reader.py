@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from common.filesystem import read_bounded
+from runner.config.overrides import is_storable
 
 MAX_FILE_BYTES = 256 << 20  # larger files are not read
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
@@ -37,12 +38,12 @@ class RunMetrics:
 
 
 def read_override_list(path: Path) -> list[str]:
-    """Return the list of strings of a YAML file, or []."""
+    """Return the overrides in a YAML file; [] if it holds anything that a run does not store."""
     try:
         content = yaml.safe_load(read_bounded(path, MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
-    return content if isinstance(content, list) and all(isinstance(item, str) for item in content) else []
+    return content if isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content) else []
 
 
 def read_run_metrics(path: Path) -> RunMetrics:

@@ -9,6 +9,7 @@ from typing import Any
 
 from common import errors
 from common.paths import command_line
+from runner.config.overrides import is_storable
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
 from runner.reporting.metrics_reader import RunMetrics, read_override_list
 
@@ -151,7 +152,9 @@ class SweepResults:
         """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read."""
         recorded = read_override_list(self.folder / job.folder / ".hydra" / "overrides.yaml") if job.folder else []
         overrides = recorded or [*self.shared_overrides, *(f"{key}={value}" for key, value in job.swept.items())]
-        return shlex.join([*command_line("train"), *(override for override in overrides if not override.lstrip("+").startswith(SWEEP_ONLY_KEYS))])
+        return shlex.join(
+            [*command_line("train"), *(override for override in overrides if is_storable(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS))]
+        )
 
     def status_counts(self) -> str:
         """Return e.g. `4 jobs: 3 completed, 1 failed`."""

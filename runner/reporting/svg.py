@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from runner.tracking.console import strip_control
+from common.errors import strip_control
 
 WIDTH, HEIGHT = 400, 270  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 44, 16, 10, 40

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, did_you_mean_path
+from common.errors import UserError, did_you_mean_path, print_note
 from common.paths import CONF_DIR, outputs_dir
 from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
 from models.formats.json_files import read_config_of_weights
@@ -165,13 +164,13 @@ def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, 
     candidates = [*find_runs(outputs_dir()), *(file.parent for file in folder.parent.glob(f"*/{RUN_FILE}"))]
     found = {run: fields for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()}
     if not found and warn:
-        print(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights", file=sys.stderr)
+        print_note(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights")
     if not found:
         return "scratch"
     taken, what = _or_best_job(max(found, key=lambda run: str(found[run].get("ended"))), found)
-    print(f"init_from=auto: weights of {what} of stage {stage}, {taken} ({describe_model(found[taken])})", file=sys.stderr)
+    print_note(f"init_from=auto: weights of {what} of stage {stage}, {taken} ({describe_model(found[taken])})")
     if warning := _better_run_warning(taken, found):
-        print(f"warning: {warning}", file=sys.stderr)
+        print_note(f"warning: {warning}")
     return str(taken)
 
 
@@ -183,7 +182,7 @@ def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
     try:
         best = find_best_job(sweep)
     except UserError as error:
-        print(f"warning: {error.message}; its job that ended last is taken. init_from=DIR chooses another", file=sys.stderr)
+        print_note(f"warning: {error.message}; its job that ended last is taken. init_from=DIR chooses another")
         return newest, f"the last job of the newest sweep, {sweep.name},"
     if best in found:
         return best, f"the best job of the newest sweep, {sweep.name},"

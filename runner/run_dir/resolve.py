@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from datetime import datetime
 from pathlib import Path
 
-from common.errors import UserError, did_you_mean_path
+from common.errors import UserError, did_you_mean_path, print_note
 from common.paths import outputs_dir
 from runner.checkpoint.atomic_dir import verify_dir
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
@@ -34,7 +33,7 @@ def resolve_run(name: str) -> Path:
         if not begun:
             raise UserError(f"no run in {outputs_dir()} has begun to train", "resume=last", "start one: python runner/train.py")
         newest = sweep_of(max(begun, key=_last_start))
-        print(f"resume=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}", file=sys.stderr)
+        print_note(f"resume=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}")
         return newest
     path = Path(name).expanduser().absolute()
     if not path.exists():
@@ -59,7 +58,7 @@ def resolve_model_run(name: str) -> Path:
     if is_sweep_dir(folder):
         return find_best_job(folder)
     if score := model_score(RunMetadata.read(folder)):
-        print(f"{folder}: {score}", file=sys.stderr)
+        print_note(f"{folder}: {score}")
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.filesystem import write_atomic_file
 from common.paths import CONF_DIR
 from common.plugins import check_imported
@@ -156,7 +155,7 @@ def _write_yaml(path: Path, content: Any) -> None:
 
 def print_notes(plan: ResumePlan) -> None:
     for note in plan.notes:
-        print(f"resume: {note}", file=sys.stderr)
+        print_note(f"resume: {note}")
 
 
 @contextmanager

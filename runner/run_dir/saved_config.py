@@ -10,7 +10,7 @@ import yaml
 from common.errors import UserError
 from common.filesystem import read_bounded
 from common.paths import REPO_ROOT
-from runner.config.overrides import is_hydra_override
+from runner.config.overrides import check_stored, is_hydra_override
 
 CONFIG_FILE = Path(".hydra") / "config.yaml"
 OVERRIDES_FILE = Path(".hydra") / "overrides.yaml"
@@ -31,6 +31,7 @@ def load_overrides(folder: Path) -> list[str]:
     typed = _read_saved(folder / OVERRIDES_FILE, folder)
     if not isinstance(typed, list) or not all(isinstance(override, str) for override in typed):
         raise UserError("the saved overrides are not a list of strings", str(folder / OVERRIDES_FILE), "restore the file: one `- key=value` per line")
+    check_stored(typed, folder / OVERRIDES_FILE)
     return [override for override in typed if not is_hydra_override(override)]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from runner.engine.config import Config
 
 ROW_KEYS = ("train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes")
@@ -105,7 +104,7 @@ def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterabl
     if match_budget == "tokens":
         fix = "data.packing=best_fit with train.max_steps=N counts tokens; or sweep.match_budget=steps or epochs"
         raise UserError(f"sweep.match_budget=tokens cannot be kept: {reason}", "sweep.match_budget=tokens", fix)
-    print(f"warning: the jobs do not see the same number of tokens: {reason}", file=sys.stderr)
+    print_note(f"warning: the jobs do not see the same number of tokens: {reason}")
 
 
 def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> str | None:
@@ -127,7 +126,7 @@ def budget_warning(configs: Iterable[Config], base: StepSize, swept: Iterable[st
 
 def warn_if_unequal(configs: Iterable[Config], base: StepSize, swept: Iterable[str]) -> None:
     if warning := budget_warning(configs, base, swept):
-        print(f"warning: {warning}", file=sys.stderr)
+        print_note(f"warning: {warning}")
 
 
 def evaluation_overrides(config: Config) -> dict[str, str]:

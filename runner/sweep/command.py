@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.errors import print_note
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
@@ -38,7 +38,7 @@ def resume_sweep(folder: Path, overrides: list[str], flags: list[str], run_hydra
                 return SweepSession(state).finish(stopped=False)
             changed_files = config_snapshot.changed_files(folder)
             for line in changed_files:
-                print(f"resume: {line}", file=sys.stderr)
+                print_note(f"resume: {line}")
             extend.extend_sweep(state, additions, conf)
         hydra_overrides = [override for override in additions.shared if is_hydra_override(override)]
         stored = merge_overrides(state.overrides, hydra_overrides)

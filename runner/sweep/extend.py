@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.plugins import check_imported
 from common.settings import iter_settings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
@@ -115,7 +114,7 @@ def overrides_for_job(run_dir: Path, job: SweepJob, overrides: list[str], length
         if before.train.max_steps <= length:
             setting = f"{run_dir.name}: {STEPS_KEY}={after.train.max_steps}"
             raise UserError(f"a job of this sweep has already taken {step} steps", setting, f"give {STEPS_KEY} a larger number")
-        print(f"resume: {run_dir.name} was resumed by itself up to step {step}: {STEPS_KEY} is left as it is there", file=sys.stderr)
+        print_note(f"resume: {run_dir.name} was resumed by itself up to step {step}: {STEPS_KEY} is left as it is there")
         overrides = [override for override in overrides if not override.startswith(f"{STEPS_KEY}=")]
         after = resume.plan_resume(run_dir, overrides).config
     changes = diff_facts(_compatibility_facts(before), _compatibility_facts(after), run_rules(after))
@@ -133,7 +132,7 @@ def _would_train_further(run_dir: Path, before: TrainConfig, after: TrainConfig,
     """Whether a completed run would take another step."""
     if 0 < after.patience <= progress["evals_since_best"]:
         if (before.max_steps, before.epochs) != (after.max_steps, after.epochs):
-            print(f"resume: {run_dir.name} was stopped by train.patience at step {progress['step']}: it is left as it is", file=sys.stderr)
+            print_note(f"resume: {run_dir.name} was stopped by train.patience at step {progress['step']}: it is left as it is")
         return False
     if after.max_steps:
         return progress["step"] < after.max_steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import Outcome, UserError
+from common.errors import Outcome, UserError, print_note, print_safely
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.paths import REPO_ROOT
 from common.plugins import PLUGINS_ENV
@@ -57,7 +56,7 @@ class RunningJob:
         if newline:
             self.read += len(lines) + 1
             for line in lines.decode("utf-8", "replace").split("\n"):
-                print(f"{prefix}{line}", flush=True)
+                print_safely(f"{prefix}{line}")
 
 
 class SweepScheduler:
@@ -123,7 +122,7 @@ class SweepScheduler:
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
-        print(f"[{self._number(job)}] {job.name} {verb}", flush=True)
+        print_safely(f"[{self._number(job)}] {job.name} {verb}")
 
     def _environment(self, job: SweepJob) -> dict[str, str]:
         """Return the variables of the job's process, which are added to those of this one."""
@@ -161,7 +160,7 @@ class SweepScheduler:
         outcome = Outcome.DIVERGED if diverged else Outcome.FAILED
         loss = INFINITE if diverged else None
         self.state.update_job(job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp())
-        print(f"[{self._number(job)}] {job.name} failed: {reason}", file=sys.stderr, flush=True)
+        print_note(f"[{self._number(job)}] {job.name} failed: {reason}")
         if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
             return self.session.report()

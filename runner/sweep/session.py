@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from common import paths
-from common.errors import UserError, resume_command
+from common.errors import UserError, print_note, print_safely, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config.literals import hydra_quote
@@ -99,7 +99,7 @@ class SweepSession:
         except OSError as error:
             if not self._report_failed:
                 self._report_failed = True
-                print(f"warning: the report of the sweep cannot be written: {error}", file=sys.stderr)
+                print_note(f"warning: the report of the sweep cannot be written: {error}")
 
     def finish(self, stopped: bool) -> None:
         """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed.
@@ -121,11 +121,11 @@ class SweepSession:
                 from runner.reporting import leaderboard
 
                 print(leaderboard.leaderboard_text(state.folder))
-        print(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
+        print_safely(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
         if status == "completed":
             return
         if any(job.needs_run for job in state.jobs):
-            print(f"continue with: {resume_command(state.folder)}", file=sys.stderr)
+            print_note(f"continue with: {resume_command(state.folder)}")
         sys.exit(INTERRUPTED if status == "interrupted" else FAILED)
 
 
@@ -159,7 +159,7 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)
         state.set_status("running")
-        print(f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}", flush=True)
+        print_safely(f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}")
         try:
             yield session
         except (SweepStopped, KeyboardInterrupt):

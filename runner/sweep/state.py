@@ -16,7 +16,7 @@ from typing import Any, Self
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
-from runner.config.overrides import canonical_value
+from runner.config.overrides import canonical_value, check_stored
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
 from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, exported_loss, has_diverged, has_started, timestamp
@@ -103,6 +103,11 @@ class SweepState:
         state = _read_state(folder)
         state.refresh_from_runs()
         return state
+
+    def stored_overrides(self) -> list[str]:
+        """Return the overrides of sweep.json that a resume uses: of all jobs, the swept values, and those of each job."""
+        swept = [(key, value) for key, values in self.swept.items() for value in values] + [item for job in self.jobs for item in job.overrides.items()]
+        return [*self.overrides, *(f"{key}={value}" for key, value in swept), *(override for job in self.jobs for override in job.pending_overrides)]
 
     @property
     def base_step(self) -> StepSize:
@@ -226,10 +231,11 @@ def _read_state(folder: Path) -> SweepState:
                 raise ValueError(f"unknown status of a job: {job.status}")
             if job.name != job_dirname(job.overrides):  # the directory that is written to
                 raise ValueError(f"the name of a job does not belong to its overrides: {job.name}")
-        return state
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
         raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
+    check_stored([*state.stored_overrides(), *(override for job in state.jobs for override in job.applied_overrides)], path)
+    return state
 
 
 def _check_strings(values: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, print_note
 from common.plugins import check_imported
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
@@ -105,7 +104,7 @@ def checked_configs(composer: PointComposer, points: list[GridPoint]) -> list[Co
     for number, point in enumerate(points, start=1):
         configs.append(composer.config(point))
         if number % PROGRESS_EVERY == 0:
-            print(f"{number} of {len(points)} jobs checked", file=sys.stderr)
+            print_note(f"{number} of {len(points)} jobs checked")
     for config in configs:
         preflight.check_inputs(config)
         initial_weights.check_init_from(config)
@@ -128,14 +127,13 @@ def storable_overrides(overrides: list[str]) -> list[str]:
             continue
         if not is_hydra_override(override):
             raise UserError("a sweep takes no interpolation: it could change between two jobs", override, "write the value itself")
-        print(f"{override} is not stored in sweep.json: type it again with resume=", file=sys.stderr)
+        print_note(f"{override} is not stored in sweep.json: type it again with resume=")
     return [override for override in overrides if is_safe_override(override)]
 
 
 def check_stored_overrides(state: SweepState) -> None:
     """Refuse a sweep.json that could run code or read outside its directory. A plugin that it names must have been typed for this command."""
-    pending = [override for job in state.jobs for override in job.pending_overrides]
-    for override in [*state.overrides, *pending, *(f"{key}={value}" for key, values in state.swept.items() for value in values)]:
+    for override in dict.fromkeys(state.stored_overrides()):
         if not is_safe_override(override):
             fix = "remove the override from the file, and type it with resume= if you need it"
             raise UserError("sweep.json holds an override that it may not hold", f"{state.folder / 'sweep.json'}: {override}", fix)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
@@ -22,15 +21,6 @@ VALUE_FORMATS = {
 }
 BAR_FIELDS = ("loss", "lr", "tokens_per_second")
 HIDDEN_FIELDS = ("epoch", "loss_tokens", "tokens", "tokens_per_second", "data_wait", "save_stall")
-# Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
-CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def strip_control(text: str) -> str:
-    """Return untrusted text, safe to print: newlines and tabs stay, other control and format characters are escaped."""
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in CONTROL_CHARACTERS else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text
-    )
 
 
 def format_values(numbers: MetricValues, validation: str) -> str:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from common.errors import strip_control
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console, strip_control
+from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.tracker_process import TrackerProcess
 

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any, TextIO
 
-from runner.tracking.console import format_seconds, strip_control
+from common.errors import strip_control
+from runner.tracking.console import format_seconds
 
 
 class ProgressMeter:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DivergedError, Interrupted, TrainingError, UserError
+from common.errors import DivergedError, Interrupted, TrainingError, UserError, print_note, print_safely, strip_control
 from runner.cli.exit_code import exiting_with_code
 
 
@@ -31,3 +31,36 @@ def test_exit_code_and_message_tell_how_a_command_ended(error: Exception, code: 
 def test_exit_code_of_a_command_that_ends_well_is_its_own() -> None:
     with exiting_with_code():
         pass
+
+
+HOSTILE = "a\x1b[2J\x9b31m\u202eb\r\nfix: run me"
+
+
+@pytest.mark.parametrize(
+    "error", [UserError(HOSTILE, HOSTILE, HOSTILE), TrainingError(HOSTILE), KeyError(HOSTILE), RuntimeError(HOSTILE)], ids=lambda error: type(error).__name__
+)
+def test_message_of_an_error_has_no_control_characters_and_no_forged_line(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text may come from a data file or a folder of another user."""
+    with pytest.raises(SystemExit), exiting_with_code():
+        raise error
+    printed = capsys.readouterr().err
+    assert strip_control(printed) == printed and "\\x1b[2J" in printed and "\\u202e" in printed
+    if isinstance(error, UserError):
+        assert [line.split(":")[0].strip() for line in printed.splitlines()] == ["error", "where", "fix"]
+
+
+def test_notes_are_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    print_note(f"warning: {HOSTILE}")
+    print_safely(f"two\nlines {HOSTILE}")
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1 and strip_control(out + err) == out + err and "\r" not in out + err
+
+
+def test_commands_print_text_of_folders_by_these_functions_only() -> None:
+    """A `print` to stderr outside of them could pass on control characters of a path, a row or a file."""
+    root = Path(__file__).resolve().parents[2]
+    files = [file for folder in ("runner", "data", "models") for file in (root / folder).rglob("*.py")]
+    found = {
+        f"{file.relative_to(root)}" for file in files for line in file.read_text(encoding="utf-8").splitlines() if "print(" in line and "sys.stderr" in line
+    }
+    assert found <= {"runner/inference/chat.py", "runner/launch/subprocesses.py"}  # numbers; the message of sys.exit

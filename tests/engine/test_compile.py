@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
+from common import paths
 from runner.engine.build import run_summary
-from runner.engine.device.compile import resolve_compile_mode
+from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
 
 CPU = torch.device("cpu")
@@ -31,12 +32,29 @@ def test_compile_auto_decides_the_same_for_a_resumed_run(make_run):
     assert make_run("pretrain", *overrides, attempt=2).compile_decision == first.compile_decision
 
 
-def test_compile_cache_is_beside_the_token_stores_unless_the_user_sets_it(make_run, tmp_path, monkeypatch):
-    make_run("pretrain", "train.compile=default")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "compiled")
+def test_compile_cache_is_not_below_the_cache_that_a_config_names_unless_the_user_sets_it(make_run, tmp_path, monkeypatch):
+    """Its programs are executed, and the config may be that of an unknown run directory."""
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path / "checkout")
+    make_run("pretrain", "train.compile=default", f"data.cache={tmp_path / 'strange'}")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "checkout" / ".cache" / "compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
     make_run("pretrain", "train.compile=default")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["world writable", "link"])
+def test_compile_cache_that_another_user_may_write_is_not_used(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    folder = tmp_path / ".cache" / "compiled"
+    folder.parent.mkdir()
+    if kind == "link":
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    set_inductor_cache()
+    used = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert used != str(folder) and os.stat(used).st_mode & 0o077 == 0 and os.listdir(used) == []
 
 
 @pytest.mark.parametrize("mode", ["off", "default", "max-autotune"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,26 @@ def test_pth_file_without_weights_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             load_weights(path)
         assert error.value.setting == str(path)
+
+
+def test_error_of_a_pth_file_names_the_object_without_torch_s_advice_to_execute_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "code.pth"
+    torch.save({"tensor": Path("object")}, path)
+    with pytest.raises(UserError, match=r"not a file of weights: it holds the object pathlib\.PosixPath") as error:
+        load_weights(path)
+    shown = "".join(traceback.format_exception(error.value))
+    assert not [text for text in ("weights_only", "trust", "\x1b") if text in shown.replace("weights_only=True)", "")]
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_damaged_pth_file_is_refused_whatever_torch_raises(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save({"weight": torch.zeros(8)}, path, _use_new_zipfile_serialization=False)
+    whole = path.read_bytes()
+    for damaged in (whole.replace(b"weight", b"\xff\xfeight"), whole[: len(whole) // 2], whole[:1], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="not a file of weights: it cannot be read as tensors"):
+            load_weights(path)
 
 
 def test_load_into_refuses_weights_of_another_model_by_name() -> None:

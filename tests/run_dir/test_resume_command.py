@@ -126,6 +126,20 @@ def test_hydra_s_ways_to_rerun_are_refused_with_resume(refused: Callable[..., Re
     assert contents(run.parents[1]) == before
 
 
+@pytest.mark.parametrize("flags", [["--info", "config"], ["--cfg", "job"], ["train.max_steps=4"]], ids=" ".join)
+@pytest.mark.parametrize("stored", ["--experimental-rerun={trap}", "+experiment@hydra.callbacks=x", "hydra={{callbacks: {{}}}}", "${{oc.env:HOME}}=1"])
+def test_resume_refuses_stored_overrides_that_are_no_settings(
+    refused: Callable[..., Result], run: Path, workspace: Path, stored: str, flags: list[str]
+) -> None:
+    trap, file = workspace / "config.pickle", run / ".hydra" / "overrides.yaml"
+    trap.write_bytes(pickle.dumps(Trap()))
+    file.write_text(yaml.safe_dump([*yaml.safe_load(file.read_text()), stored.format(trap=trap)]))
+    before = contents(run)
+    result = refused(f"resume={run}", *flags)
+    assert "overrides.yaml holds an override that it may not hold" in result.stderr
+    assert contents(run) == before and not (workspace / "hacked").exists()
+
+
 def test_suggested_command_starts_the_same_run_again(call: Call, run: Path) -> None:
     hint = call("-cp", str(run / ".hydra"), "-cn", "config").stderr
     argv = hint.partition("python runner/train.py ")[2].split()

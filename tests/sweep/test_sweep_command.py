@@ -271,6 +271,16 @@ def test_resume_refuses_overrides_of_a_job_that_could_run_code(finished: Path, r
         resume()
 
 
+@pytest.mark.parametrize("stored", [{"overrides": {"--experimental-rerun": "x.pickle"}}, {"applied_overrides": ["--experimental-rerun=x.pickle"]}])
+def test_sweep_json_with_a_flag_in_a_job_is_read_by_no_command(finished: Path, resume: Any, stored: dict[str, Any]) -> None:
+    fields = read_sweep(finished)
+    fields["jobs"][0] |= stored | {"name": "--experimental-rerun=x.pickle" if "overrides" in stored else fields["jobs"][0]["name"]}
+    (finished / "sweep.json").write_text(json.dumps(fields))
+    for read in (resume, lambda: show_sweep_config(finished, [], ["--cfg=job"], pytest.fail), lambda: SweepState.open_readonly(finished)):
+        with pytest.raises(UserError, match="that it may not hold"):
+            read()
+
+
 @pytest.mark.slow
 def test_resume_composes_from_the_copy_of_a_file_that_is_gone_from_conf(sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from common.errors import UserError, strip_control
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console import PlainConsole, RichConsole, strip_control
+from runner.tracking.console import PlainConsole, RichConsole
 from runner.tracking.logger import RunLogger
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202egnp.exe\u2028end\x9b31m"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import paths
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,6 +57,26 @@ def has_cpp_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def set_inductor_cache(cache: Path) -> None:
-    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled"))
+def set_inductor_cache() -> None:
+    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second.
+
+    A program in the cache is executed. So its folder is never one that a config names (data.cache of an unknown run directory), and one that another
+    user owns or may write to is replaced by an empty one for this process.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    folder = (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT) / ".cache" / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
+    if not _is_private(folder):
+        folder = Path(tempfile.mkdtemp(prefix="compiled-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether only this user can have written to the folder, which is created if it does not exist."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, strip_control
 from data.schemas.registry import ChatExample
 from data.tokenize.chat_template import ChatTemplate
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
 from runner.inference.load import LoadedModel
 from runner.inference.metrics.exact_match import check_prompt_length, generate_answers
-from runner.tracking.console import strip_control
 
 
 @dataclass

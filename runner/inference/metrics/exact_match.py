@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, strip_control
 from data.schemas.registry import ChatExample
 from data.tokenize.chat_template import ChatTemplate
 from runner.inference.evaluate import EvaluateConfig, MetricResults, register_metric
 from runner.inference.evaluation_data import EvaluationSet
 from runner.inference.load import LoadedModel
-from runner.tracking.console import strip_control
 
 
 @register_metric("exact_match", reads=("chat",))
