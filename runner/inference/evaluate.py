@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Optional
 
 from common.errors import UserError
 from common.filesystem import read_json_object
+from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
@@ -27,6 +28,8 @@ from runner.inference.load import LoadedModel, load_trained
 
 if TYPE_CHECKING:
     from data.sources.files import Source
+
+RESULTS_FILE = "evaluations.jsonl"
 
 MetricResults = dict[str, float]
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
@@ -73,6 +76,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`."""
     import torch
 
+    check_own_files(folder, (RESULTS_FILE,))
     examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
@@ -83,8 +87,8 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     evaluated = {} if files == [cfg.data.path] else {"files": files}
     line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}, ensure_ascii=False)
     print(line)
-    with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    with open_append(folder / RESULTS_FILE) as file:
+        file.write(f"{line}\n".encode())
     return results
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from common.filesystem import make_dirs
+from common.guarded_files import open_append, read_from
 
 LOGS_DIR = "logs"
 STACKS_MARK = b"Timeout ("  # first bytes of the report that faulthandler writes for a rank that hangs
@@ -28,10 +29,9 @@ class RankLog:
 
     def open(self) -> BinaryIO:
         """Append the header of this attempt and return the file; the caller closes it."""
-        out = open(self.path, "ab")  # noqa: SIM115
+        out = open_append(self.path)
         out.write(self._header.encode())
-        out.flush()
-        self._start = out.tell()
+        self._start = os.fstat(out.fileno()).st_size
         return out
 
     def tail(self) -> list[str]:
@@ -52,9 +52,7 @@ class RankLog:
 
     def _read(self) -> bytes:
         try:
-            with open(self.path, "rb") as log:
-                log.seek(max(self._start, os.path.getsize(self.path) - MAX_LOG_BYTES))
-                return log.read()
+            return read_from(self.path, self._start, MAX_LOG_BYTES)
         except OSError:
             return b""
 
