@@ -29,7 +29,7 @@ from runner.inference.load import LoadedModel, load_trained
 if TYPE_CHECKING:
     from data.sources.files import Source
 
-RESULTS_FILE = "evaluations.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 MetricResults = dict[str, float]
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
@@ -76,7 +76,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`."""
     import torch
 
-    check_own_files(folder, (RESULTS_FILE,))
+    check_own_files(folder, (EVALUATIONS_FILE,))
     examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
@@ -87,7 +87,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     evaluated = {} if files == [cfg.data.path] else {"files": files}
     line = json.dumps({"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}, ensure_ascii=False)
     print(line)
-    with open_append(folder / RESULTS_FILE) as file:
+    with open_append(folder / EVALUATIONS_FILE) as file:
         file.write(f"{line}\n".encode())
     return results
 

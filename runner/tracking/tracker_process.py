@@ -19,7 +19,7 @@ from common.guarded_files import open_append, read_from
 from common.paths import REPO_ROOT
 
 QUEUE_SIZE = 10_000  # messages kept for a slow tracker
-MAX_LOG_BYTES = 1 << 20  # read from the end of the log
+MAX_TRACKER_LOG_BYTES = 1 << 20  # read from the end of the log
 CLOSE_TIMEOUT = 10.0  # seconds a tracker has to finish
 
 
@@ -123,7 +123,7 @@ class TrackerProcess:
 
 def _last_line(path: Path) -> str:
     try:
-        lines = read_from(path, 0, MAX_LOG_BYTES).decode("utf-8", "replace").split("\n")
+        lines = read_from(path, 0, MAX_TRACKER_LOG_BYTES).decode("utf-8", "replace").split("\n")
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
