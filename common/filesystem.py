@@ -75,7 +75,7 @@ def sync_tree(folder: Path) -> None:
 
 def read_bounded(path: Path, limit: int) -> bytes:
     """Return the content of a regular file. Raises OSError for a link, a pipe, a device, or a file longer than `limit` bytes."""
-    fd, size = _open_regular(path)
+    fd, size = open_regular(path)
     try:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size:,} bytes, at most {limit:,} are read", str(path))
@@ -187,7 +187,7 @@ def _indented_json(body: Any) -> bytes:
 
 def sha256_of(path: Path, size: int) -> str:
     """Return the sha256 of a regular file of `size` bytes. Raises OSError, without reading, if it has another size."""
-    fd, actual = _open_regular(path)
+    fd, actual = open_regular(path)
     try:
         if actual != size:
             raise OSError(errno.EIO, f"{actual:,} bytes instead of {size:,}", str(path))
@@ -207,7 +207,8 @@ def crc32_of(fd: int, size: int) -> int:
     return checksum
 
 
-def _open_regular(path: Path) -> tuple[int, int]:
+def open_regular(path: Path) -> tuple[int, int]:
+    """Return a descriptor, to read, and the size of a regular file. Raises OSError for a link, a pipe or a device."""
     fd = fs.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):

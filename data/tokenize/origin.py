@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import remove_tree, sync_tree, temp_name
+from common.guarded_files import check_own_files, copy_source_file, read_source_file
 from data.config import DataConfig
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def _candidates(source: Path) -> Iterator[Path]:
         return
     if source.parent.name == "checkpoints":  # a checkpoint of a run
         source = source.parent.parent
+    check_own_files(source, (), shallow=(RUN_TOKENIZER, "model"))
     if (source / RUN_TOKENIZER).is_dir():
         yield source / RUN_TOKENIZER
     for _ in range(MAX_ADAPTERS):
@@ -86,8 +88,7 @@ def _candidates(source: Path) -> Iterator[Path]:
 def _base_model(folder: Path) -> Path | None:
     """Return the base model of an adapter folder, None if `folder` is none."""
     try:
-        with open(folder / "adapter_config.json", "rb") as file:
-            name = json.loads(file.read(MAX_CONFIG_BYTES))["base_model_name_or_path"]
+        name = json.loads(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))["base_model_name_or_path"]
         return next((base for base in (folder / name, Path(name)) if base.is_dir()), None)
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -154,8 +155,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     new = target.with_name(temp_name("tmp", target.name))
     new.mkdir(parents=True)
     for file in (source / name for name in COPIED_FILES):
-        if file.is_file():
-            shutil.copyfile(file, new / file.name)
+        if os.path.lexists(file):
+            copy_source_file(file, new / file.name)
     sync_tree(new)
     if target.exists():
         remove_tree(target)

@@ -12,6 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
+from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "chat_template.jinja", "special_tokens_map.json", "generation_config.json"
@@ -45,7 +46,7 @@ class Tokenizer:
         folder = Path(folder)
         required = (_read_text(folder / "tokenizer.json"), _read_text(folder / "tokenizer_config.json"))
         optional = (folder / name for name in (TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG))
-        return _build_tokenizer(folder, *required, *(_read_text(file) if file.exists() else None for file in optional))
+        return _build_tokenizer(folder, *required, *(_read_text(file) if os.path.lexists(file) else None for file in optional))
 
     @property
     def bos_ids(self) -> list[int]:
@@ -154,7 +155,7 @@ def _token_id(engine: Engine, named: dict[str, str], key: str, folder: Path) -> 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_source_file(path, MAX_TOKENIZER_BYTES).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")  # as a text file
     except FileNotFoundError:
         raise UserError("a file of the tokenizer is missing", str(path), f"name a tokenizer folder, or {TRAIN_TOKENIZER_HINT}") from None
     except UnicodeDecodeError as error:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError, print_safely
+from common.guarded_files import check_own_files
 from data.sources.files import resolve_sources
 from data.tokenize.chat_template import CHATML
 from data.tokenize.tokenizer import BOS, EOS, PAD, SPECIAL_TOKENS, Tokenizer
@@ -56,6 +57,7 @@ def report_table(reports: dict[str, TokenizerReport], stats: CorpusStats) -> str
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, chat_template: str) -> Tokenizer:
     """Train on `texts` (read once, as a stream) and write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+    check_own_files(folder, ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"))
     if vocab_size < MIN_VOCAB_SIZE:
         message = f"vocab_size must be at least {MIN_VOCAB_SIZE} (control tokens and 256 bytes), got {vocab_size}"
         raise UserError(message, f"vocab_size={vocab_size}", "e.g. vocab_size=6400")

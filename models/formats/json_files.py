@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
 from models.config import MODELS, ModelConfig
 
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
@@ -16,8 +17,9 @@ MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base mode
 
 def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
+    content = read_source_file(path, MAX_MODEL_JSON_BYTES)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(content)
     except ValueError as error:
         raise UserError(f"not a JSON file: {error}", str(path), "write or download the folder again") from error
     if not isinstance(raw, dict):
@@ -85,5 +87,6 @@ def base_model_of(folder: Path) -> Path:
 
 
 def model_dir(source: Path) -> Path:
-    """Return `source/model` if `source` is a finished run, else `source`."""
+    """Return `source/model` if `source` is a finished run, else `source`. Raises UserError if `model` is a link."""
+    check_own_files(source, (), shallow=("model",))
     return source / "model" if (source / "model").is_dir() else source

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from models.config import LoraConfig, ModelConfig
 from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
 from models.formats.load import HEAD_KEY
@@ -76,10 +77,10 @@ def _is_readable_by_peft(source: Path) -> bool:
 def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
     """Copy the tokenizer files; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
     for name in TOKENIZER_FILES:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-    config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    added = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        if os.path.lexists(source / name):
+            copy_source_file(source / name, folder / name)
+    config = json.loads(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
+    added = json.loads(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
     token_ids = {}
     for role in ("bos", "eos", "pad"):

@@ -9,9 +9,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from common.errors import UserError
+from common.guarded_files import check_source_file
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
+    check_source_file(path)
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, FileNotFoundError) as error:

@@ -61,6 +61,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
     """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a checkpoint does that."""
     for checkpoint in sorted((run_dir / CHECKPOINTS_DIR).glob("step-*"), reverse=True):
+        if checkpoint.is_symlink():
+            continue
         try:
             return read_state(checkpoint)
         except UserError:

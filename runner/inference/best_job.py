@@ -15,6 +15,7 @@ from typing import Any
 
 from common.errors import UserError, print_note
 from common.filesystem import read_json_object
+from common.guarded_files import check_own_files
 
 SEED_KEY = "seed"
 EVALUATION_PARTS = {"on": "rows of another kind", "data": "different evaluation rows", "rows": "different evaluation rows", "tokenizer": "different tokenizers"}
@@ -43,7 +44,7 @@ def model_score(fields: Mapping[str, Any]) -> ModelScore | None:
 
 
 def find_best_job(sweep: Path) -> Path:
-    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best."""
+    """Return the run directory of the best job. Prints which it is. Raises UserError if no job can be called the best, or its directory is a link."""
     jobs = _read_jobs(sweep)
     scored = {name: score.loss for name, _, fields in jobs if (score := model_score(fields)) and score.loss is not None and (sweep / name / "model").is_dir()}
     points: dict[tuple[tuple[str, str], ...], list[str]] = {}
@@ -58,6 +59,7 @@ def find_best_job(sweep: Path) -> Path:
         raise UserError(f"this sweep has no best job: its jobs were judged with {problem}", str(sweep), f"name a job: {sweep}/<job>")
     best = min(ranked, key=lambda point: (statistics.fmean(scored[name] for name in ranked[point]), swept_sort_key(dict(point))))
     name = min(ranked[best], key=lambda name: scored[name])
+    check_own_files(sweep, (), shallow=(name,))
     remaining = sum(name not in scored for name, _, _ in jobs)
     suffix = f"; {remaining} of {len(jobs)} jobs have no evaluated model" if remaining else ""
     print_note(f"{sweep}: best job {name}, {model_score(fields_of[name])}{suffix}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Optional
 
 from common.errors import UserError, print_note, strip_control
 from common.filesystem import read_json_object
+from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
@@ -26,6 +27,8 @@ from runner.inference.load import LoadedModel, load_trained
 
 if TYPE_CHECKING:
     from data.sources.files import Source
+
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 MetricResults = dict[str, float]
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
@@ -72,6 +75,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`."""
     import torch
 
+    check_own_files(folder, (EVALUATIONS_FILE,))
     examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
@@ -83,8 +87,8 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     record = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}
     line = json.dumps(record, ensure_ascii=False)
     print(line if strip_control(line) == line else json.dumps(record))  # a file may have any name
-    with open(folder / "evaluations.jsonl", "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    with open_append(folder / EVALUATIONS_FILE) as file:
+        file.write(f"{line}\n".encode())
     return results
 
 

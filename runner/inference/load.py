@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.filesystem import read_bounded
+from common.guarded_files import check_own_files
 
 MAX_SAVED_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
 
@@ -50,6 +51,7 @@ def weights_dir(folder: Path) -> Path:
     """Return the model folder of a run, or `folder` if it is no run."""
     if not folder.is_dir():
         raise UserError("the folder does not exist", f"run={folder}", "give a run directory, a Hugging Face or PEFT folder, or run=last")
+    check_own_files(folder, (), shallow=("model", ".hydra"))
     if (folder / "model").is_dir():
         return folder / "model"
     if (folder / "run.json").exists():

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
+
 if TYPE_CHECKING:
     from data.batching.batch import Batch
     from data.tokenize.tokenizer import Tokenizer
@@ -20,7 +22,7 @@ class TokenBytes:
     """Counts the UTF-8 bytes of the tokens with a label. Special tokens, also the end of a text, have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        stored = json.loads((tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"))
+        stored = json.loads(read_source_file(tokenizer.folder / "tokenizer.json", MAX_TOKENIZER_BYTES))
         is_byte_level = _has_type(stored["pre_tokenizer"], "ByteLevel")  # one character of a token per byte
         has_byte_tokens = bool(stored["model"].get("byte_fallback"))
         self._bos_id = tokenizer.bos_id

@@ -12,6 +12,7 @@ from typing import BinaryIO, TextIO
 
 from common.errors import print_safely
 from common.filesystem import make_dirs
+from common.guarded_files import open_append, read_from
 
 LOGS_DIR = "logs"
 STACKS_MARK = b"Timeout ("  # first bytes of the report that faulthandler writes for a rank that hangs
@@ -29,10 +30,9 @@ class RankLog:
 
     def open(self) -> BinaryIO:
         """Append the header of this attempt and return the file; the caller closes it."""
-        out = open(self.path, "ab")  # noqa: SIM115
+        out = open_append(self.path)
         out.write(self._header.encode())
-        out.flush()
-        self._start = out.tell()
+        self._start = os.fstat(out.fileno()).st_size
         return out
 
     def tail(self) -> list[str]:
@@ -53,9 +53,7 @@ class RankLog:
 
     def _read(self) -> bytes:
         try:
-            with open(self.path, "rb") as log:
-                log.seek(max(self._start, os.path.getsize(self.path) - MAX_LOG_BYTES))
-                return log.read()
+            return read_from(self.path, self._start, MAX_LOG_BYTES)
         except OSError:
             return b""
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common.guarded_files import read_from
+
 THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
 POLL_SECONDS = 0.05
 LAST_LINES = 12
@@ -73,9 +75,7 @@ def run_then_hard_exit(main: Callable[[], int | None]) -> NoReturn:
 
 def last_lines(log: Path) -> list[str]:
     """Return the last LAST_LINES lines of `log`."""
-    with open(log, "rb") as file:
-        file.seek(max(0, os.path.getsize(log) - (1 << 16)))
-        return file.read().decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+    return read_from(log, 0, 1 << 16).decode("utf-8", "replace").splitlines()[-LAST_LINES:]
 
 
 def failure_reason(code: int, fields: dict[str, Any], lines: list[str]) -> str:

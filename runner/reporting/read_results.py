@@ -51,7 +51,7 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     job.status = recorded["status"] if recorded.get("status") in JOB_STATUSES else "new"
     job.error = str(recorded.get("error") or "")
     job.last_lines = [str(line) for line in _as_list(recorded.get("last_lines"))]
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
+    if not name or "/" in name or "\0" in name or name in (".", "..") or (folder / name).is_symlink():
         return job
     job.folder = name
     metadata = RunMetadata.read(folder / name)

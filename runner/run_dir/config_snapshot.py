@@ -111,7 +111,7 @@ def _read_snapshot(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 def _read_file(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         tree = load_yaml(path) or {}
-        package = PACKAGE.match(path.read_text(encoding="utf-8"))
+        package = PACKAGE.match(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
             f"the run's copy of conf/ cannot be read: {error}", str(path), "delete the file: the file of this name in conf/ is used instead"

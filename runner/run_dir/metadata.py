@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, read_json_object, remove_quietly, sync_path, write_json
+from common.guarded_files import check_own_files
 from runner.checkpoint.atomic_dir import STEP_NAME, remove_temp
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
@@ -39,6 +40,9 @@ DEFAULT_METADATA: dict[str, Any] = {
 }
 # What a launch may have written to its directory before it trains
 OWN_NAMES = {RUN_FILE, HYDRA_DIR, LOCK_FILE, OWNER_FILE, "logs", "tokenizer", "train.log", "metrics.jsonl", "samples.jsonl", "checkpoints"}
+# What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and checkpoints are checked as they are read.
+GUARDED_NAMES = (HYDRA_DIR, "logs", "tokenizer", "model", "train.log", "console.log", "evaluations.jsonl", "uninterrupted", "resumed")
+GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
 
 
 class RunMetadata:
@@ -68,6 +72,7 @@ class RunMetadata:
         folder = folder.absolute()
         if resume and not (folder / RUN_FILE).is_file():
             raise UserError("this directory holds no run: there is no run.json", str(folder), "give a run directory, e.g. resume=last")
+        check_run_files(folder)
         is_new_run, lock = not (folder / RUN_FILE).exists(), acquire_run(folder)
         is_new_dir = naming.claim(folder)
         try:
@@ -209,6 +214,12 @@ class RunMetadata:
         self.fields = {**self.fields, **_to_json(changed)}
         if self.is_writer:
             write_json(self.folder / RUN_FILE, self.fields)
+
+
+def check_run_files(folder: Path) -> None:
+    """Raise UserError if a file or folder that a run opens in `folder` is a link, or neither a regular file nor a folder."""
+    logs = [path.name for pattern in GUARDED_PATTERNS for path in folder.glob(pattern)]
+    check_own_files(folder, (*GUARDED_NAMES, *logs), shallow=("checkpoints",))
 
 
 def has_started(fields: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.config.literals import quote_path
 from runner.inference.best_job import find_best_job, model_score
 from runner.run_dir import saved_config
-from runner.run_dir.metadata import RUN_FILE, RunMetadata, has_started
+from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_started
 from runner.run_dir.naming import find_runs
 
 SWEEP_FILE = "sweep.json"
@@ -40,6 +40,8 @@ def resolve_run(name: str) -> Path:
         raise UserError(f"{path} does not exist", f"resume={name}", did_you_mean_path(name))
     if (folder := enclosing_run(path)) is None:
         raise UserError(f"{path} is not in a run directory: there is no run.json", f"resume={name}", "give a run directory, e.g. resume=last")
+    if (folder / RUN_FILE).is_file():
+        check_run_files(folder)
     _check_checkpoint(folder, path)
     return folder
 
@@ -57,6 +59,8 @@ def resolve_model_run(name: str) -> Path:
         folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
     if is_sweep_dir(folder):
         return find_best_job(folder)
+    if (folder / RUN_FILE).is_file():
+        check_run_files(folder)
     if score := model_score(RunMetadata.read(folder)):
         print_note(f"{folder}: {score}")
     return folder

@@ -9,6 +9,7 @@ import yaml
 
 from common.errors import UserError
 from common.filesystem import read_bounded
+from common.guarded_files import check_own_files
 from common.paths import REPO_ROOT
 from runner.config.overrides import check_stored, is_hydra_override
 
@@ -36,6 +37,7 @@ def load_overrides(folder: Path) -> list[str]:
 
 
 def _read_saved(path: Path, folder: Path) -> Any:
+    check_own_files(folder, (), shallow=(path.parent.relative_to(folder).name,))
     try:
         return load_yaml(path)
     except (OSError, ValueError) as error:

@@ -17,6 +17,7 @@ from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
 from common.filesystem import write_atomic_file
+from common.guarded_files import read_from
 from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
@@ -255,7 +256,7 @@ def _to_overrides(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _last_train_record(metrics: Path) -> dict[str, Any]:
-    lines = metrics.read_text(encoding="utf-8").splitlines()
+    lines = read_from(metrics, 0).decode("utf-8").splitlines()
     return next((record for record in map(json.loads, reversed(lines)) if record["kind"] == "train"), {})
 
 
@@ -264,5 +265,5 @@ def _drop_partial_line(path: Path) -> None:
     if path.is_symlink():
         raise UserError("the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep")
     if path.exists():
-        content = path.read_bytes()
+        content = read_from(path, 0)
         os.truncate(path, content.rfind(b"\n") + 1)

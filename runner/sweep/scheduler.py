@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import Outcome, UserError, print_note, print_safely
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
+from common.guarded_files import read_from
 from common.paths import REPO_ROOT
 from common.plugins import PLUGINS_ENV
 from runner.config import hydra_runtime
@@ -50,9 +51,7 @@ class RunningJob:
         """Print what the job has written since the last call, complete lines only."""
         if not self.log.exists():  # on another machine nothing may have been written yet
             return
-        with open(self.log, "rb") as log:
-            log.seek(self.read)
-            lines, newline, _ = log.read().rpartition(b"\n")
+        lines, newline, _ = read_from(self.log, self.read).rpartition(b"\n")
         if newline:
             self.read += len(lines) + 1
             for line in lines.decode("utf-8", "replace").split("\n"):

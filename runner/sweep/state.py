@@ -16,10 +16,11 @@ from typing import Any, Self
 from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
+from common.guarded_files import check_own_files
 from runner.config.overrides import canonical_value, check_stored
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
-from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, check_run_files, exported_loss, has_diverged, has_started, timestamp
 from runner.run_dir.naming import job_dirname
 from runner.run_dir.resolve import SWEEP_FILE
 from runner.sweep.budget import StepSize
@@ -91,6 +92,7 @@ class SweepState:
         lock = _acquire_lock(folder)
         try:
             state = cls.open_readonly(folder)
+            state.check_files()
         except BaseException:
             _release_lock(folder, lock)
             raise
@@ -108,6 +110,12 @@ class SweepState:
         """Return the overrides of sweep.json that a resume uses: of all jobs, the swept values, and those of each job."""
         swept = [(key, value) for key, values in self.swept.items() for value in values] + [item for job in self.jobs for item in job.overrides.items()]
         return [*self.overrides, *(f"{key}={value}" for key, value in swept), *(override for job in self.jobs for override in job.pending_overrides)]
+
+    def check_files(self) -> None:
+        """Raise UserError if the study, a job's directory or a file of a job is a link, or neither a regular file nor a folder."""
+        check_own_files(self.folder, (), shallow=("optuna.jsonl", *(job.name for job in self.jobs)))
+        for job in self.jobs:
+            check_run_files(self.folder / job.name)
 
     @property
     def base_step(self) -> StepSize:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from common.errors import UserError
+from common.filesystem import write_all
+from common.guarded_files import open_append, read_from
 
 
 class JsonlLog:
@@ -22,7 +24,7 @@ class JsonlLog:
         """
         self.path = path
         self._pending = b""
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  # open as long as the run
+        self._file = open_append(path)  # open as long as the run
         self._truncate_to(position, attempt)
 
     def append(self, record: dict[str, object]) -> None:
@@ -46,7 +48,7 @@ class JsonlLog:
             self._pending = self._pending[written:]
 
     def _truncate_to(self, position: int, attempt: int) -> None:
-        content = self.path.read_bytes()
+        content = read_from(self.path, 0)
         if len(content) < position:
             raise UserError(
                 f"{self.path.name} has {len(content)} bytes, but had {position} when the checkpoint was saved",
@@ -62,12 +64,11 @@ class JsonlLog:
 
 
 def _archive(path: Path, lines: bytes) -> None:
-    with open(path, "a+b") as archive:
+    with open_append(path) as archive:
         archive.seek(0)
         # After a kill between this write and the truncation, the next attempt archives the same lines again.
         if not archive.read().endswith(lines):
-            archive.write(lines)
-        archive.flush()
+            write_all(archive.fileno(), lines)
         os.fsync(archive.fileno())
 
 

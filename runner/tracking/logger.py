@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from common.errors import strip_control
+from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console
 from runner.tracking.jsonl import JsonlLog
@@ -156,7 +157,7 @@ class RunLogger:
 
     def _append_to_log(self, text: str) -> None:
         try:
-            with open(self.run_dir / "train.log", "a", encoding="utf-8") as log:
-                log.write(text + "\n")
+            with open_append(self.run_dir / "train.log") as log:
+                log.write(f"{text}\n".encode())
         except OSError:
             return  # the console has the same lines

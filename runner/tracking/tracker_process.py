@@ -4,6 +4,7 @@ and it outlives a kill -9 of the trainer long enough to record the run as crashe
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
@@ -14,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from common.guarded_files import open_append, read_from
 from common.paths import REPO_ROOT
 
 QUEUE_SIZE = 10_000  # messages kept for a slow tracker
+MAX_TRACKER_LOG_BYTES = 1 << 20  # read from the end of the log
 CLOSE_TIMEOUT = 10.0  # seconds a tracker has to finish
 
 
@@ -74,9 +77,11 @@ class TrackerProcess:
 
     def _writer_loop(self, settings: dict[str, object]) -> None:
         try:
+            if self._log_path.parent.is_symlink():
+                raise OSError(errno.ELOOP, "a link is not followed", str(self._log_path.parent))
             self._log_path.parent.mkdir(parents=True, exist_ok=True)
             paths = [str(REPO_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            with open(self._log_path, "a") as log:
+            with open_append(self._log_path) as log:
                 # A session of its own: Ctrl-C and a scheduler's signals are meant for the trainer, which then sends `finish`.
                 self._process = subprocess.Popen(
                     self._command,
@@ -117,5 +122,8 @@ class TrackerProcess:
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    try:
+        lines = read_from(path, 0, MAX_TRACKER_LOG_BYTES).decode("utf-8", "replace").split("\n")
+    except OSError:
+        return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

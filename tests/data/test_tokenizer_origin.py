@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,3 +134,45 @@ def test_tokenizer_copy_replaces_the_copy_of_an_earlier_launch(tmp_path: Path, o
         copy_tokenizer(source, tmp_path / "copy")
     assert Tokenizer.load(tmp_path / "copy").fingerprint == Tokenizer.load(SAMPLE_TOKENIZER).fingerprint
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.json", "chat_template.jinja"])
+def test_tokenizer_file_that_is_a_link_to_the_outside_is_not_copied(tmp_path: Path, other_tokenizer: Path, name: str) -> None:
+    (other_tokenizer / name).unlink(missing_ok=True)
+    (tmp_path / "secret.key").write_text("{}")
+    (other_tokenizer / name).symlink_to(tmp_path / "secret.key")
+    with pytest.raises(UserError, match="this is a link") as caught:
+        copy_tokenizer(other_tokenizer, tmp_path / "run" / "tokenizer")
+    assert caught.value.setting == str(other_tokenizer / name) and not (tmp_path / "run" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_tokenizer_opens_regular_files_only(other_tokenizer: Path, make: Callable[[Path], None]) -> None:
+    make(other_tokenizer / "generation_config.json")
+    with pytest.raises(UserError, match="neither a regular file|this is a link"):
+        Tokenizer.load(other_tokenizer)
+
+
+def test_tokenizer_folder_of_a_run_that_is_a_link_is_refused(tmp_path: Path, other_tokenizer: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer").symlink_to(other_tokenizer)
+    with pytest.raises(UserError, match="this is a link"):
+        tokenizer_of_weights(tmp_path / "run")
+
+
+def test_tokenizer_of_the_hugging_face_cache_is_read_through_its_links_and_copied_as_files(tmp_path: Path, other_tokenizer: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0", tmp_path / "models--a--b" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for number, file in enumerate(sorted(other_tokenizer.iterdir())):
+        shutil.copyfile(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (tmp_path / "typed").symlink_to(snapshot)
+    for typed in (snapshot, tmp_path / "typed"):
+        assert Tokenizer.load(typed).fingerprint == Tokenizer.load(other_tokenizer).fingerprint
+    copy_tokenizer(snapshot, tmp_path / "copy")
+    assert Tokenizer.load(tmp_path / "copy") and not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())
+    (snapshot / "added_tokens.json").symlink_to("../../../secret.key")
+    (tmp_path / "secret.key").write_text("{}")
+    with pytest.raises(UserError, match="this is a link"):  # out of the cache of this model
+        copy_tokenizer(snapshot, tmp_path / "copy")

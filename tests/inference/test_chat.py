@@ -130,6 +130,13 @@ def test_chat_continues_after_a_refused_prompt_until_its_input_ends(
     assert out.startswith("error: the prompt has") and out.count("\n") >= 3
 
 
+def test_model_of_a_run_that_is_a_link_is_not_loaded(tmp_path: Path, hf_folder: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(hf_folder)
+    with pytest.raises(UserError, match="this is a link"):
+        load_trained(tmp_path / "run", "cpu")
+
+
 def test_load_refuses_an_unfinished_run_with_the_resume_command(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(UserError) as error:

@@ -33,6 +33,14 @@ def test_best_job_is_of_the_point_with_the_lowest_mean(tmp_path: Path) -> None:
     assert find_best_job(sweep).name == "lr=1,seed=1"
 
 
+def test_best_job_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    sweep = write_sweep(tmp_path / "sweep", ("1", "0", 2.0, {}))
+    (sweep / "lr=1,seed=0").rename(tmp_path / "outside")
+    (sweep / "lr=1,seed=0").symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match="this is a link"):
+        find_best_job(sweep)
+
+
 def test_best_job_is_of_a_point_whose_seeds_are_all_completed(tmp_path: Path) -> None:
     assert find_best_job(write_sweep(tmp_path, ("1", "0", 2.0, {}), ("2", "0", 1.0, {}), ("2", "1", None, {}))).name == "lr=1,seed=0"
 

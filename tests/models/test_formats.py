@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -310,3 +311,47 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
     for load in (load_model, load_weights):
         with pytest.raises(UserError, match="base model does not exist"):
             load(tmp_path / "adapter")
+
+
+def test_model_folder_in_the_hugging_face_cache_loads_and_links_to_the_outside_are_refused(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0", tmp_path / "models--a--b" / "blobs"
+    model = write(snapshot)
+    blobs.mkdir()
+    for file in [*snapshot.iterdir()]:
+        file.rename(blobs / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    assert max_difference(load_model(snapshot)(IDS).logits, model(IDS).logits) == 0
+    save_model(tmp_path / "export", model, model.cfg, snapshot)
+    assert not any(path.is_symlink() for path in (tmp_path / "export").iterdir())
+    for name in ("config.json", "model.safetensors"):
+        outside = (blobs / name).rename(tmp_path / name)
+        (snapshot / name).unlink()
+        (snapshot / name).symlink_to(outside)
+        with pytest.raises(UserError, match="this is a link"):
+            load_model(snapshot)
+        (snapshot / name).unlink()
+        os.link(outside, snapshot / name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "export")
+    with pytest.raises(UserError, match="this is a link"):
+        load_weights(tmp_path / "run")
+
+
+def test_export_copies_no_tokenizer_file_through_a_link(tmp_path: Path) -> None:
+    import shutil
+
+    model, source = random_model(std=0.1), shutil.copytree(TOKENIZER, tmp_path / "tokenizer")
+    (tmp_path / "secret.key").write_text("{}")
+    (source / "added_tokens.json").symlink_to(tmp_path / "secret.key")
+    with pytest.raises(UserError, match="this is a link"):
+        save_model(tmp_path / "export", model, model.cfg, source)
+    assert not (tmp_path / "export" / "added_tokens.json").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_model_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="neither a regular file"):
+        load_weights(tmp_path)

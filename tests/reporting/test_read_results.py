@@ -214,6 +214,13 @@ def test_job_name_that_leads_out_of_the_sweep_directory_is_not_followed(tmp_path
     assert [row.best for row in rows_of(folder)] == [None] * 6
 
 
+def test_job_directory_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "sweep", [job({LR: "1"}, training(1.0))])
+    (folder / f"{LR}=1").rename(tmp_path / "moved")
+    (folder / f"{LR}=1").symlink_to(tmp_path / "moved")
+    assert rows_of(folder)[0].best is None
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_metrics_file_that_is_a_link_or_pipe_is_not_read(tmp_path: Path, kind: str) -> None:
     folder = write_sweep(tmp_path / "sweep", [job({LR: "1"}, training(1.0))])

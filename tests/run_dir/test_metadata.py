@@ -261,6 +261,40 @@ def test_run_json_that_is_a_link_is_refused(tmp_path):
         RunMetadata.open(tmp_path / "run", resume=True)
 
 
+OUTSIDE = {
+    "metrics.jsonl": "file", "metrics.attempt1.jsonl": "file", "samples.jsonl": "file", "train.log": "file", "console.log": "file",
+    "evaluations.jsonl": "file", "logs/rank1.log": "file", "tokenizer/tokenizer.json": "file", ".hydra/config.yaml": "file", "checkpoints": "folder",
+    "logs": "folder", "tokenizer": "folder", "model": "folder", ".hydra": "folder", ".hydra/history": "folder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_run_with_a_link_to_the_outside_is_refused_and_nothing_there_changes(name, tmp_path):
+    from runner.run_dir.resolve import resolve_model_run, resolve_run
+
+    (tmp_path / "file").write_text("victim")
+    (tmp_path / "folder" / ".tmp-step-00000001-1-aa").mkdir(parents=True)  # what remove_temp deletes
+    RunMetadata.open(tmp_path / "run").close()
+    link, before = tmp_path / "run" / name, snapshot(tmp_path / "folder")
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / OUTSIDE[name])
+    for use in (RunMetadata.open, lambda folder: RunMetadata.open(folder, resume=True), lambda folder: resolve_run(str(folder)), resolve_model_run):
+        with pytest.raises(UserError, match="this is a link") as caught:
+            use(tmp_path / "run")
+        assert caught.value.setting == str(link)
+    assert (tmp_path / "file").read_text() == "victim" and snapshot(tmp_path / "folder") == before
+    link.unlink()
+    (tmp_path / "typed").symlink_to(tmp_path / "run")
+    RunMetadata.open(tmp_path / "typed", resume=True).close()  # the path that the user types may be a link
+
+
+def test_run_with_a_pipe_in_place_of_a_log_is_refused_without_opening_it(tmp_path):
+    RunMetadata.open(tmp_path).close()
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(UserError, match="neither a regular file nor a folder"):
+        RunMetadata.open(tmp_path, resume=True)
+
+
 def test_open_removes_temporary_files_of_a_killed_writer(tmp_path):
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa" / "model").write_bytes(b"half")

@@ -133,3 +133,14 @@ def test_state_refuses_an_invalid_sweep_json(sweep: Path, change: Callable[[dict
     (sweep / "sweep.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match="sweep.json cannot be read"):
         SweepState.open(sweep)
+
+
+@pytest.mark.parametrize("link", [FIRST, f"{FIRST}/console.log", "optuna.jsonl"])
+def test_sweep_with_a_link_to_the_outside_is_refused(link: str, sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (sweep / link).parent.mkdir(exist_ok=True)
+    (sweep / link).symlink_to(tmp_path / "outside")
+    with pytest.raises(UserError, match="this is a link"):
+        SweepState.open(sweep)
+    (sweep / link).unlink()
+    SweepState.open(sweep).lock.release()  # type: ignore[union-attr]  # the refusal has released the lock

@@ -99,6 +99,16 @@ def test_failing_tracker_costs_one_warning_and_no_step(
     assert capsys.readouterr().out.count("warning: tracker:") == 1
 
 
+def test_tracker_whose_folder_is_a_link_is_not_started(tmp_path: Path) -> None:
+    messages: list[str] = []
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "program").symlink_to("outside")
+    process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "program" / "tracker.log", messages.append, messages.append)
+    process.start()
+    process.finish("completed", "")
+    assert "a link is not followed" in messages[0] and not any((tmp_path / "outside").iterdir())
+
+
 def test_tracker_warning_contains_the_reason_of_the_tracker(tmp_path: Path) -> None:
     messages: list[str] = []
     process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "tracker.log", messages.append, messages.append)

@@ -14,6 +14,7 @@ from typing import Any, Optional, Protocol
 
 from common.errors import UserError
 from common.exit_codes import INTERRUPTED
+from common.guarded_files import open_append
 from common.settings import check_at_least
 from runner.launch import subprocesses
 
@@ -91,7 +92,7 @@ def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, li
     try:
         if received:
             return INTERRUPTED, received
-        with open(log, "ab") as out:
+        with open_append(log) as out:
             process = subprocesses.spawn(command, subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env, out.fileno())
         if received:  # arrived while the process was being started
             process.terminate()

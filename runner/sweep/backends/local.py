@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.guarded_files import open_append
 from runner.launch import subprocesses
 from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions
 
@@ -58,7 +59,7 @@ class LocalBackend:
             env |= {"OMP_NUM_THREADS": str(slot.threads), subprocesses.THREADS_ENV: str(slot.threads)}
         if slot.devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
-        with open(run_dir / CONSOLE_LOG, "ab") as out:
+        with open_append(run_dir / CONSOLE_LOG) as out:
             return LocalJob(subprocesses.spawn(command, env, out.fileno()), slot)
 
     def poll(self, handle: LocalJob) -> JobExit | None:

@@ -1,0 +1,104 @@
+"""Files of a folder that another may have made: no link is followed out of it, and nothing but regular files is opened.
+
+A path that the user types may be a link itself; these rules hold for what is inside. One kind of link is followed, for reading only:
+those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from common.errors import UserError
+from common.filesystem import open_regular, read_bounded
+
+MAX_TOKENIZER_BYTES = 256 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
+CACHE_PREFIX = "models--"  # of the folder of a model in the Hugging Face cache
+REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Open a regular file for reading and appending, without a buffer; it is created if needed. Raises OSError for a link, a pipe or a device."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(fd, "a+b", buffering=0)
+
+
+def read_from(path: Path, start: int, limit: int | None = None) -> bytes:
+    """Return the content of a regular file from byte `start` on, at most its last `limit` bytes. Raises OSError for a link, a pipe or a device."""
+    fd, size = open_regular(path)
+    with open(fd, "rb") as file:
+        file.seek(start if limit is None else max(start, size - limit))
+        return file.read()
+
+
+def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] = ()) -> None:
+    """Raise UserError if one of `names` in `folder`, or anything below it, is neither a regular file nor a folder.
+
+    Of the names in `shallow` only the entry itself is looked at. What does not exist, or cannot be listed, is left to its reader.
+    """
+    for name in shallow:
+        _check_entry(folder / name)
+    pending = [folder / name for name in names]
+    while pending:
+        path = pending.pop()
+        if _check_entry(path):
+            try:
+                pending += [path / name for name in os.listdir(path)]
+            except OSError:
+                continue
+
+
+def check_source_file(path: Path) -> None:
+    """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within the Hugging Face cache."""
+    _check_entry(_in_cache(path) or path)
+
+
+def read_source_file(path: Path, limit: int) -> bytes:
+    """Return the content of a file of a model or tokenizer folder. Raises FileNotFoundError, and UserError for what `check_source_file` refuses."""
+    source = _in_cache(path) or path
+    _check_entry(source)
+    try:
+        return read_bounded(source, limit)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again") from error
+
+
+def copy_source_file(path: Path, target: Path) -> None:
+    """Copy a file of a tokenizer folder, as `read_source_file` reads it, to `target` in a folder of this process."""
+    target.write_bytes(read_source_file(path, MAX_TOKENIZER_BYTES))
+
+
+def _in_cache(path: Path) -> Path | None:
+    """Return the file that a link of the Hugging Face cache means; None for any other path. The link must stay in the cache folder of its model."""
+    if not path.is_symlink():
+        return None
+    home = path.parent.resolve()
+    cache = next((parent for parent in (home, *home.parents) if parent.name.startswith(CACHE_PREFIX)), None)
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # RuntimeError: a loop of links
+        return None
+    return target if cache is not None and target.is_relative_to(cache) else None
+
+
+def _check_entry(path: Path) -> bool:
+    """Return whether `path` is a folder. Raises UserError if it is neither a folder, nor a regular file, nor absent."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        return stat.S_ISDIR(mode)
+    if stat.S_ISLNK(mode):
+        raise UserError("this is a link, and no link is followed in a folder of a run, model or tokenizer", str(path), REPLACE_HINT)
+    raise UserError("this is neither a regular file nor a folder, and is not opened", str(path), REPLACE_HINT)
