@@ -66,6 +66,10 @@ class StepOutput(NamedTuple):
     gradients: GradStats
 
 
+class StopRequested(Exception):
+    """A stop request ended an evaluation, sampling or a step before it was done: the state is that of the last completed step."""
+
+
 @dataclass
 class TrainState:
     cfg: Config
@@ -90,6 +94,12 @@ class TrainState:
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     tracker_id: str | None = None
+    stop_requested: Callable[[], bool] = lambda: False  # whether a stop signal has reached this rank
+
+    def check_stop(self) -> None:
+        """Raise StopRequested if some rank has received a stop signal. Every rank must call it."""
+        if self.dist.any(self.stop_requested()):
+            raise StopRequested
 
     @property
     def total_steps(self) -> int:
