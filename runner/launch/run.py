@@ -32,7 +32,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
         metadata.mark_running(stage=config.stage.name, fingerprints=fingerprints, **sources)
         if not torchrun.under_torchrun() and (count := local_ranks.count_local_ranks(config)) > 1:
             return local_ranks.train_on_ranks(config, metadata, count)
-        with StopFlag() as stop:
+        with StopFlag(announces=True) as stop:
             torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop)
     except UserError:
