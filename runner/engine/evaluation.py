@@ -6,9 +6,10 @@ from contextlib import closing, nullcontext, suppress
 
 import torch
 
+from common.errors import StopRequested
 from models.generate import generate
 from runner.engine.objectives.objective import mask_dummy_batch
-from runner.engine.state import StopRequested, TrainState, finite_or_none
+from runner.engine.state import TrainState, finite_or_none
 
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 

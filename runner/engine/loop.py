@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import DivergedError, Interrupted, TrainingError, UserError
+from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
@@ -18,7 +18,7 @@ from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.state import StepOutput, StopRequested, TrainState
+from runner.engine.state import StepOutput, TrainState
 from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush
 from runner.tracking.data_report import data_table
 

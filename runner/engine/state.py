@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import UserError
+from common.errors import StopRequested, UserError
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device.compile import CompileDecision
@@ -64,10 +64,6 @@ class StepOutput(NamedTuple):
     examples: int  # over all ranks
     sums: LossSums  # of the objective, over this rank's micro-batches
     gradients: GradStats
-
-
-class StopRequested(Exception):
-    """A stop request ended an evaluation, sampling or a step before it was done: the state is that of the last completed step."""
 
 
 @dataclass
