@@ -17,7 +17,7 @@ from runner.run_dir.metadata import RunMetadata
 def run(config: Config, metadata: RunMetadata) -> float:
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep compares.
 
-    Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (saved; resume= continues).
+    Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
     before = dict(metadata.fields)
     try:
