@@ -57,13 +57,17 @@ class DivergedError(TrainingError):
     outcome = Outcome.DIVERGED
 
 
+class StopRequested(Exception):
+    """A stop request ended tokenizing, an evaluation, sampling or a step before it was done: the run is as after its last completed step."""
+
+
 class Interrupted(Exception):
-    """Training was stopped by a signal after saving step `step` in the run directory `folder`."""
+    """Training was stopped by a signal after saving step `step` in the run directory `folder`; step 0: before there was anything to save."""
 
     outcome = Outcome.INTERRUPTED
 
     def __init__(self, step: int, folder: Path) -> None:
-        super().__init__(f"stopped after step {step}, saved")
+        super().__init__(f"stopped after step {step}, saved" if step else "stopped before the first step, nothing to save")
         self.folder = folder
 
 

@@ -29,26 +29,34 @@ def generate(
     stop_ids: list[int],
     generator: torch.Generator | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    before_token: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the stop token that ended it.
 
     temperature 0: greedy; top_k 0 and top_p 1 (https://arxiv.org/abs/1904.09751): no truncation; repetition_penalty
     (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from `generator` (default: a new
-    one with seed 0), never from torch's global generator. `on_token(row, token)` is called for each new token. A row ends at a stop token,
+    one with seed 0), never from torch's global generator. `on_token(row, token)` is called for each new token, `before_token()` before
+    each forward pass: it may raise to stop. A row ends at a stop token,
     after `max_new_tokens`, or at the model's max_position_embeddings. Raises UserError if a prompt is empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
     training = model.training
     model.eval()
     try:
-        return _generate(model, prompts, limits, Sampler(temperature, top_k, top_p, repetition_penalty, generator), set(stop_ids), on_token)
+        return _generate(model, prompts, limits, Sampler(temperature, top_k, top_p, repetition_penalty, generator), set(stop_ids), on_token, before_token)
     finally:
         model.train(training)
 
 
 @torch.no_grad()
 def _generate(
-    model: LanguageModel, prompts: list[list[int]], limits: list[int], sampler: Sampler, stop_ids: set[int], on_token: Callable[[int, int], None] | None
+    model: LanguageModel,
+    prompts: list[list[int]],
+    limits: list[int],
+    sampler: Sampler,
+    stop_ids: set[int],
+    on_token: Callable[[int, int], None] | None,
+    before_token: Callable[[], None],
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     active = {row for row, limit in enumerate(limits) if limit}
@@ -66,6 +74,7 @@ def _generate(
     # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN, and NaN spreads.
     mask = ((torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool() | torch.eye(T, dtype=torch.bool, device=device)).unsqueeze(1)
     while True:
+        before_token()
         logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
         ids = sampler(logits.float(), seen).unsqueeze(1)  # (B, 1)
         for row, token in enumerate(ids[:, 0].tolist()):

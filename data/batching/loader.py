@@ -105,7 +105,7 @@ def prefetch(items: Generator[T]) -> Generator[T]:
 def _signals_blocked() -> Iterator[None]:
     """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process group; the workers
     survive it, so that the training process can finish its step."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
 from data.types import EncodingConfig
 
-BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread per process: there is a process per core
 Chunk = list[tuple[int, Any]]  # (position in the source, item)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from common.errors import UserError
+from common.errors import StopRequested, UserError
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
@@ -21,7 +22,7 @@ from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
 from runner.engine.config import Config
-from runner.engine.data_pipeline import build_data_pipeline, build_loader
+from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu import disable_malloc_trim
 from runner.engine.device.distributed import DistributedContext, init_distributed
@@ -34,10 +35,10 @@ from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
 
 
-def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None]) -> TrainState:
+def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None], stop_requested: Callable[[], bool] = lambda: False) -> TrainState:
     """Build all parts of a run. `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
 
-    Raises UserError if the settings, the data and the machine do not fit together.
+    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()` while data is tokenized.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     if dist.device.type == "cpu":
@@ -45,7 +46,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
     tokenizer = load_tokenizer(cfg, run_dir)
-    pipeline = build_data_pipeline(cfg, tokenizer)
+    pipeline = load_data(cfg, tokenizer, dist, stop_requested)
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     saved = read_newest_state(run_dir)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
@@ -95,6 +96,16 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         update_metadata=update_metadata,
         compatibility=compatibility,
     )
+
+
+def load_data(cfg: Config, tokenizer: Tokenizer, dist: DistributedContext, stop_requested: Callable[[], bool]) -> DataPipeline:
+    """Tokenize the data. Raises StopRequested on every rank if some rank was stopped."""
+    pipeline = None
+    with suppress(StopRequested):
+        pipeline = build_data_pipeline(cfg, tokenizer, stop_requested)
+    if dist.any(pipeline is None) or pipeline is None:
+        raise StopRequested
+    return pipeline
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:

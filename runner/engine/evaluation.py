@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 
 import torch
 
+from common.errors import StopRequested
 from models.generate import generate
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, finite_or_none
@@ -14,12 +15,16 @@ SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's
 
 
 def evaluate_if_due(state: TrainState) -> None:
-    """Evaluate and generate samples if that is due at this step and not done yet."""
+    """Evaluate and generate samples if that is due at this step and not done yet.
+
+    Raises StopRequested between two batches or tokens; then nothing of it is recorded, and a resumed run does all of it.
+    """
     progress, train = state.progress, state.cfg.train
     if progress.evaluated_step == progress.step:
         return
-    if is_evaluation_due(state):
-        means = evaluate_loss(state)
+    means = evaluate_loss(state) if is_evaluation_due(state) else None
+    samples = generate_samples(state) if train.sample_prompts and state.is_due(train.sample_every) else None
+    if means is not None:
         progress.eval_loss = finite_or_none(means["loss"])
         state.logger.log("eval", progress.step, loss_tokens=progress.loss_tokens, tokens=progress.tokens, **means)
         if progress.eval_loss is not None and (progress.best_loss is None or progress.eval_loss < progress.best_loss):
@@ -27,8 +32,8 @@ def evaluate_if_due(state: TrainState) -> None:
             state.checkpoints.save_best(progress.step, progress.best_loss, state)
         else:
             progress.evals_since_best += 1
-    if train.sample_prompts and state.is_due(train.sample_every):
-        state.logger.samples(progress.step, generate_samples(state))
+    if samples is not None:
+        state.logger.samples(progress.step, samples)
     progress.evaluated_step = progress.step
 
 
@@ -49,6 +54,7 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     with closing(state.val_loader.iter_epoch(0)) as steps:
         for batches in steps:
             for batch in batches:
+                state.check_stop()
                 state.dist.arm_watchdog()
                 with state.precision.autocast():
                     parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
@@ -62,7 +68,7 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
 
 
 def generate_samples(state: TrainState) -> list[dict[str, str]]:
-    """Return the model's answers to train.sample_prompts, as a function of weights and step."""
+    """Return the model's answers to train.sample_prompts, as a function of weights and step. Raises StopRequested on every rank if some rank is stopped."""
     from data.tokenize.chat_template import ChatTemplate
 
     cfg, tokenizer = state.cfg, state.tokenizer
@@ -73,8 +79,15 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         template = ChatTemplate(tokenizer)
         stop_ids = template.stop_ids
         prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
+
+    def check_stop_of_rank() -> None:
+        if state.stop_requested():
+            raise StopRequested
+
+    # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the end.
+    before_token = state.check_stop if state.dist.sharded else check_stop_of_rank
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
-    with state.precision.autocast() if state.dist.sharded else nullcontext():
+    with state.precision.autocast() if state.dist.sharded else nullcontext(), suppress(StopRequested):
         answers = generate(
             state.model,
             prompts,
@@ -85,5 +98,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
             repetition_penalty=1.0,
             stop_ids=stop_ids,
             generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
+            before_token=before_token,
         )
+    state.check_stop()
     return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(cfg.train.sample_prompts, answers, strict=True)]

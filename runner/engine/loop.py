@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import DivergedError, Interrupted, TrainingError, UserError
+from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
+from runner.engine.device.rng import get_rng_state, set_rng_state
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
@@ -31,11 +32,15 @@ DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
     """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights, which a sweep compares.
 
-    Raises Interrupted, after the current step is saved, if `stop_requested()` on some rank; TrainingError if training fails.
+    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; TrainingError if training fails.
     """
+    state.stop_requested = stop_requested
     try:
         start_or_resume(state)
-        train_steps(state, lambda: state.dist.any(stop_requested()))
+        try:
+            train_steps(state, lambda: state.dist.any(stop_requested()))
+        except StopRequested:
+            save_and_interrupt(state)
         return finish(state)
     except BaseException as error:
         if state.dist.size == 1:  # fetching results needs all ranks, and others may have exited
@@ -127,13 +132,18 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all micro-batches and ranks are counted first, then every loss is divided by that count.
 
     The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
+    Raises StopRequested between two micro-batches: the step is abandoned, and the random state is that of its start.
     """
     dist, objective, precision = state.dist, state.objective, state.precision
+    rng_at_start = get_rng_state() if len(batches) > 1 else {}
     state.wrapped.train()
     counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
     items, loss_tokens, tokens, examples = map(int, dist.all_reduce_sum([sum(column) for column in zip(*counts, strict=True)]))
     sums: LossSums = {}
     for number, batch in enumerate(batches, start=1):
+        if number > 1 and dist.any(state.stop_requested()):
+            set_rng_state(rng_at_start)
+            raise StopRequested
         dist.arm_watchdog()
         with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
             with precision.autocast():

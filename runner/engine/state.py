@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.errors import UserError
+from common.errors import StopRequested, UserError
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device.compile import CompileDecision
@@ -90,6 +90,12 @@ class TrainState:
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     tracker_id: str | None = None
+    stop_requested: Callable[[], bool] = lambda: False  # whether a stop signal has reached this rank
+
+    def check_stop(self) -> None:
+        """Raise StopRequested if some rank has received a stop signal. Every rank must call it."""
+        if self.dist.any(self.stop_requested()):
+            raise StopRequested
 
     @property
     def total_steps(self) -> int:

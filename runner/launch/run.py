@@ -17,7 +17,7 @@ from runner.run_dir.metadata import RunMetadata
 def run(config: Config, metadata: RunMetadata) -> float:
     """Train in the directory of `metadata`, from its newest checkpoint if it has one; return the loss that a sweep compares.
 
-    Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (saved; resume= continues).
+    Raises UserError (nothing was trained, run.json is as before), TrainingError, or Interrupted (resume= continues).
     """
     before = dict(metadata.fields)
     try:
@@ -32,7 +32,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
         metadata.mark_running(stage=config.stage.name, fingerprints=fingerprints, **sources)
         if not torchrun.under_torchrun() and (count := local_ranks.count_local_ranks(config)) > 1:
             return local_ranks.train_on_ranks(config, metadata, count)
-        with StopFlag() as stop:
+        with StopFlag(announces=True) as stop:
             torchrun.broadcast_config(config, metadata)
             return train_or_verify(config, metadata, stop)
     except UserError:

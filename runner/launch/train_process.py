@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import exit_codes
-from common.errors import Interrupted, Outcome, TrainingError, UserError, print_safely, report_user_error
+from common.errors import Interrupted, Outcome, StopRequested, TrainingError, UserError, print_safely, report_user_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT
 from runner.config.compose import to_config
 from runner.engine.config import Config
@@ -72,8 +72,12 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     from runner.engine.build import build_run
     from runner.engine.loop import train
 
-    with _peer_errors(config):
-        state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update)
+    try:
+        with _peer_errors(config):
+            state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
+    except StopRequested:
+        metadata.finish(Outcome.INTERRUPTED)
+        raise Interrupted(metadata.fields["step"], metadata.folder) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     try:
         with _peer_errors(config):

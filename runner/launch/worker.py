@@ -15,7 +15,7 @@ from types import FrameType
 from common.filesystem import read_bounded
 from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
-from runner.launch.signals import STOP_SIGNALS, StopFlag
+from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.lock import MAX_JSON_BYTES
@@ -27,7 +27,7 @@ PARENT_POLL_SECONDS = 0.2
 
 def main(config_file: Path, parent: int) -> int:
     ignore_broken_pipe()
-    for number in STOP_SIGNALS:
+    for number in handled_signals():
         signal.signal(number, _ignore_signal)  # StopFlag restores it: a signal during shutdown does not change the exit code
     with StopFlag() as stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # deliver what arrived since the launcher blocked them

@@ -28,6 +28,19 @@ def inject_nonfinite_loss(state, step, with_gradients):
     state.objective.loss = loss
 
 
+def stop_in_batch(state, rank, is_training, nth):
+    """Return a stop request of `rank` alone that arrives in its `nth` batch of training or evaluation, and the list of such batches."""
+    original, calls = state.objective.loss, []
+
+    def loss(model, batch):
+        if state.model.training == is_training:
+            calls.append(batch)
+        return original(model, batch)
+
+    state.objective.loss = loss
+    return calls, lambda: state.dist.rank == rank and len(calls) >= nth
+
+
 def main():
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
@@ -37,6 +50,14 @@ def main():
         stop_at = training.get("stop_at")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
             inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])
+        if plan := training.get("stop_in"):
+            calls, stop_requested = stop_in_batch(state, **plan)
+            try:
+                train(state, stop_requested)
+            except Interrupted:
+                assert len(calls) == plan["nth"], f"rank {state.dist.rank} ran {len(calls)} batches"
+                continue
+            raise AssertionError("not stopped")
         try:
             train(state, stop_requested=lambda state=state, at=stop_at: state.dist.is_rank_zero and state.progress.step == at)
         except Interrupted:

@@ -34,8 +34,8 @@ def record(**fields):
     with open('.tmp-record', 'w') as file: json.dump(fields, file)
     os.replace('.tmp-record', 'run.json')
 def on_signal(act):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1): signal.signal(number, act)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP): signal.signal(number, act)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
     open('ready' + os.environ['RANK'], 'w').close()
 def wait(*names):
     while not all(map(os.path.exists, names)): time.sleep(0.01)
@@ -269,8 +269,8 @@ def test_ranks_that_time_out_print_the_stack_of_each(run: Any, capfd: pytest.Cap
     assert "[rank 1]   File loop.py, line 7" in printed and "[rank 2] Timeout (0:00:01)!" in printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Path, capfd: Any, number: int) -> None:
     def send() -> None:
         wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))
         os.kill(os.getpid(), number)
@@ -278,6 +278,7 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     threading.Thread(target=send).start()
     with pytest.raises(Interrupted) as stopped:
         run(SAVES_ON_SIGNAL, EXITS_ON_SIGNAL, EXITS_ON_SIGNAL, max_restarts=3)
+    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this batch, then saving; again to stop now\n"
     assert str(stopped.value) == "stopped after step 7, saved" and stopped.value.folder == tmp_path / "run"
     assert run_json(tmp_path)["attempt"] == 1
 

@@ -18,6 +18,8 @@ from torch.utils.data._utils import signal_handling
 from trainee import STEPS, SlowDisk, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common import filesystem
+from data.store import cache
+from data.store.writer import StoreWriter
 from runner.checkpoint.manager import CheckpointManager
 from runner.engine import evaluation, loop
 from runner.engine.verify_resume import diff_run_dirs
@@ -232,4 +234,30 @@ def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
         assert wait_for_exit(child) == 128 + signal.SIGINT
         assert saved_steps(root / "run")[-1] == 3
         assert train(cfg, root / "run") == 0
+        assert diff_run_dirs(root / "whole", root / "run") == []
+
+
+def test_signal_while_tokenizing_stops_between_chunks_and_leaves_nothing_half_written(tmp_path):
+    def signal_in_second_chunk():
+        cache.MAX_CHUNK_ROWS, cache.REPORT_EVERY = 2, 0
+        append = StoreWriter.append
+
+        def append_with_signal(writer, block):
+            append(writer, block)
+            with open(chunks, "a") as file:
+                file.write("chunk\n")
+            if len(chunks.read_text().splitlines()) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        StoreWriter.append = append_with_signal
+
+    with memory_dir(tmp_path) as root:
+        cfg, chunks = make_config(root), root / "chunks"
+        assert train(cfg, root / "run", signal_in_second_chunk) == 75, read_output(root / "run")
+        assert len(chunks.read_text().splitlines()) == 2
+        assert [path.name for path in (root / "cache").rglob("*") if path.name != "contents" and path.suffix != ".json"] == []
+        assert (read_run_json(root / "run")["status"], saved_steps(root / "run")) == ("interrupted", [])
+        assert "stopped before the first step" in read_output(root / "run")
+        assert train(cfg, root / "run") == 0, read_output(root / "run")
+        assert train(cfg, root / "whole") == 0
         assert diff_run_dirs(root / "whole", root / "run") == []

@@ -53,3 +53,30 @@ def test_stop_flag_ignores_a_duplicate_of_the_signal():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGINT  # and the process has not exited
+
+
+def test_stop_flag_acknowledges_the_first_signal_once(capfd):
+    with StopFlag(announces=True):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)  # the duplicate
+    assert capfd.readouterr().err == "\nSIGHUP: stopping after this batch, then saving; again to stop now\n"
+
+
+def test_stop_flag_without_a_terminal_to_write_to_still_stops():
+    child = "import os; os.close(2)\n" + WAIT.replace("StopFlag()", "StopFlag(announces=True)").replace("time.sleep(300)", "")
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "SIGHUP\n"
+        assert process.wait(10) == 0
+
+
+def test_stop_flag_leaves_sighup_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,72 @@
+"""A stop signal in the middle of an evaluation, of sampling or of a step: nothing more of it runs, and the resumed run has the same bits."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from common.errors import Interrupted
+from models.generate import Sampler
+from runner.engine.loop import train
+from runner.engine.verify_resume import diff_run_dirs
+from runner.launch.signals import StopFlag
+
+RUN = [  # 18 rows and 6 for validation: six steps of three micro-batches, evaluations of six batches
+    "train.batch_size=1", "train.accumulation_steps=3", "train.save_every=2", "train.eval_every=2", "train.sample_every=2", "data.val_fraction=0.25",
+    "train.sample_prompts=[goats]", "train.sample_tokens=8", "model.dropout=0.1",
+]  # fmt: skip
+
+
+def signal_in(monkeypatch, state, phase, nth):
+    """Send SIGTERM to this process in the `nth` call of `phase` (evaluation, step: batches; sampling: tokens); return the calls so far, as a list."""
+    calls = []
+    owner, name = (Sampler, "__call__") if phase == "sampling" else (type(state.objective), "loss")
+    function = getattr(owner, name)
+
+    def counted(*args):
+        result = function(*args)
+        if phase == "sampling" or state.model.training == (phase == "step"):
+            calls.append(phase)
+            if len(calls) == nth:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "phase, nth, step",
+    [
+        pytest.param("evaluation", 2, 2, id="first evaluation"),
+        pytest.param("evaluation", 15, 6, id="last evaluation"),
+        pytest.param("sampling", 3, 2, id="sampling"),
+        pytest.param("step", 5, 1, id="micro-batch"),
+    ],
+)
+def test_stop_inside_a_phase_abandons_it_and_resumes_bitwise_equal(make_run, monkeypatch, phase, nth, step):
+    train(make_run("sft", *RUN, folder="uninterrupted", rows=24))
+    state = make_run("sft", *RUN, folder="stopped", rows=24)
+    with monkeypatch.context() as patch, StopFlag() as stop:
+        calls = signal_in(patch, state, phase, nth)
+        with pytest.raises(Interrupted, match=f"stopped after step {step}, saved"):
+            train(state, stop)
+    assert len(calls) == nth
+    state.logger.finish("interrupted", {})
+    torch.manual_seed(7)  # the resumed run must not depend on this process's random state
+    resumed = make_run("sft", *RUN, folder="stopped", rows=24, attempt=2)
+    train(resumed)
+    assert diff_run_dirs(state.run_dir.with_name("uninterrupted"), state.run_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stop_of_one_rank_abandons_the_same_batch_on_all(tmp_path, overrides_for, run_ranks, strategy):
+    overrides = overrides_for("sft", *RUN, f"distributed={strategy}", rows=24)
+    plans = {"evaluation": {"rank": 1, "is_training": False, "nth": 2}, "step": {"rank": 1, "is_training": True, "nth": 5}}
+    stopped = [{"folder": str(tmp_path / name), "overrides": overrides, "stop_in": plan} for name, plan in plans.items()]
+    run_ranks(2, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *stopped])
+    run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
+    for name in plans:
+        assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / name) == [], name
