@@ -12,7 +12,7 @@ import json
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.errors import UserError
 from data.errors import BadRowError
@@ -147,7 +147,7 @@ class _Utf8Stream(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         while not self._converted and not self._is_end:
             chunk = self._file.read(READ_BYTES)
             self._is_end = not chunk

@@ -157,14 +157,19 @@ def recorded(output: str) -> list[str]:
     return [line.partition("recorded ")[2] for line in output.splitlines() if "recorded " in line]
 
 
-def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
+def write_recorder(workspace: Path) -> list[str]:
+    """Write the plugin RECORDER; return the overrides that use it."""
     (workspace / "recorder.py").write_text(RECORDER)
-    typed = [
+    return [
         f"plugins=[{workspace / 'recorder.py'}]",
         "+hydra.callbacks.mine._target_=recorder.Recorder",
         "hydra.job.name=mine",
         "+hydra.job.env_set.COLOR=blue",
     ]
+
+
+def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, workspace: Path, rows: str) -> None:
+    typed = write_recorder(workspace)
     result = call(*TINY_RUN, rows, *typed, "hydra.run.dir=run")
     assert result.returncode == 0, result.stderr
     assert recorded(result.stdout) == ["on_run_start mine", "on_job_start mine blue 2", "on_job_end mine COMPLETED", "on_run_end mine COMPLETED"]
@@ -177,13 +182,7 @@ def test_hydra_callbacks_and_job_settings_of_the_user_take_effect(call: Call, wo
 
 @pytest.mark.slow
 def test_hydra_callbacks_and_job_settings_reach_the_jobs_of_a_sweep(program: Program, workspace: Path, rows: str) -> None:
-    (workspace / "recorder.py").write_text(RECORDER)
-    typed = [
-        f"plugins=[{workspace / 'recorder.py'}]",
-        "+hydra.callbacks.mine._target_=recorder.Recorder",
-        "hydra.job.name=mine",
-        "+hydra.job.env_set.COLOR=blue",
-    ]
+    typed = write_recorder(workspace)
     result = program("--multirun", *TINY_RUN, rows, *typed, "seed=1,2", f"hydra.sweep.dir={workspace / 'sweep'}")
     assert result.returncode == 0, result.stderr
     logs = [recorded((workspace / "sweep" / f"seed={seed}" / "console.log").read_text()) for seed in (1, 2)]

@@ -186,8 +186,8 @@ def name_of(value: object) -> str:
 
 
 def check(result: object, parts: list[str]) -> None:
-    assert is_user_error(result), result  # type: ignore[arg-type]
-    assert [part for part in parts if part not in result.stderr] == [], result.stderr  # type: ignore[attr-defined]
+    assert is_user_error(result), result
+    assert [part for part in parts if part not in result.stderr] == [], result.stderr
 
 
 @pytest.mark.parametrize(("argv", "parts"), [*EARLY, *slow(EARLY_SLOW)], ids=name_of)

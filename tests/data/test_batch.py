@@ -52,7 +52,7 @@ class Numbered:
 
 
 def test_loader_reads_the_sequences_of_its_epoch() -> None:
-    loader = make_loader(Numbered(), batch_size=2)  # type: ignore[arg-type]  # the sampler needs no rows
+    loader = make_loader(Numbered(), batch_size=2)  # the sampler needs no rows
     for epoch in (0, 1, 2):
         names = [name for batches in loader.iter_epoch(epoch) for batch in batches for name in batch.names]
         assert sorted(names) == [f"sequence {5 * epoch + i}" for i in range(5)]

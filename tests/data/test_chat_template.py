@@ -2,6 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from template_fixtures import decode_loss_spans
 
 from common.errors import UserError
 from data.errors import BadRowError
@@ -32,14 +33,7 @@ TOOL_CHAT = [
 
 
 def texts_with_loss(tokenizer, encoded):
-    """Return the spans of tokens with loss, decoded."""
-    spans, previous = [], False
-    for token, has_loss in zip(*encoded, strict=True):
-        if has_loss:
-            spans = spans if previous else [*spans, []]
-            spans[-1].append(token)
-        previous = has_loss
-    return [tokenizer.decode(ids, skip_special=False) for ids in spans]
+    return decode_loss_spans(tokenizer, *encoded)
 
 
 def with_template(folder, source):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from template_fixtures import decode_loss_spans
 
 from data.errors import BadRowError
 from data.tokenize.chat_template import ChatTemplate
@@ -59,14 +60,7 @@ def load_template(tmp_path_factory):
 
 
 def texts_with_loss(template, messages, tools=None, loss_on="assistant"):
-    """Return the spans of tokens with loss, decoded."""
-    spans, previous = [], False
-    for token, has_loss in zip(*template.encode(messages, tools, loss_on=loss_on), strict=True):
-        if has_loss:
-            spans = spans if previous else [*spans, []]
-            spans[-1].append(token)
-        previous = has_loss
-    return [template.tokenizer.decode(ids, skip_special=False) for ids in spans]
+    return decode_loss_spans(template.tokenizer, *template.encode(messages, tools, loss_on=loss_on))
 
 
 def rendered_text(template, messages, tools=None):

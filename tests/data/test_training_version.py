@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from template_fixtures import decode_loss_spans
 
 from data.errors import BadRowError
 from data.tokenize import training_version
@@ -106,14 +107,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts_with_loss(template: ChatTemplate, messages: list[dict], tools: list[dict] | None = None, loss_on: str = "assistant") -> list[str]:
-    spans: list[list[int]] = []
-    previous = False
-    for token, has_loss in zip(*template.encode(messages, tools, loss_on=loss_on), strict=True):
-        if has_loss:
-            spans = spans if previous else [*spans, []]
-            spans[-1].append(token)
-        previous = has_loss
-    return [template.tokenizer.decode(ids, skip_special=False) for ids in spans]
+    return decode_loss_spans(template.tokenizer, *template.encode(messages, tools, loss_on=loss_on))
 
 
 def rendered(template: ChatTemplate, messages: list[dict]) -> str:

@@ -84,9 +84,9 @@ def write_pth(path: Path, **changes: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def loaded_logits(path: Path) -> Tensor:
     cfg = read_config_of_weights(path)
-    model = Decoder(cfg).eval()  # type: ignore[arg-type]
+    model = Decoder(cfg).eval()
     load_into(model, load_weights(path), str(path))
-    return model(IDS).logits  # type: ignore[return-value]
+    return model(IDS).logits
 
 
 @pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "moe"])
@@ -103,7 +103,7 @@ def test_minimind_moe_counts_the_output_of_its_expert_in_full(tmp_path: Path) ->
 def test_minimind_2_file_without_query_norm_has_its_eight_heads(tmp_path: Path) -> None:
     state = write_pth(tmp_path / "v2.pth", qk_norm=False, num_attention_heads=8, num_key_value_heads=2, head_dim=6)
     cfg = read_config_of_weights(tmp_path / "v2.pth")
-    assert (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim, cfg.rms_norm_eps) == (8, 2, 6, 1e-5)  # type: ignore[attr-defined]
+    assert (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim, cfg.rms_norm_eps) == (8, 2, 6, 1e-5)
     assert max_difference(loaded_logits(tmp_path / "v2.pth"), minimind_logits(state, IDS, heads=8, eps=1e-5)) < 1e-5
 
 
@@ -113,9 +113,9 @@ def test_minimind_config_in_conf_has_the_settings_of_its_files(tmp_path: Path) -
     sizes = [f"model.{name}={value}" for name, value in {"vocab_size": 64, "hidden_size": 16, "head_dim": 4}.items()]
     sizes += ["model.intermediate_size=8", "model.moe_intermediate_size=8"]
     model = compose_config(["model=minimind_moe", "model.norm_topk_prob=true", *sizes]).model
-    torch.save(Decoder(model).state_dict(), tmp_path / "moe.pth")  # type: ignore[arg-type]
+    torch.save(Decoder(model).state_dict(), tmp_path / "moe.pth")
     read = read_config_of_weights(tmp_path / "moe.pth")
-    assert read.mathematics() == model.mathematics() and read.router_aux_loss_coef == model.router_aux_loss_coef == 4e-3  # type: ignore[attr-defined]
+    assert read.mathematics() == model.mathematics() and read.router_aux_loss_coef == model.router_aux_loss_coef == 4e-3
 
 
 def test_pth_file_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -183,6 +183,6 @@ def test_points_of_a_sweep_take_the_model_of_their_weights(tmp_path: Path) -> No
     runs = [write_run(tmp_path / f"theta{theta}", rope_theta=theta) for theta in (77.0, 88.0)]
     composer = PointComposer(["stage=sft"])
     configs = [composer.config({"init_from": str(run), "optimizer.lr": "1e-3"}) for run in runs]
-    assert [config.model.rope_theta for config in configs] == [77.0, 88.0]  # type: ignore[attr-defined]
+    assert [config.model.rope_theta for config in configs] == [77.0, 88.0]
     for config in configs:
         check_model(config)

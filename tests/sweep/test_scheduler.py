@@ -50,7 +50,7 @@ def run_jobs(tmp_path: Path, fake_jobs: FakeJobs) -> Callable[..., tuple[bool, l
         with SweepState.create(tmp_path / "sweep", swept={"seed": [str(number) for number in range(len(scripts))]}) as state:
             jobs = iter([state.add_job({"seed": str(number)}) for number in range(len(scripts))])
             try:
-                scheduler.run_jobs(FakeSession(state), LocalOptions(**options), lambda: next(jobs, None), lambda job: None)  # type: ignore[arg-type]
+                scheduler.run_jobs(FakeSession(state), LocalOptions(**options), lambda: next(jobs, None), lambda job: None)
             except SweepStopped:
                 return True, state.jobs
             return False, state.jobs
@@ -172,7 +172,7 @@ def test_scheduler_takes_the_reason_of_a_backend_and_starts_all_without_a_limit(
             (tmp_path / "sweep" / job.name).mkdir()
             run = {"status": status, "outcome": None, "attempt": 1, "metrics": {"loss": 2.0}}
             (tmp_path / "sweep" / job.name / "run.json").write_text(json.dumps(run))
-        scheduler.run_jobs(FakeSession(state), Options(), lambda: next(queue, None), lambda job: None)  # type: ignore[arg-type]
+        scheduler.run_jobs(FakeSession(state), Options(), lambda: next(queue, None), lambda job: None)
     assert [(job.status, job.error) for job in jobs] == [("completed", None), ("failed", "the node has failed"), ("interrupted", None)]
     assert backend.closed and backend.most == 3
 
