@@ -33,6 +33,10 @@ MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families"
 register_model = MODELS.register
 
 
+class UnsupportedVariantError(UserError):
+    """A family computes models of this model_type, but not with these values."""
+
+
 @dataclass
 class ModelConfig:
     """Settings that every model has. Field names are those of a transformers config."""

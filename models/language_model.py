@@ -50,6 +50,10 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
+    def prepare(self) -> list[str]:
+        """Called once when the model has its weights and is on its device, before it is adapted, sharded or compiled; returns lines for the log."""
+        return []
+
     @property
     def layers(self) -> nn.ModuleList:
         """Layers with parameters of their own, in order: what FSDP shards one by one."""

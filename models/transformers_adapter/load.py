@@ -1,0 +1,41 @@
+"""Weights of a folder of transformers, under the names of its model class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from common.errors import UserError
+from common.guarded_files import check_source_file
+from models.families.transformers import TransformersConfig, create_hf_config
+
+MAX_NAMES = 6  # tensors that an error names of each kind
+
+
+def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str, Tensor]:
+    """Return the fp32 weights in `folder`: safetensors, or files of torch, which are read without executing anything (weights_only=True).
+
+    Raises UserError if a tensor of the model is missing, if the folder has one that the model does not have, or one of another shape.
+    """
+    for path in folder.iterdir():
+        check_source_file(path)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=create_hf_config(cfg.config, str(folder)),
+            dtype=torch.float32,
+            trust_remote_code=False,
+            local_files_only=True,
+            weights_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"transformers cannot load the weights: {str(error).splitlines()[0]}", str(folder), "download the folder again") from error
+    problems = [f"{kind.replace('_', ' ')}: {', '.join(map(str, list(report[kind])[:MAX_NAMES]))}" for kind in report if report[kind]]
+    if problems:
+        raise UserError("the weights do not fit config.json: " + "; ".join(problems), str(folder), "download the folder again, or choose another")
+    state: dict[str, Tensor] = model.state_dict()
+    return state
