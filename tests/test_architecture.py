@@ -26,6 +26,7 @@ hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
 runner.launch | runner.reporting
 runner.run_dir
+runner.recovery
 runner.config
 runner.inference.metrics > runner.inference
 runner.engine
