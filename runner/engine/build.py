@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import StopRequested, UserError
 from data.batching.loader import StepLoader
@@ -23,12 +23,13 @@ from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
-from runner.engine.device.compile import check_cuda_graphs, resolve_compile_mode, set_inductor_cache
+from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu import disable_malloc_trim
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.objectives.config import prepare_stage
+from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState
@@ -52,24 +53,14 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
 
-    seed_all(cfg.seed)  # the same initial weights on every rank
-    model = build_model(cfg, load_initial_weights=saved is None).to(dist.device)
-    objective = prepare_stage(cfg.stage, model)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    model, objective, frozen = prepare_model(cfg, dist.device, load_initial_weights=saved is None)
     compatibility = describe_run(
         cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, data=pipeline.fingerprint, tokenizer=tokenizer.fingerprint, frozen=frozen
     )
-    if dist.rank:
-        seed_all(cfg.seed + dist.rank)  # each rank draws a dropout of its own
-    for part in (model, *objective.extra_models):
-        dist.shard(part, part.layers, precision.dtype)
-
-    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
-    val_loader = build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+    distribute(cfg, dist, precision, (model, *objective.extra_models))
+    loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
-    planned_flops = estimate_flops(cfg, model, loader)
-    compile_decision = resolve_compile_mode(cfg.train.compile, planned_flops, dist.device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
+    compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
         compatibility["environment.compiled"] = compile_decision.mode
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
@@ -153,6 +144,37 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
         load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
+
+
+def prepare_model(cfg: Config, device: torch.device, load_initial_weights: bool) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
+    """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
+    seed_all(cfg.seed)
+    model = build_model(cfg, load_initial_weights).to(device)
+    objective = prepare_stage(cfg.stage, model)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    return model, objective, frozen
+
+
+def distribute(cfg: Config, dist: DistributedContext, precision: Precision, models: Iterable[LanguageModel]) -> None:
+    """Give each rank a dropout of its own and, under fsdp, its shard of `models`."""
+    if dist.rank:
+        seed_all(cfg.seed + dist.rank)
+    for model in models:
+        dist.shard(model, model.layers, precision.dtype)
+
+
+def build_loaders(
+    pipeline: DataPipeline, cfg: Config, tokenizer: Tokenizer, rows_per_step: int, dist: DistributedContext
+) -> tuple[StepLoader, StepLoader | None]:
+    """Return the loaders of the training and the validation rows (None: there are none)."""
+    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
+    return loader, build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+
+
+def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
+    planned_flops = estimate_flops(cfg, model, loader)
+    return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
