@@ -18,7 +18,8 @@ from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
 from models.formats.load import load_into, load_weights
 from models.language_model import LanguageModel, create_model
-from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run
+from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
+from runner.checkpoint.environment import rank_differences
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
 from runner.engine.config import Config
@@ -26,6 +27,7 @@ from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu import disable_malloc_trim
 from runner.engine.device.distributed import DistributedContext, init_distributed
+from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.objectives.config import prepare_stage
@@ -61,8 +63,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
-    if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
-        compatibility["environment.compiled"] = compile_decision.mode
+    compatibility |= environment_facts(describe_kernels(dist.device, compile_decision.mode, cfg.model.has_dynamic_shapes))
+    compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in cfg.model.training_warnings():
         logger.warning(warning)
