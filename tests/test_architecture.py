@@ -54,7 +54,7 @@ THIRD_PARTY = {
     "runner.tracking.trackers": {"swanlab"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
     "models": {"torch", "safetensors", "transformers"},
-    "common": set(),
+    "common": {"yaml"},  # imported where YAML is parsed
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed
 NOT_SETTINGS = {"EncodingConfig"}  # not a section of the config

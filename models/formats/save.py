@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
 from models.formats.load import HEAD_KEY
@@ -79,8 +79,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name):
             copy_source_file(source / name, folder / name)
-    config = json.loads(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
-    added = json.loads(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
+    config = parse_json(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
+    added = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
     token_ids = {}
     for role in ("bos", "eos", "pad"):
