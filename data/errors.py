@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from common.errors import UserError
+from common.limits.parsers import MAX_NESTING, check_json_size, check_nesting
 
 
 class BadRowError(UserError):
@@ -31,7 +32,10 @@ def type_name(value: Any) -> str:
 def parse_json_row(raw: bytes, where: str, last_line: bool = False) -> Any:
     """Return the JSON value in `raw`. `last_line`: `raw` ends at the end of the file, without a line end. Raises BadRowError."""
     try:
+        check_json_size(raw)
         value = json.loads(raw.decode("utf-8"))
+        if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
+            check_nesting(value)
         if b"\\ud" in raw or b"\\uD" in raw:
             json.dumps(value, ensure_ascii=False).encode()  # refuses a lone surrogate
         return value

@@ -29,6 +29,7 @@ class LanguageModel(nn.Module):
 
     cfg: ModelConfig
     activation_checkpointing: str  # none, selective or full
+    kernels_description: str | None = None  # what `prepare` has chosen, for the log
 
     def forward(
         self,
@@ -50,9 +51,12 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
-    def prepare(self) -> list[str]:
-        """Called once when the model has its weights and is on its device, before it is adapted, sharded or compiled; returns lines for the log."""
-        return []
+    def prepare(self, is_packed: bool) -> str | None:
+        """Choose kernels; called once when the model has its weights and is on its device, before it is adapted, sharded or compiled.
+
+        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and would not be exact.
+        """
+        return None
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -26,6 +26,7 @@ hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
 runner.launch | runner.reporting
 runner.run_dir
+runner.recovery
 runner.config
 runner.inference.metrics > runner.inference
 runner.engine
@@ -53,7 +54,7 @@ THIRD_PARTY = {
     "runner.tracking.trackers": {"swanlab"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
     "models": {"torch", "safetensors", "transformers"},
-    "common": set(),
+    "common": {"yaml"},  # imported where YAML is parsed
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed
 NOT_SETTINGS = {"EncodingConfig"}  # not a section of the config

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+from common.limits.parsers import check_json_size
 from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import BOM, MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines, row_too_large
 
@@ -50,6 +51,7 @@ def _scalars_between(gap: bytes | None, where: str) -> Iterator[Any]:
         return
     gap = gap.strip()
     try:
+        check_json_size(gap)
         yield from json.loads(b"[" + gap.removeprefix(b",").removesuffix(b",") + b"]")
     except ValueError:  # includes UnicodeDecodeError
         yield BadRowError("invalid JSON", f"invalid JSON: {gap[:40]!r} before this row", where, "write one comma between two rows, and nothing else")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import remove_tree, sync_tree, temp_name
 from common.guarded_files import check_own_files, copy_source_file, read_source_file
+from common.limits.parsers import parse_json
 from data.config import DataConfig
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _candidates(source: Path) -> Iterator[Path]:
 def _base_model(folder: Path) -> Path | None:
     """Return the base model of an adapter folder, None if `folder` is none."""
     try:
-        name = json.loads(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))["base_model_name_or_path"]
+        name = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))["base_model_name_or_path"]
         return next((base for base in (folder / name, Path(name)) if base.is_dir()), None)
     except (OSError, ValueError, TypeError, KeyError):
         return None

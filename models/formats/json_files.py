@@ -10,6 +10,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
+from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
@@ -19,9 +20,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
     """Raises UserError if the file is not a JSON object."""
     content = read_source_file(path, MAX_MODEL_JSON_BYTES)
     try:
-        raw = json.loads(content)
+        raw = parse_json(content)
     except ValueError as error:
-        raise UserError(f"not a JSON file: {error}", str(path), "write or download the folder again") from error
+        raise UserError(f"the JSON cannot be read: {error}", str(path), "write or download the folder again") from error
     if not isinstance(raw, dict):
         raise UserError(f"expected a JSON object, got {type(raw).__name__}", str(path), "write or download the folder again")
     return raw

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
+from models.families.transformers import TransformersConfig
 from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
 from models.formats.load import HEAD_KEY
 from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES
@@ -33,6 +34,11 @@ def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_d
     write_json_file(folder / "config.json", hf_config | token_ids)
     write_json_file(folder / "generation_config.json", token_ids | ({"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}))
     state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
+    if isinstance(cfg, TransformersConfig):
+        from models.transformers_adapter.load import save_transformers_weights
+
+        save_transformers_weights(folder, model, state)
+        return
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
     write_tensors(folder / "model.safetensors", to_folder_names(state, hf_config["model_type"]))
@@ -79,8 +85,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name):
             copy_source_file(source / name, folder / name)
-    config = json.loads(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
-    added = json.loads(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
+    config = parse_json(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
+    added = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
     ids = {token["content"]: token["id"] for token in added}
     token_ids = {}
     for role in ("bos", "eos", "pad"):

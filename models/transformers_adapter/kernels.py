@@ -31,18 +31,17 @@ class Kernels:
     packing: str  # one of PACKING_METHODS, or none: packed rows would differ from single ones
     chunked_loss: bool  # the loss comes from the last hidden state and the weight of the output layer; False: from the model's logits
 
-    def describe(self, name: str) -> list[str]:
+    def describe(self) -> str:
         """Return what was found, for the log."""
         attention = "attention of this program" if self.attention == IMPLEMENTATION else f"attention of transformers ({self.attention})"
         loss = "chunked loss" if self.chunked_loss else "loss from the model's own logits"
         packed = {"positions": "packed rows are exact", "mask": "packed rows are exact with a mask", "none": "packed rows are not exact"}[self.packing]
-        return [f"{name} through transformers: {attention}, {loss}; {packed}"]
+        return f"of transformers, with {attention}, {loss}; {packed}"
 
 
 def packed_arguments(kernels: Kernels, document_ids: Tensor, position_ids: Tensor | None) -> dict[str, Any]:
     """Return the arguments of a forward pass of packed rows. document_ids (B, T), -1 for padding; position_ids (B, T) start at 0 in each document."""
-    if kernels.packing == "none":
-        raise UserError("packed rows of this model would see each other", "data.packing", "data.packing=none")
+    assert kernels.packing != "none", "refused by TransformersModel.prepare"
     if kernels.packing == "positions":
         return {"position_ids": position_ids}
     T = document_ids.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from common.errors import UserError
 from common.guarded_files import check_source_file
 from models.families.transformers import TransformersConfig, create_hf_config
+from models.language_model import LanguageModel
+from models.transformers_adapter.model import TransformersModel
 
 MAX_NAMES = 6  # tensors that an error names of each kind
 
@@ -39,3 +42,11 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
         raise UserError("the weights do not fit config.json: " + "; ".join(problems), str(folder), "download the folder again, or choose another")
     state: dict[str, Tensor] = model.state_dict()
     return state
+
+
+def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor]) -> None:
+    """Write the tensors of `state` as model.safetensors, under the names that published folders of this class have."""
+    assert isinstance(model, TransformersModel)
+    with TemporaryDirectory(dir=folder) as temporary:
+        model.hf.save_pretrained(temporary, state_dict=state, max_shard_size="1TB")
+        (Path(temporary) / "model.safetensors").rename(folder / "model.safetensors")

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from common.errors import UserError
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.activation_checkpointing import SAVED_OPS
@@ -57,9 +58,15 @@ class TransformersModel(LanguageModel):
         self._checkpointing = "none"
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
-    def prepare(self) -> list[str]:
+    def prepare(self, is_packed: bool) -> str:
         self.kernels = choose_kernels(self.hf, self.cfg.attention)
-        return self.kernels.describe(self.cfg.name)
+        if is_packed and self.kernels.packing == "none":
+            raise UserError(
+                f"packed rows of {self.cfg.name} would not be exact: their log-probabilities differ from those of single rows",
+                "data.packing",
+                "data.packing=none",
+            )
+        return self.kernels.describe()
 
     def train(self, mode: bool = True) -> TransformersModel:
         self.hf.training = mode

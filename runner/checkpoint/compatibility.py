@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import platform
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
 from common.settings import OnResume, iter_settings, resume_rules
+from runner.checkpoint.environment import describe_environment
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,9 @@ ROWS_PER_STEP, DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, FROZEN_WEIGHTS, ENVIRONM
     "frozen_weights",
     "environment",
 )
+CODE = f"{ENVIRONMENT}.code"  # fingerprint of the code; decides whether code has changed
+WRITTEN_BY = "written_by"  # git commit of the code and hash of uncommitted changes, for messages: a commit may change documentation only
+UNRECORDED_CODE = "the checkpoint does not record its code and environment: a version of this program without that wrote it"
 
 
 def describe_run(
@@ -34,28 +38,29 @@ def describe_run(
     facts = dict(iter_settings(config)) | {ROWS_PER_STEP: rows_per_step, DATA_FINGERPRINT: data, TOKENIZER_FINGERPRINT: tokenizer}
     if frozen:
         facts[FROZEN_WEIGHTS] = fingerprint_parameters(frozen)
-    return facts | {f"{ENVIRONMENT}.{name}": value for name, value in describe_environment(device, num_ranks).items()}
+    return facts | environment_facts(describe_environment(device, num_ranks))
 
 
-def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Return what rounding depends on besides settings and data."""
-    import numpy
-    import torch
+def environment_facts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` as facts of a run whose differences change the rounding."""
+    return {f"{ENVIRONMENT}.{name}": value for name, value in values.items()}
 
-    ranks = {"ranks": num_ranks} if num_ranks > 1 else {}
-    return ranks | {
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "python": platform.python_version(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-    }
+
+def recorded_environment(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `values` of all `environment_facts` among `facts`."""
+    return {fact.partition(".")[2]: value for fact, value in sorted(facts.items()) if fact.startswith(f"{ENVIRONMENT}.")}
 
 
 def run_rules(config: Any) -> dict[str, str]:
     """Return the rule of every fact that may change; other facts are incompatible."""
-    return {ENVIRONMENT: "changes_rounding", **dict(resume_rules(config))}
+    return {ENVIRONMENT: "changes_rounding", WRITTEN_BY: "ignored", **dict(resume_rules(config))}
+
+
+def settings_fingerprint(config: Any) -> str:
+    """Return the sha256 of all settings that a number of the training depends on."""
+    rules = run_rules(config)
+    values = {key: value for key, value in iter_settings(config) if rule_of(key, rules) != "ignored"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def rule_of(fact: str, rules: Mapping[str, str]) -> str:
@@ -66,12 +71,26 @@ def rule_of(fact: str, rules: Mapping[str, str]) -> str:
 
 
 def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return rule -> differences of that rule, each as "key: saved -> current"."""
+    """Return rule -> differences of that rule, each as "key: saved -> current", or as a sentence."""
     differences: dict[str, list[str]] = {rule: [] for rule in get_args(OnResume)}
+    lacks_code = CODE in current and CODE not in saved
     for fact in sorted(saved.keys() | current.keys()):
-        if saved.get(fact) != current.get(fact):
-            differences[rule_of(fact, rules)].append(f"{fact}: {saved.get(fact)} -> {current.get(fact)}")
+        is_unrecorded = lacks_code and fact not in saved and fact.startswith(f"{ENVIRONMENT}.")
+        if saved.get(fact) != current.get(fact) and not is_unrecorded:
+            text = f"{fact}: {saved.get(fact)} -> {current.get(fact)}" if fact != CODE else describe_changed_code(saved, current)
+            differences[rule_of(fact, rules)].append(text)
+    if lacks_code:
+        differences["changes_rounding"].append(UNRECORDED_CODE)
     return differences
+
+
+def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return "code changed: A -> B": commits if both are known and differ, otherwise the first digits of the code's fingerprints."""
+    before, now = (facts.get(f"{WRITTEN_BY}.commit") for facts in (saved, current))
+    if before and now and before != now:
+        return f"code changed: {before[:12]} -> {now[:12]}"
+    uncommitted = f" (uncommitted changes to {now[:12]})" if before and now else ""
+    return f"code changed: {str(saved[CODE])[:12]} -> {str(current.get(CODE))[:12]}{uncommitted}"
 
 
 def fingerprint_parameters(tensors: Mapping[str, Tensor]) -> str:

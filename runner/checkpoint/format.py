@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError, UserError
 from common.filesystem import Chunks, read_bounded
+from common.limits.parsers import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def checkpoint_files(tensors: CheckpointTensors, state: Mapping[str, Any]) -> di
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the content of state.json. Raises UserError if another version of this program wrote it."""
-    state = json.loads(read_bounded(checkpoint / STATE_FILE, MAX_STATE_BYTES))
+    state = parse_json(read_bounded(checkpoint / STATE_FILE, MAX_STATE_BYTES))
     if state.get("format") != CHECKPOINT_FORMAT:
         raise UserError(
             f"the checkpoint has format {state.get('format')}, this version reads format {CHECKPOINT_FORMAT} only",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import StopRequested, UserError
 from data.batching.loader import StepLoader
@@ -18,17 +18,20 @@ from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
 from models.formats.load import load_into, load_weights
 from models.language_model import LanguageModel, create_model
-from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run
+from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
+from runner.checkpoint.environment import rank_differences
 from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
-from runner.engine.device.compile import check_cuda_graphs, resolve_compile_mode, set_inductor_cache
+from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu import disable_malloc_trim
 from runner.engine.device.distributed import DistributedContext, init_distributed
+from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.objectives.config import prepare_stage
+from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState
@@ -52,26 +55,16 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
 
-    seed_all(cfg.seed)  # the same initial weights on every rank
-    model = build_model(cfg, load_initial_weights=saved is None).to(dist.device)
-    objective = prepare_stage(cfg.stage, model)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    model, objective, frozen = prepare_model(cfg, dist.device, load_initial_weights=saved is None)
     compatibility = describe_run(
         cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, data=pipeline.fingerprint, tokenizer=tokenizer.fingerprint, frozen=frozen
     )
-    if dist.rank:
-        seed_all(cfg.seed + dist.rank)  # each rank draws a dropout of its own
-    for part in (model, *objective.extra_models):
-        dist.shard(part, part.layers, precision.dtype)
-
-    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
-    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
-    val_loader = build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+    distribute(cfg, dist, precision, (model, *objective.extra_models))
+    loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
-    planned_flops = estimate_flops(cfg, model, loader)
-    compile_decision = resolve_compile_mode(cfg.train.compile, planned_flops, dist.device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
-    if cfg.train.compile == "auto":  # a resumed run may be longer, or have no compiler, and decide otherwise
-        compatibility["environment.compiled"] = compile_decision.mode
+    compile_decision = decide_compilation(cfg, model, loader, dist.device)
+    compatibility |= environment_facts(describe_kernels(dist.device, compile_decision.mode, cfg.model.has_dynamic_shapes))
+    compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in cfg.model.training_warnings():
         logger.warning(warning)
@@ -155,6 +148,38 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     return model
 
 
+def prepare_model(cfg: Config, device: torch.device, load_initial_weights: bool) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
+    """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
+    seed_all(cfg.seed)
+    model = build_model(cfg, load_initial_weights).to(device)
+    model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
+    objective = prepare_stage(cfg.stage, model)
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    return model, objective, frozen
+
+
+def distribute(cfg: Config, dist: DistributedContext, precision: Precision, models: Iterable[LanguageModel]) -> None:
+    """Give each rank a dropout of its own and, under fsdp, its shard of `models`."""
+    if dist.rank:
+        seed_all(cfg.seed + dist.rank)
+    for model in models:
+        dist.shard(model, model.layers, precision.dtype)
+
+
+def build_loaders(
+    pipeline: DataPipeline, cfg: Config, tokenizer: Tokenizer, rows_per_step: int, dist: DistributedContext
+) -> tuple[StepLoader, StepLoader | None]:
+    """Return the loaders of the training and the validation rows (None: there are none)."""
+    ranks = (dist.rank, dist.size, dist.device.type == "cuda")
+    loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
+    return loader, build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
+
+
+def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
+    planned_flops = estimate_flops(cfg, model, loader)
+    return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
+
+
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
@@ -187,6 +212,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "run": str(state.run_dir),
         "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
         "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
+        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
         "vocab": f"{state.tokenizer.vocab_size:,} tokens, {cfg.data.tokenizer}",
         "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
         "batch": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import Interrupted
 from runner.checkpoint.best import BEST_POINTER
+from runner.checkpoint.compatibility import WRITTEN_BY
 from runner.checkpoint.format import CHECKPOINTS_DIR, TENSOR_FILES, read_state, step_of
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.build import build_run
@@ -22,7 +23,7 @@ from runner.engine.loop import train
 VERIFY_STEPS = 10  # if train.max_steps is 0
 # Times, and positions in files whose times have more or fewer digits
 EXCLUDED_METRICS = {"time", "attempt", "tokens_per_second", "data_wait", "save_stall"}
-EXCLUDED_STATE = {"log", "tracker_id"}
+EXCLUDED_STATE = {"log", "log_sha256", "tracker_id"}
 
 
 def verify_resume(cfg: Config, work_dir: Path) -> list[str]:
@@ -60,9 +61,10 @@ def diff_run_dirs(one: Path, other: Path) -> list[str]:
 
 
 def _comparable_state(checkpoint: Path) -> dict[str, Any]:
-    """Return state.json without the path of the tokenizer, which each run directory has a copy of; its fingerprint is compared."""
+    """Return state.json without the path of the tokenizer, which each run directory has a copy of (its fingerprint is compared), and without the commit."""
     state = read_state(checkpoint)
-    return state | {"compatibility": {fact: value for fact, value in state["compatibility"].items() if fact != "data.tokenizer"}}
+    facts = {fact: value for fact, value in state["compatibility"].items() if fact != "data.tokenizer" and not fact.startswith(f"{WRITTEN_BY}.")}
+    return state | {"compatibility": facts}
 
 
 def _best_weights(run_dir: Path) -> tuple[int, bytes] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.filesystem import read_bounded
 from common.guarded_files import check_own_files
+from common.limits.parsers import parse_yaml
 
 MAX_SAVED_BYTES = 1 << 20  # bytes; a larger config.yaml is not read
 
@@ -61,12 +62,10 @@ def weights_dir(folder: Path) -> Path:
 
 def saved_section(folder: Path, name: str) -> dict[str, Any]:
     """Return a section of the config of a run; empty if `folder` is no run."""
-    import yaml
-
     config = folder / ".hydra" / "config.yaml"
     if not config.exists():
         return {}
     try:
-        return dict(yaml.safe_load(read_bounded(config, MAX_SAVED_BYTES)).get(name, {}))
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        return dict(parse_yaml(read_bounded(config, MAX_SAVED_BYTES).decode("utf-8")).get(name, {}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"the saved config of the run cannot be read: {error}", str(config), f"run={folder / 'model'} takes the model alone") from error

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
+from common.limits.parsers import parse_json
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch
@@ -22,7 +23,7 @@ class TokenBytes:
     """Counts the UTF-8 bytes of the tokens with a label. Special tokens, also the end of a text, have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        stored = json.loads(read_source_file(tokenizer.folder / "tokenizer.json", MAX_TOKENIZER_BYTES))
+        stored = parse_json(read_source_file(tokenizer.folder / "tokenizer.json", MAX_TOKENIZER_BYTES))
         is_byte_level = _has_type(stored["pre_tokenizer"], "ByteLevel")  # one character of a token per byte
         has_byte_tokens = bool(stored["model"].get("byte_fallback"))
         self._bos_id = tokenizer.bos_id

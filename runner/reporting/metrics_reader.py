@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from common.filesystem import read_bounded
+from common.filesystem import open_regular, read_bounded
+from common.limits.parsers import parse_yaml
 from runner.config.overrides import is_storable
 
-MAX_FILE_BYTES = 256 << 20  # larger files are not read
+MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read
+MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
+MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million
+READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
 
 
@@ -40,8 +44,8 @@ class RunMetrics:
 def read_override_list(path: Path) -> list[str]:
     """Return the overrides in a YAML file; [] if it holds anything that a run does not store."""
     try:
-        content = yaml.safe_load(read_bounded(path, MAX_FILE_BYTES))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = parse_yaml(read_bounded(path, MAX_OVERRIDES_BYTES).decode("utf-8"))
+    except (OSError, ValueError):
         return []
     return content if isinstance(content, list) and all(isinstance(item, str) and is_storable(item) for item in content) else []
 
@@ -52,7 +56,7 @@ def read_run_metrics(path: Path) -> RunMetrics:
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
     loss_tokens = tokens = timed_from = timed_tokens = seconds = 0.0  # timed_tokens / seconds: the mean of tokens_per_second, by tokens
-    for record in _read_records(path):
+    for record in islice(_read_records(path), MAX_RECORDS):
         record_step = finite_number(record.get("step"))
         points = series.get(str(record.get("kind")))
         if record_step is None or points is None:
@@ -74,14 +78,17 @@ def read_run_metrics(path: Path) -> RunMetrics:
     return metrics
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
-    """Return every line that is a JSON object. All lines are parsed in one call, which is faster, and one by one only if that fails."""
+def _read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield every line that is a JSON object. Lines are parsed many at a time, which is faster, and one by one only if that fails."""
     try:
-        lines = [line for line in read_bounded(path, MAX_FILE_BYTES).decode("utf-8", "replace").split("\n") if line]
+        fd, size = open_regular(path)
+        with open(fd, "rb") as file:
+            while size <= MAX_METRICS_BYTES and (lines := file.readlines(READ_BYTES)):
+                texts = [line.decode("utf-8", "replace") for line in lines if line.strip() and len(line) <= READ_BYTES]
+                records = _parse_json(f"[{','.join(texts)}]")
+                yield from (record for record in (map(_parse_json, texts) if records is None else records) if isinstance(record, dict))
     except OSError:
-        return []
-    records = _parse_json(f"[{','.join(lines)}]")
-    return [record for record in (map(_parse_json, lines) if records is None else records) if isinstance(record, dict)]
+        return
 
 
 def _parse_json(text: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, read_json_object, remove_quietly, sync_path, write_json
 from common.guarded_files import check_own_files
+from common.limits.parsers import parse_json
 from runner.checkpoint.atomic_dir import STEP_NAME, remove_temp
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, acquire_rank, acquire_run, describe_processes, unusable_error
@@ -31,6 +31,7 @@ DEFAULT_METADATA: dict[str, Any] = {
     "error": None,
     "exact": True,  # every resume so far was bitwise equal to a run without interruption
     "inexact_because": [],
+    "attempts": [],  # of each: when and how it ran, with what code, libraries, processor, ranks, threads and settings
     "degraded": None,  # message of a disk problem that training survives
     "init_from": None,
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
@@ -144,19 +145,32 @@ class RunMetadata:
         return self.fields["attempt"]
 
     def mark_running(self, **fields: Any) -> None:
-        """Begin an attempt: record its number, process, start time, git state and library versions."""
-        environment = {**provenance.process_id(), "started": timestamp(), "code": provenance.git_state(), "versions": provenance.library_versions()}
+        """Begin an attempt: record its number, process, start time and library versions."""
+        begun = {**provenance.process_id(), **provenance.begin_attempt(self.fields, self.attempt + 1, timestamp())}
         if (hydra_dir := self.folder / HYDRA_DIR).is_dir():  # Hydra has not synced it: after a power cut a checkpoint could not be resumed
             for path in (*hydra_dir.glob("*.yaml"), hydra_dir, self.folder):
                 sync_path(path)
-        self._write({"status": "running", "outcome": None, "attempt": self.attempt + 1, "error": None, "degraded": None, **environment, **fields})
+        self._write({"status": "running", "outcome": None, "error": None, "degraded": None, **begun, **fields})
 
     def update(self, **fields: Any) -> None:
-        """Set `fields` and write run.json. If the disk refuses, the values are kept and written with the next update."""
+        """Set `fields` and write run.json. If the disk refuses, the values are kept and written with the next update.
+
+        Reasons in `inexact_because` are added to those of former resumes, and to the record of this attempt.
+        """
+        if "inexact_because" in fields:
+            reasons = {"exact": False, "inexact_because": fields["inexact_because"]}
+            fields |= {"inexact_because": provenance.merge_reasons(self.fields, fields["inexact_because"]), "attempts": self._described(**reasons)}
         try:
             self._write(fields)
         except OSError:
             return
+
+    def describe_attempt(self, code: Mapping[str, Any], **facts: Any) -> None:
+        """Record what this attempt computes with. `code`: commit, uncommitted changes and fingerprint."""
+        self.update(code=code, attempts=self._described(code=code, **facts))
+
+    def _described(self, **facts: Any) -> list[dict[str, Any]]:
+        return provenance.describe_attempt(self.fields, **facts)
 
     def revert(self, before: dict[str, Any]) -> None:
         """Write the fields `before` this attempt back: it was refused before it trained."""
@@ -166,7 +180,9 @@ class RunMetadata:
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
         """End this attempt with `outcome`. The status of a diverged run is `failed`."""
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
-        self._write({"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields})
+        changed = {"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields}
+        end = {name: changed[name] for name in provenance.RECORDED_AT_THE_END if name in changed}
+        self._write({**changed, "attempts": self._described(**end)})
 
     def discard_if_empty(self) -> None:
         """Remove the directory of a new run that was refused before it trained. If it existed before, or holds other files, what this launch has written."""
@@ -252,7 +268,7 @@ def timestamp() -> str:
 def _load_fields(path: Path) -> dict[str, Any]:
     """Return the fields of run.json with defaults for a new run. Raises UserError if the file is damaged or of an older version."""
     try:
-        fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
+        fields = parse_json(read_bounded(path, MAX_JSON_BYTES))
         if fields["status"] not in RUN_STATUSES:
             raise ValueError(f"unknown status {fields['status']}")
         if "outcome" not in fields:
@@ -260,7 +276,7 @@ def _load_fields(path: Path) -> dict[str, Any]:
         return {**DEFAULT_METADATA, **fields, "attempt": int(fields["attempt"]), "step": int(fields["step"])}
     except FileNotFoundError:
         return dict(DEFAULT_METADATA)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"run.json cannot be read: {error}", str(path), "restore the file, or start a new run with init_from=DIR") from error
 
 

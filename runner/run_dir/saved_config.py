@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from common.errors import UserError
 from common.filesystem import read_bounded
 from common.guarded_files import check_own_files
+from common.limits.parsers import parse_yaml
 from common.paths import REPO_ROOT
 from runner.config.overrides import check_stored, is_hydra_override
 
@@ -46,13 +45,7 @@ def _read_saved(path: Path, folder: Path) -> Any:
 
 def load_yaml(path: Path) -> Any:
     """Return the content of a small regular YAML file. Raises OSError, or ValueError if it is not YAML."""
-    text = read_bounded(path, MAX_YAML_BYTES).decode("utf-8")
-    try:
-        if "&" in text and any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError("YAML aliases are not allowed")  # a few lines of them expand to gigabytes
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(str(error) or "nested too deeply") from error
+    return parse_yaml(read_bounded(path, MAX_YAML_BYTES).decode("utf-8"))
 
 
 def reject_interpolations(value: Any, key: str, path: Path) -> Any:

@@ -6,7 +6,6 @@ run.json of a job may be newer than sweep.json, which a killed process could not
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from common.errors import Outcome, UserError
 from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
+from common.limits.parsers import parse_json
 from runner.config.overrides import canonical_value, check_stored
 from runner.run_dir import naming, provenance
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
@@ -227,7 +227,7 @@ def _release_lock(folder: Path, lock: FileLock) -> None:
 def _read_state(folder: Path) -> SweepState:
     path = folder / SWEEP_FILE
     try:
-        fields = json.loads(read_bounded(path, MAX_JSON_BYTES))
+        fields = parse_json(read_bounded(path, MAX_JSON_BYTES))
         if missing := next((name for name in ("overrides", "swept", "jobs") if name not in fields), None):
             raise ValueError(f"no field `{missing}`, it was written by an older version of this program")
         state = SweepState(folder, **{name: fields[name] for name in STORED_FIELDS if name in fields}, jobs=[SweepJob(**job) for job in fields["jobs"]])
@@ -239,7 +239,7 @@ def _read_state(folder: Path) -> SweepState:
                 raise ValueError(f"unknown status of a job: {job.status}")
             if job.name != job_dirname(job.overrides):  # the directory that is written to
                 raise ValueError(f"the name of a job does not belong to its overrides: {job.name}")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fix = "restore the file, or continue the jobs one by one with resume=JOB_DIR"
         raise UserError(f"sweep.json cannot be read: {error}", str(path), fix) from error
     check_stored([*state.stored_overrides(), *(override for job in state.jobs for override in job.applied_overrides)], path)

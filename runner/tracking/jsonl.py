@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
-from common.errors import UserError
-from common.filesystem import write_all
+from common.filesystem import read_bounded, write_all, write_atomic_file
 from common.guarded_files import open_append, read_from
+from common.limits.parsers import parse_json
+from runner.tracking.log_recovery import LogDamage, LogProof, inspect_log
+
+MAX_LOG_BYTES = 4 << 30  # of an archive that is compared with a damaged log
 
 
 class JsonlLog:
@@ -17,15 +23,22 @@ class JsonlLog:
     A record that cannot be written is kept in memory and retried with the next one, so a full disk leaves no gap once there is space again.
     """
 
-    def __init__(self, path: Path, position: int, attempt: int) -> None:
+    def __init__(self, path: Path, position: int, attempt: int, proof: LogProof | None = None) -> None:
         """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt that wrote them.
 
-        Raises UserError if the file is shorter than `position`.
+        `proof`: what the checkpoint knows of the log. If the first `position` bytes are not those of the checkpoint, their readable records are
+        kept, a copy of the file is archived as `<stem>.damaged<N>.jsonl`, and `recovered` says what was lost.
         """
         self.path = path
+        self.recovered: str | None = None
         self._pending = b""
+        content = read_from(path, 0) if os.path.lexists(path) else None
+        if damage := inspect_log(path.stem, content, position, proof or LogProof()):
+            self._file, self._hash = self._repair(damage, content or b"", attempt)
+            return
         self._file = open_append(path)  # open as long as the run
-        self._truncate_to(position, attempt)
+        self._hash = hashlib.sha256((content or b"")[:position])
+        self._truncate_to(position, (content or b"")[position:], attempt)
 
     def append(self, record: dict[str, object]) -> None:
         """Raises OSError if the record cannot be written; it is then kept and retried."""
@@ -39,28 +52,52 @@ class JsonlLog:
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
 
+    def checksum(self) -> str:
+        """Return the sha256 of the file as far as it is written."""
+        return self._hash.hexdigest()
+
     def close(self) -> None:
         self._file.close()
 
     def _write(self) -> None:
         while self._pending:
             written = self._file.write(self._pending) or 0  # an unbuffered write may take a part only
+            self._hash.update(self._pending[:written])
             self._pending = self._pending[written:]
 
-    def _truncate_to(self, position: int, attempt: int) -> None:
-        content = read_from(self.path, 0)
-        if len(content) < position:
-            raise UserError(
-                f"{self.path.name} has {len(content)} bytes, but had {position} when the checkpoint was saved",
-                str(self.path),
-                "restore the file, or start a new run from these weights with init_from=",
-            )
-        if len(content) == position:
-            return
-        for writer, lines in _by_attempt(content[position:], attempt - 1).items():
+    def _truncate_to(self, position: int, tail: bytes, attempt: int) -> None:
+        if tail:
+            self._archive_tail(tail, attempt)
+            self._file.truncate(position)
+            os.fsync(self._file.fileno())
+
+    def _archive_tail(self, tail: bytes, attempt: int) -> None:
+        for writer, lines in _by_attempt(tail, attempt - 1).items():
             _archive(self.path.with_name(f"{self.path.stem}.attempt{writer}.jsonl"), lines)
-        self._file.truncate(position)
-        os.fsync(self._file.fileno())
+
+    def _repair(self, damage: LogDamage, content: bytes, attempt: int) -> tuple[BinaryIO, hashlib._Hash]:
+        """Replace the file by the records that are kept; the others are archived first."""
+        archive = damaged_copy(self.path, content) if damage.dropped else self.path
+        self._archive_tail(b"".join(damage.later), attempt)
+        kept = b"".join(damage.kept)
+        write_atomic_file(self.path, kept)
+        self.recovered = f"{self.path.name} is {damage.state}: {damage.consequence(archive.name)}"
+        return open_append(self.path), hashlib.sha256(kept)
+
+
+def damaged_copy(path: Path, content: bytes) -> Path:
+    """Write `content`, that of the damaged file `path`, to `<stem>.damaged<N><suffix>`; return its path. A copy that exists already is not repeated."""
+    for number in count(1):
+        copy = path.with_name(f"{path.stem}.damaged{number}{path.suffix}")
+        if not os.path.lexists(copy):
+            write_atomic_file(copy, content)
+            return copy
+        try:
+            if read_bounded(copy, MAX_LOG_BYTES) == content:
+                return copy
+        except OSError:  # a link or a folder: it is not ours
+            continue
+    raise AssertionError("count() ends never")
 
 
 def _archive(path: Path, lines: bytes) -> None:
@@ -77,7 +114,7 @@ def _by_attempt(tail: bytes, last: int) -> dict[int, bytes]:
     groups: dict[int, bytes] = {}
     for line in tail.splitlines(keepends=True):
         try:
-            writer = int(json.loads(line)["attempt"])
+            writer = int(parse_json(line)["attempt"])
         except (ValueError, KeyError, TypeError):
             writer = last
         groups[writer] = groups.get(writer, b"") + line

@@ -28,7 +28,7 @@ IGNORED_SETTINGS = {
     "tracker": {"name", "console"},
     "export": {"weights"},
     "sweep": {"match_budget", "lr_scale", "zip"},
-    "": {"init_from", "resume", "plugins"},
+    "": {"init_from", "resume", "plugins", "written_by"},
 }  # fmt: skip
 TRAINING_SETTINGS = {
     "optimizer": {"lr", "weight_decay", "betas", "eps", "grad_clip", "layer_decay"},

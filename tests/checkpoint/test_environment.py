@@ -1,0 +1,137 @@
+"""What a resume compares besides settings and data: every fact that may change a bit is named when it alone has changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import Interrupted
+from common.paths import REPO_ROOT
+from runner.checkpoint import environment
+from runner.checkpoint.compatibility import UNRECORDED_CODE, diff_facts, environment_facts, run_rules, settings_fingerprint
+from runner.checkpoint.environment import code_fingerprint, describe_environment, numeric_variables, rank_differences
+from runner.config.compose import compose_config
+from runner.engine.loop import train
+from runner.engine.verify_resume import diff_run_dirs
+
+CPU = torch.device("cpu")
+RULES = {"environment": "changes_rounding", "written_by": "ignored"}
+
+
+def reasons(saved: dict, current: dict) -> list[str]:
+    return diff_facts(saved, current, RULES)["changes_rounding"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("threads", lambda patch: patch.setattr(torch, "get_num_threads", lambda: 31)),
+        ("cpu", lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")),
+        ("cpu_model", lambda patch: patch.setattr(environment, "cpu_model", lambda: "another 01234567")),
+        ("torch", lambda patch: patch.setattr(torch, "__version__", "9.0")),
+        ("torch_build", lambda patch: patch.setattr(torch.__config__, "show", lambda: "BLAS_INFO=open")),
+        ("numpy", lambda patch: patch.setattr("numpy.__version__", "9.0")),
+        ("python", lambda patch: patch.setattr("platform.python_version", lambda: "4.0.0")),
+        ("mkldnn", lambda patch: patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)),
+        ("deterministic", lambda patch: patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)),
+        ("variables.ONEDNN_MAX_CPU_ISA", lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")),
+        ("variables.MKL_CBWR", lambda patch: patch.setenv("MKL_CBWR", "COMPATIBLE")),
+    ],
+)
+def test_environment_names_the_one_fact_that_changed(monkeypatch: pytest.MonkeyPatch, name: str, change) -> None:
+    before = environment_facts(describe_environment(CPU, 1))
+    assert reasons(before, environment_facts(describe_environment(CPU, 1))) == []
+    change(monkeypatch)
+    after = environment_facts(describe_environment(CPU, 1))
+    assert reasons(before, after) == [f"environment.{name}: {before.get(f'environment.{name}')} -> {after[f'environment.{name}']}"]
+
+
+def test_environment_has_the_number_of_ranks_also_of_one() -> None:
+    one, two = (environment_facts(describe_environment(CPU, ranks)) for ranks in (1, 2))
+    assert reasons(one, two) == ["environment.ranks: 1 -> 2"]
+
+
+def test_variables_without_influence_on_the_result_are_not_compared() -> None:
+    given = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "NCCL_DEBUG": "INFO", "HOME": "/root", "KMP_DETERMINISTIC_REDUCTION": "1"}
+    assert numeric_variables(given) == {"KMP_DETERMINISTIC_REDUCTION": "1"}
+
+
+def test_rank_on_another_machine_is_named() -> None:
+    assert rank_differences([{"cpu": "AVX2", "threads": 4}, {"cpu": "AVX2", "threads": 4}, {"cpu": "AVX512", "threads": 4}]) == {"rank2.cpu": "AVX512"}
+
+
+def test_code_fingerprint_changes_with_a_file_of_training_only(tmp_path: Path) -> None:
+    for folder in (*environment.TRAINING_CODE, "docs"):
+        shutil.copytree(REPO_ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "samples"))
+    fingerprint = code_fingerprint.__wrapped__
+    before = fingerprint(tmp_path)
+    assert before == fingerprint(REPO_ROOT)
+    (tmp_path / "docs" / "README.md").write_text("another text")
+    (tmp_path / "runner" / "train.py").write_text("# a command")
+    assert fingerprint(tmp_path) == before
+    for change in (
+        lambda: (tmp_path / "models" / "layers" / "mlp.py").open("a").write("# edited\n"),
+        lambda: (tmp_path / "data" / "new.py").write_text(""),
+        lambda: (tmp_path / "models" / "lora.py").rename(tmp_path / "models" / "adapters.py"),
+    ):
+        change()
+        assert fingerprint(tmp_path) != before
+        before = fingerprint(tmp_path)
+
+
+def test_code_change_is_named_by_its_commits_or_by_its_content() -> None:
+    code = {"environment.code": "a" * 64}, {"environment.code": "b" * 64}
+    first, second = {"written_by.commit": "1" * 40}, {"written_by.commit": "2" * 40}
+    assert reasons(code[0] | first, code[1] | second) == ["code changed: 111111111111 -> 222222222222"]
+    assert reasons(code[0] | first, code[1] | first) == ["code changed: aaaaaaaaaaaa -> bbbbbbbbbbbb (uncommitted changes to 111111111111)"]
+    assert reasons(code[0], code[1] | second) == ["code changed: aaaaaaaaaaaa -> bbbbbbbbbbbb"]
+    assert reasons(code[0] | first, code[0] | second) == []  # e.g. a commit that changes documentation
+
+
+def test_checkpoint_without_recorded_code_is_inexact_for_that_reason() -> None:
+    saved = {"environment.torch": "2.13.0", "environment.threads": 1}
+    assert reasons(saved, saved | {"environment.code": "c" * 64, "environment.cpu_model": "x"}) == [UNRECORDED_CODE]
+    assert reasons(saved, {"environment.torch": "2.13.0", "environment.threads": 2, "environment.code": "c"}) == [
+        "environment.threads: 1 -> 2",
+        UNRECORDED_CODE,
+    ]
+
+
+def test_settings_fingerprint_ignores_what_no_number_depends_on() -> None:
+    config = compose_config(["stage=pretrain"])
+    before = settings_fingerprint(config)
+    config.train.save_every += 1
+    assert settings_fingerprint(config) == before and run_rules(config)["written_by"] == "ignored"
+    config.seed += 1
+    assert settings_fingerprint(config) != before
+
+
+def stop_at(make_run, step: int, **options):
+    state = make_run("pretrain", "train.max_steps=6", **options)
+    with pytest.raises(Interrupted):
+        train(state, lambda: state.progress.step == step)
+    return state
+
+
+def test_resume_in_the_same_environment_is_exact_and_bitwise_equal(make_run, tmp_path: Path) -> None:
+    train(make_run("pretrain", "train.max_steps=6", folder="uninterrupted"))
+    stop_at(make_run, 3)
+    metadata: dict = {}
+    state = make_run("pretrain", "train.max_steps=6", metadata=metadata)
+    train(state)
+    assert "exact" not in metadata and "inexact_because" not in metadata
+    assert diff_run_dirs(tmp_path / "uninterrupted", state.run_dir) == []
+
+
+def test_resume_with_changed_code_is_inexact_and_named_before_the_first_step(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at(make_run, 3)
+    monkeypatch.setattr(environment, "code_fingerprint", lambda: "d" * 64)
+    metadata: dict = {}
+    state = make_run("pretrain", "train.max_steps=6", metadata=metadata)
+    train(state)
+    assert metadata["exact"] is False and [reason[:13] for reason in metadata["inexact_because"]] == ["code changed:"]
+    log = (state.run_dir / "train.log").read_text()
+    assert "code changed:" in log[: log.index("step 4/6")]

@@ -1,0 +1,122 @@
+"""Hostile suite: folders and files of a stranger, given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
+
+    python tests/hostile/suite.py [--light] [--part=I/N] [NAME ...]
+
+--light: only the cases that end before torch is imported. NAME: part of the name or category of the cases to run. Exit code 1: one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import harness  # noqa: E402  (after sys.path and the environment)
+
+TOKENIZER = harness.ROOT / "data" / "samples" / "tokenizer"
+CASE_FILES = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
+
+
+def all_cases() -> list[harness.HostileCase]:
+    """The cases of all files cases_*.py, each of which has a list CASES."""
+    return [case for name in CASE_FILES for case in importlib.import_module(name).CASES]
+
+
+def make_base(base: Path, is_light: bool) -> None:
+    """Write the unharmed files. Light: the run has no weights, as one that is killed before its first step."""
+    folder = harness.Folder(base.parent, base)
+    for path in (folder.work, folder.outside, folder.root / "home", folder.root / "tmp"):
+        path.mkdir()
+    texts = [json.dumps({"text": f"{number} goats sing in the rain"}) for number in range(40)]
+    chats = [
+        json.dumps({"messages": [{"role": "user", "content": f"How many goats? {number}"}, {"role": "assistant", "content": f"{number} goats."}]})
+        for number in range(40)
+    ]
+    base.mkdir()
+    (base / "rows.jsonl").write_text("\n".join(texts) + "\n")
+    (base / "chats.jsonl").write_text("\n".join(chats) + "\n")
+    shutil.copytree(TOKENIZER, base / "tokenizer")
+    folder.copy("rows.jsonl")
+    if is_light:
+        _write_new_run(base / "run")
+    else:
+        ended = harness.run_command(harness.TRAIN, folder)
+        assert ended.code == 0, ended
+        shutil.move(folder.work / "out", base / "run")
+        shutil.copytree(base / "run" / "model", base / "model")
+    _write_sweep(base)
+    for path in (folder.work, folder.outside):
+        shutil.rmtree(path)
+
+
+def _write_new_run(run: Path) -> None:
+    from runner.config.compose import compose_tree, without_hydra
+    from runner.run_dir.metadata import DEFAULT_METADATA
+    from runner.run_dir.resume import complete_hydra_dir
+
+    overrides = harness.TINY_RUN.split()
+    (run / ".hydra").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps(DEFAULT_METADATA | {"status": "running", "attempt": 1}))
+    (run / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+    complete_hydra_dir(run, without_hydra(compose_tree(overrides)), overrides)
+
+
+def _write_sweep(base: Path) -> None:
+    """A sweep of two jobs that are copies of the run."""
+    jobs = [{"name": f"seed={seed}", "overrides": {"seed": str(seed)}, "status": "interrupted", "attempt": 1} for seed in (1, 2)]
+    for job in jobs:
+        shutil.copytree(base / "run", base / "sweep" / str(job["name"]))
+    fields = {"overrides": harness.TINY_RUN.split(), "swept": {"seed": ["1", "2"]}, "status": "interrupted", "created": "2026-01-01T00:00:00+00:00"}
+    (base / "sweep" / "sweep.json").write_text(json.dumps(fields | {"sweeper": "grid", "launcher": "local", "jobs": jobs}))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--light", action="store_true")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
+    importlib.import_module("runner.train")  # once: the cases run in forked processes
+    if not args.light:
+        for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load"):
+            importlib.import_module(module)
+    part, parts = map(int, args.part.split("/"))
+    chosen = [case for case in all_cases() if case.is_light or not args.light][part - 1 :: parts]
+    chosen = [case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)]
+    with tempfile.TemporaryDirectory(prefix="hostile-") as temp:
+        base = Path(temp).resolve() / "base"
+        make_base(base, args.light)
+        return _run_all(chosen, base)
+
+
+def _run_all(cases: list[harness.HostileCase], base: Path) -> int:
+    ends, failed = [], 0
+    for case in cases:
+        for command, ended in zip(case.commands, harness.run_case(case, base.parent, base), strict=True):
+            ends.append(ended)
+            failures = ended.failures(case)
+            failed += bool(failures)
+            print(f"{'FAILED' if failures else 'ok':6} {ended.seconds:5.1f} s {ended.bytes >> 20:5} MiB  {case.category}: {case.name}: {command[:60]}")
+            for failure in failures[:8]:
+                print(f"       {failure}")
+            if failures:
+                print("       | " + ended.output[-2000:].replace("\n", "\n       | "))
+    sums = {name: sum(len(getattr(ended, name)) for ended in ends) for name in ("executed", "wrote", "control")}
+    print(
+        f"cases {len(cases)}, commands {len(ends)}, failed {failed}, executed {sums['executed']}, outside writes {sums['wrote']}, "
+        f"control characters {sums['control']}, tracebacks {sum('Traceback (most' in ended.output for ended in ends)}, "
+        f"slowest {max((ended.seconds for ended in ends), default=0):.1f} s, largest {max((ended.bytes for ended in ends), default=0) >> 20} MiB"
+    )
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The hostile suite in processes of its own: each case is a command on the files of a stranger, see suite.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUITE = Path(__file__).with_name("suite.py")
+
+
+def run_suite(*arguments: str) -> None:
+    """Run the suite; show its table if a case fails, its counts otherwise."""
+    ended = subprocess.run([sys.executable, str(SUITE), *arguments], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, "\n".join(line for line in (ended.stdout + ended.stderr).splitlines() if not line.startswith("ok "))
+    print(ended.stdout.splitlines()[-1])
+
+
+def test_hostile_files_are_refused_before_torch_is_imported() -> None:
+    run_suite("--light")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [1, 2])
+def test_hostile_files_execute_nothing_and_change_nothing_outside(part: int) -> None:
+    run_suite(f"--part={part}/2")
