@@ -61,14 +61,17 @@ def start_or_resume(state: TrainState) -> None:
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
         state.update_metadata(export=None)
-    state.logger.start(
+    recovered = state.logger.start(
         run_summary(state),
         total_steps=state.total_steps,
         attempt=state.attempt,
         run_config=dataclasses.asdict(state.cfg),
         resume_at=state.log_position,
         tracker_id=state.tracker_id,
+        proof=state.log_proof,
     )
+    if recovered:
+        state.update_metadata(recovered=recovered)
     state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
     for warning in state.pipeline.warnings:
         state.logger.warning(warning)

@@ -18,6 +18,7 @@ from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
 from runner.engine.optim.groups import OptimizerGroup
+from runner.tracking.log_recovery import LogProof
 from runner.tracking.logger import RunLogger
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
+    log_proof: LogProof | None = None  # what that checkpoint knows of the logs
+    run_record: Callable[[], dict[str, Any]] = dict  # the field `run` of state.json: what the run directory is restored from
     tracker_id: str | None = None
     stop_requested: Callable[[], bool] = lambda: False  # whether a stop signal has reached this rank
 
@@ -125,9 +128,11 @@ class TrainState:
             "scaler": self.precision.state_dict(),
             "rng": self.dist.gather(rng.get_rng_state()),  # one per rank
             "log": self.logger.position(),
+            "log_sha256": self.logger.checksums(),
             "tracker_id": self.logger.tracker_id,
             "evaluation": self.pipeline.evaluation,
             "compatibility": self.compatibility,
+            "run": self.run_record(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -145,6 +150,7 @@ class TrainState:
         else:  # the checkpoint was saved by fewer ranks
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
         self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
+        self.log_proof = LogProof(self.progress.step, self.progress.recent_losses, saved.get("log_sha256", {}))
 
     def best_step_so_far(self) -> int | None:
         """Return the step of the best evaluation on the rows that the run is evaluated on now."""

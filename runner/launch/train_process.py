@@ -11,12 +11,13 @@ from typing import Any
 
 from common import exit_codes
 from common.errors import Interrupted, Outcome, StopRequested, TrainingError, UserError, print_safely, report_user_error
-from runner.checkpoint.compatibility import DATA_FINGERPRINT
+from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.engine.config import Config
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.next_commands import next_commands
@@ -72,6 +73,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     from runner.engine.build import build_run
     from runner.engine.loop import train
 
+    git = GitReader() if metadata.is_writer else None
     try:
         with _peer_errors(config):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
@@ -79,6 +81,8 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         metadata.finish(Outcome.INTERRUPTED)
         raise Interrupted(metadata.fields["step"], metadata.folder) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
+    if git is not None:
+        _record_attempt(state, metadata, git)
     try:
         with _peer_errors(config):
             loss = train(state, stop)
@@ -92,6 +96,18 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         raise
     _record_end(state, metadata, Outcome.COMPLETED)
     return loss
+
+
+def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) -> None:
+    """Write what this attempt computes with to run.json, and its commit to the facts that checkpoints store."""
+    import torch
+
+    environment, commit, cfg = recorded_environment(state.compatibility), git.result(), state.cfg
+    state.compatibility |= {f"{WRITTEN_BY}.{name}": value for name, value in commit.items()}
+    chosen = {"attention": getattr(cfg.model, "attention", None), "precision": cfg.precision.name, "settings": settings_fingerprint(cfg)}
+    metadata.describe_attempt(
+        commit | {"fingerprint": environment.pop("code")}, environment=environment, interop_threads=torch.get_num_interop_threads(), **chosen, exact=True
+    )
 
 
 @contextmanager

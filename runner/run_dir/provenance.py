@@ -1,4 +1,4 @@
-"""Process, git commit and library versions of a run. Nothing here raises; what is unknown is None."""
+"""Process, git commit and library versions of a run, and the record of its attempts. Nothing here raises; what is unknown is None."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import platform
 import socket
 import subprocess
+import threading
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from common.paths import REPO_ROOT
 
-RECORDED_LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "hydra-core", "omegaconf", "swanlab")
+RECORDED_LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "transformers", "hydra-core", "omegaconf", "swanlab")
+MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
+RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
+GIT_SECONDS = 1.0  # that a run waits for git after everything else is built
 
 
 def process_id() -> dict[str, Any]:
@@ -50,6 +55,46 @@ def git_state(root: Path = REPO_ROOT) -> dict[str, str | None]:
         return {"commit": None, "dirty": None}
     changes = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
     return {"commit": lines[1], "dirty": hashlib.sha256(changes).hexdigest() if changes else None}
+
+
+class GitReader:
+    """`git_state`, read by a thread: in a large repository git takes seconds."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, str | None] = {"commit": None, "dirty": None}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        self._state = git_state()
+
+    def result(self, seconds: float = GIT_SECONDS) -> dict[str, str | None]:
+        """Return `git_state`, unknown if git does not answer within `seconds` from now."""
+        self._thread.join(seconds)
+        return self._state
+
+
+def begin_attempt(fields: Mapping[str, Any], attempt: int, started: str) -> dict[str, Any]:
+    """Return the fields of run.json, whose content is `fields`, that one more attempt changes. Its facts are added by `describe_attempt`."""
+    changed = {"attempt": attempt, "started": started, "versions": library_versions()}
+    return {**changed, "attempts": [*_attempts(fields), changed][-MAX_ATTEMPTS:]}
+
+
+def describe_attempt(fields: Mapping[str, Any], **facts: Any) -> list[dict[str, Any]]:
+    """Return the `attempts` of run.json with `facts` about the newest one."""
+    attempts = _attempts(fields)
+    return [*attempts[:-1], {**attempts[-1], **facts}] if attempts else []
+
+
+def _attempts(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    attempts = fields.get("attempts")
+    return [attempt for attempt in attempts if isinstance(attempt, dict)] if isinstance(attempts, list) else []
+
+
+def merge_reasons(fields: Mapping[str, Any], added: list[str]) -> list[str]:
+    """Return `inexact_because` of run.json with the reasons of one more resume: an exact one does not make up for them."""
+    before = fields.get("inexact_because")
+    return [*dict.fromkeys([*(before if isinstance(before, list) else []), *added])]
 
 
 def library_versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console
 from runner.tracking.jsonl import JsonlLog
+from runner.tracking.log_recovery import LogProof
 from runner.tracking.tracker_process import TrackerProcess
 
 
@@ -49,25 +50,30 @@ class RunLogger:
         run_config: dict,
         resume_at: dict[str, int] | None,
         tracker_id: str | None,
-    ) -> None:
+        proof: LogProof | None = None,
+    ) -> list[str]:
         """Open the files and print `header`. `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
 
         Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no step is in a file twice.
-        Raises UserError if a file is shorter than its position.
+        Returns a message for each file that is not what `proof`, the checkpoint, knows of it; it is also printed.
         """
         if not self._is_rank_zero:
-            return
+            return []
         self._total_steps, self._attempt, self._started = total_steps, attempt, time.monotonic()
         for name in ("metrics", "samples"):
-            self._files[name] = JsonlLog(self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt)
+            self._files[name] = JsonlLog(self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
         width = max((len(key) for key in header), default=0)
         self.info("\n".join(f"{key:<{width}}  {value}" for key, value in header.items()))
+        recovered = [file.recovered for file in self._files.values() if file.recovered]
+        for message in recovered:
+            self.warning(message)
         if self._tracker is not None:
             self.tracker_id = tracker_id or secrets.token_hex(8)
             name = "/".join(self.run_dir.absolute().parts[-2:])
             folder, settings = str(self.run_dir / self._config.name), dataclasses.asdict(self._config)
             self._tracker.start(folder=folder, name=name, id=self.tracker_id, settings=settings, config=run_config)
         self._console.start(total_steps)
+        return recovered
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
         """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval. A non-finite number is written as null."""
@@ -108,6 +114,10 @@ class RunLogger:
     def position(self) -> dict[str, int]:
         """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record cannot be written."""
         return {name: file.position() for name, file in self._files.items()}
+
+    def checksums(self) -> dict[str, str]:
+        """Return the sha256 of each file up to its `position()`."""
+        return {name: file.checksum() for name, file in self._files.items()}
 
     def finish(self, status: str, summary: Mapping[str, object]) -> None:
         """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from common.errors import UserError, strip_control
+from common.errors import strip_control
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console import PlainConsole, RichConsole
 from runner.tracking.logger import RunLogger
@@ -93,16 +92,6 @@ def test_archive_has_no_duplicates_after_a_kill_before_truncation(tmp_path: Path
     (tmp_path / "metrics.jsonl").write_bytes(content)  # as if attempt 2 had been killed between archive and truncation
     start_logger(tmp_path, 3)
     assert (tmp_path / "metrics.attempt1.jsonl").read_bytes() == content
-
-
-def test_resume_refuses_a_metrics_file_that_lost_records(tmp_path: Path) -> None:
-    logger = start_logger(tmp_path)
-    log_steps(logger, range(1, 4))
-    saved = logger.position()
-    os.truncate(tmp_path / "metrics.jsonl", 10)
-    with pytest.raises(UserError) as caught:
-        start_logger(tmp_path, 2, saved)
-    assert "metrics.jsonl has 10 bytes, but had" in caught.value.message and caught.value.setting == str(tmp_path / "metrics.jsonl")
 
 
 def test_log_retries_records_that_a_full_disk_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
