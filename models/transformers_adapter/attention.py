@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.utils import logging
 
 from models.layers.attention import AttentionMask, attention
 
@@ -69,6 +70,8 @@ def own_mask(*args: Any, device: torch.device | str = "cpu", **options: Any) -> 
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="lm_runner"` known to transformers."""
+    """Make `attn_implementation="lm_runner"` known to transformers, and keep its progress bars and advice off the console."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     AttentionInterface.register(IMPLEMENTATION, own_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, own_mask)

@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.guarded_files import check_source_file
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel
+from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.model import TransformersModel
 
 MAX_NAMES = 6  # tensors that an error names of each kind
@@ -23,6 +24,7 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
 
     Raises UserError if a tensor of the model is missing, if the folder has one that the model does not have, or one of another shape.
     """
+    register_attention()
     for path in folder.iterdir():
         check_source_file(path)
     try:

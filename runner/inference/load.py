@@ -45,7 +45,9 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
     weights = weights_dir(folder)
     stage, data = saved_section(folder, "stage"), saved_section(folder, "data")
     data_format = stage.get("data_format") or stage.get("rows")  # `rows`: runs of version 0.2
-    return LoadedModel(folder, data_format, data, load_model(weights).to(target).eval(), Tokenizer.load(weights), target)
+    model = load_model(weights).to(target).eval()
+    model.prepare(is_packed=False)
+    return LoadedModel(folder, data_format, data, model, Tokenizer.load(weights), target)
 
 
 def weights_dir(folder: Path) -> Path:
