@@ -34,7 +34,9 @@ class TransformersConfig(ModelConfig):
     """A causal language model class of transformers."""
 
     config: dict[str, Any]  # content of config.json
-    attention: str = field(metadata=CHANGES_ROUNDING)  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    attention: str = field(
+        metadata=CHANGES_ROUNDING
+    )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
     path: Optional[str] = None  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
@@ -87,4 +89,13 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
     cls = CONFIG_MAPPING[model_type]
     if cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model_type {model_type} is no causal language model", where, FIX)
-    return cls.from_dict({name: value for name, value in config.items() if name not in UNREAD_FIELDS})
+    return cls.from_dict({name: _decode_floats(value) for name, value in config.items() if name not in UNREAD_FIELDS})
+
+
+def _decode_floats(value: Any) -> Any:
+    """Return a value of config.json, where transformers writes infinity and NaN as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_decode_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return float(value["__float__"]) if value.keys() == {"__float__"} else {name: _decode_floats(item) for name, item in value.items()}

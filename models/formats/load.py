@@ -39,14 +39,17 @@ def load_model(source: Path) -> LanguageModel:
     return model.eval()
 
 
-def load_weights(source: Path) -> dict[str, Tensor]:
-    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file."""
+def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
+    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file.
+
+    The names are those of the model `family`; None: of the one that `read_model_config` chooses.
+    """
     if source.is_file():
         return read_pth(source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        return merge_adapter_into(load_weights(base_model_of(folder)), folder)
-    cfg = read_model_config(folder) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
+        return merge_adapter_into(load_weights(base_model_of(folder), family), folder)
+    cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.load import load_transformers_weights
 

@@ -62,11 +62,11 @@ def _has_empty_rows(mask: AttentionMask) -> bool:
     return isinstance(mask, Tensor) and mask.device.type == "cpu" and not torch.is_grad_enabled() and not mask.any(-1).all()
 
 
-def own_mask(*args: Any, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
+def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
     """Return the mask of a layer: for FlexAttention on a GPU while training, else boolean (B, 1, T, C), True where attention is allowed."""
     if torch.device(device).type == "cuda" and torch.is_grad_enabled():
-        return flex_attention_mask(*args, device=device, **options)
-    return sdpa_mask(*args, device=device, **options)
+        return flex_attention_mask(device=device, **options)
+    return sdpa_mask(device=device, **options)
 
 
 def register_attention() -> None:

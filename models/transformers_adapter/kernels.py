@@ -18,7 +18,8 @@ from models.transformers_adapter.attention import IMPLEMENTATION, UnsupportedAtt
 
 PROBE_LENGTHS = (11, 7, 20)  # tokens of the rows that are compared
 PADDING_LENGTH = 2  # padding tokens at the end of the packed row
-TOLERANCE = 2e-5  # largest difference of a log-probability, relative to the largest one: fp32 rounding; an error of the mask is above 1e-3
+MAX_ROUNDING_RATIO = 10.0  # an exact kernel differs by less than this many times the difference between rows in a batch and single rows
+MIN_TOLERANCE = 1e-6  # of a log-probability, relative to the largest one
 AMPLIFIED_STD = 30.0  # of the logits with which the loss is probed
 PACKING_METHODS = ("positions", "mask")  # how documents are told apart: by position_ids alone, or by a mask (B, 1, T, T)
 
@@ -58,49 +59,101 @@ def choose_kernels(hf: Any, attention: str) -> Kernels:
 
     Raises UserError if a kernel that is asked for by name is not exact.
     """
-    training, own_implementation = hf.training, hf.config._attn_implementation
+    training = hf.training
     hf.eval()
     try:
         with torch.autocast(hf.device.type, enabled=False):
-            rows, reference = _reference(hf)
-            candidates = {"auto": (IMPLEMENTATION, own_implementation), "own": (IMPLEMENTATION,)}.get(attention, (attention,))
-            for implementation in candidates:
-                if _is_exact(hf, implementation, rows, reference):
-                    return _with_loss(hf, _with_packing(hf, Kernels(implementation, "none", chunked_loss=False), rows, reference), rows)
+            return _choose(Probe(hf), attention)
     finally:
         hf.train(training)
+
+
+def _choose(probe: Probe, attention: str) -> Kernels:
+    candidates = {"auto": (IMPLEMENTATION, probe.hf.config._attn_implementation), "own": (IMPLEMENTATION,)}.get(attention, (attention,))
+    for implementation in candidates:
+        if probe.has_exact_attention(implementation):
+            kernels = Kernels(implementation, "none", probe.has_plain_head())
+            exact = (method for method in PACKING_METHODS if probe.packs_exactly(replace(kernels, packing=method)))
+            return replace(kernels, packing=next(exact, "none"))
     raise UserError(
-        f"model.attention={attention} is not exact for {type(hf).__name__}: its output differs from that of transformers",
+        f"model.attention={attention} is not exact for {type(probe.hf).__name__}: its output differs from that of transformers",
         f"model.attention={attention}",
         "model.attention=auto",
     )
 
 
-def _reference(hf: Any) -> tuple[list[Tensor], Tensor]:
-    """Return rows of random tokens, and the log-probabilities (tokens of all rows, V) that the model gives them one by one."""
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = hf.get_input_embeddings().weight.shape[0]
-    rows = [torch.randint(0, vocabulary, (length,), generator=generator).to(hf.device) for length in PROBE_LENGTHS]
-    return rows, torch.cat([_log_probs(hf, row[None], {})[0] for row in rows])
+class Probe:
+    """Rows of random tokens, the log-probabilities that a model gives them one by one, and comparisons with these. (tokens of all rows, V)"""
 
+    def __init__(self, hf: Any) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.hf, vocabulary = hf, hf.get_input_embeddings().weight.shape[0]
+        self.rows = [torch.randint(0, vocabulary, (length,), generator=generator).to(hf.device) for length in PROBE_LENGTHS]
+        self.reference = torch.cat([self._log_probs(row[None])[0] for row in self.rows])
+        # Rows of one batch are computed by other products than single ones: what differs is rounding.
+        self.tolerance = MAX_ROUNDING_RATIO * float((self._padded() - self.reference).abs().max()) + MIN_TOLERANCE * float(self.reference.abs().max())
 
-def _log_probs(hf: Any, ids: Tensor, arguments: dict[str, Any]) -> Tensor:
-    return hf(ids, use_cache=False, **arguments).logits.float().log_softmax(-1)
+    def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
+        return self.hf(ids, use_cache=False, **arguments).logits.float().log_softmax(-1)
 
+    def _padded(self) -> Tensor:
+        """Return the log-probabilities of the rows in a batch, padded on the right."""
+        padded = self._log_probs(torch.nn.utils.rnn.pad_sequence(self.rows, batch_first=True))
+        return torch.cat([padded[i, : len(row)] for i, row in enumerate(self.rows)])
 
-def _agrees(values: Tensor, reference: Tensor) -> bool:
-    return bool((values - reference).abs().max() <= TOLERANCE * reference.abs().max())
+    def _agrees(self, values: Tensor) -> bool:
+        return bool((values - self.reference).abs().max() <= self.tolerance)
 
+    def has_exact_attention(self, implementation: str) -> bool:
+        """Set the attention of the model; return whether it has the log-probabilities of transformers."""
+        try:
+            self.hf.set_attn_implementation(implementation)
+            return self._agrees(self._padded())
+        except (UnsupportedAttentionError, ValueError, NotImplementedError):  # ValueError: transformers refuses it for this class
+            return False
 
-def _is_exact(hf: Any, implementation: str, rows: list[Tensor], reference: Tensor) -> bool:
-    """Set the attention of the model; return whether rows that are padded on the right have the log-probabilities of `reference`."""
-    try:
-        hf.set_attn_implementation(implementation)
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        padded = _log_probs(hf, ids, {})
-    except (UnsupportedAttentionError, ValueError, NotImplementedError):  # ValueError: transformers refuses it for this class
-        return False
-    return _agrees(torch.cat([padded[i, : len(row)] for i, row in enumerate(rows)]), reference)
+    def has_plain_head(self) -> bool:
+        """Return whether the logits are the output of the last layer for the last hidden state: some families scale, cap or bias them afterwards.
+
+        The output of the layer is amplified, because caps (Gemma 2: 30 tanh(x / 30)) change small logits by less than rounding.
+        """
+        head, ids = self.hf.get_output_embeddings(), self.rows[-1][None]
+        if not isinstance(head, LMHead):
+            return False
+        seen: dict[str, Tensor] = {}
+
+        def amplify(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            seen["input"], seen["output"] = inputs[0], output * (AMPLIFIED_STD / output.std())
+            return seen["output"]
+
+        hook = head.register_forward_hook(amplify)
+        try:
+            logits = self.hf(ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        x = getattr(self.hf.base_model(ids, use_cache=False), "last_hidden_state", None)
+        return x is not None and torch.equal(logits.float(), seen["output"].float()) and torch.equal(x, seen["input"])
+
+    def packs_exactly(self, kernels: Kernels) -> bool:
+        """Return whether rows in one batch row have the log-probabilities of single rows, and no gradient flows from one to another: a leak of any size."""
+        ids, documents, positions = _packed(self.rows)
+        inputs: list[Tensor] = []
+
+        def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            inputs.append(output.detach().requires_grad_())
+            return inputs[0]
+
+        hook = self.hf.get_input_embeddings().register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                values = self._log_probs(ids, **packed_arguments(kernels, documents, positions))[0]
+                last = values[sum(PROBE_LENGTHS[:-1]) : sum(PROBE_LENGTHS)]
+                gradient = torch.autograd.grad((last * torch.linspace(-1, 1, last.shape[-1], device=last.device)).sum(), inputs[0])[0]
+        except (UnsupportedAttentionError, ValueError, TypeError):  # TypeError: a model without positions, e.g. a state-space model
+            return False
+        finally:
+            hook.remove()
+        return self._agrees(values[: len(self.reference)].detach()) and not gradient[:, : sum(PROBE_LENGTHS[:-1])].any()
 
 
 def _packed(rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,40 +163,3 @@ def _packed(rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     documents = torch.cat([torch.full((len(row),), i, device=device) for i, row in enumerate(rows)] + [padding - 1])
     positions = torch.cat([torch.arange(len(row), device=device) for row in rows] + [padding])
     return torch.cat([*rows, padding])[None], documents[None], positions[None]
-
-
-def _with_packing(hf: Any, kernels: Kernels, rows: list[Tensor], reference: Tensor) -> Kernels:
-    ids, documents, positions = _packed(rows)
-    for method in PACKING_METHODS:
-        candidate = replace(kernels, packing=method)
-        try:
-            values = _log_probs(hf, ids, packed_arguments(candidate, documents, positions))
-        except (UnsupportedAttentionError, ValueError, TypeError):  # TypeError: a model without positions, e.g. a state-space model
-            continue
-        if _agrees(values[0, : len(reference)], reference):
-            return candidate
-    return kernels
-
-
-def _with_loss(hf: Any, kernels: Kernels, rows: list[Tensor]) -> Kernels:
-    """Use the chunked loss if the model's logits are the output of its last layer: some families scale, cap or bias them afterwards.
-
-    The output of the layer is amplified, because caps (Gemma 2: 30 tanh(x / 30)) change small logits by less than rounding.
-    """
-    head = hf.get_output_embeddings()
-    if not isinstance(head, LMHead):
-        return kernels
-    seen: dict[str, Tensor] = {}
-
-    def amplify(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen["input"], seen["output"] = inputs[0], output * (AMPLIFIED_STD / output.std())
-        return seen["output"]
-
-    hook = head.register_forward_hook(amplify)
-    try:
-        logits = hf(rows[-1][None], use_cache=False).logits
-    finally:
-        hook.remove()
-    x = getattr(hf.base_model(rows[-1][None], use_cache=False), "last_hidden_state", None)
-    is_head_output = torch.equal(logits.float(), seen["output"].float())
-    return replace(kernels, chunked_loss=is_head_output and x is not None and x.shape == seen["input"].shape and _agrees(x, seen["input"]))

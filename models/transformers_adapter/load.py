@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
     for path in folder.iterdir():
         check_source_file(path)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=create_hf_config(cfg.config, str(folder)),
             dtype=torch.float32,
@@ -39,6 +40,7 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"transformers cannot load the weights: {str(error).splitlines()[0]}", str(folder), "download the folder again") from error
+    model, report = loaded
     problems = [f"{kind.replace('_', ' ')}: {', '.join(map(str, list(report[kind])[:MAX_NAMES]))}" for kind in report if report[kind]]
     if problems:
         raise UserError("the weights do not fit config.json: " + "; ".join(problems), str(folder), "download the folder again, or choose another")

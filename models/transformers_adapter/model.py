@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import UserError
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.activation_checkpointing import SAVED_OPS
+from models.layers.activation_checkpointing import full_checkpointing, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
@@ -87,10 +86,9 @@ class TransformersModel(LanguageModel):
         self._checkpointing = mode
         if mode == "none":
             return
-        context = {"context_fn": partial(create_selective_checkpoint_contexts, SAVED_OPS)} if mode == "selective" else {}
+        recompute = selective_checkpointing if mode == "selective" else full_checkpointing
         for layer in self.layers:
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, **context)
+            vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
 
     def forward(
         self,
@@ -131,7 +129,9 @@ class TransformersModel(LanguageModel):
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         for layer in self.layers:
-            layer.forward = partial(_forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row)  # type: ignore[method-assign]  # hooks stay outside
+            vars(layer)["forward"] = partial(
+                _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
+            )  # hooks of FSDP stay outside
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
         return TransformersCache(self.hf.config)

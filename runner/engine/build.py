@@ -143,7 +143,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
     """
     model = create_model(cfg.model)
     if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora is not None or cfg.stage.needs_reference):
-        load_into(model, load_weights(Path(cfg.init_from)), cfg.init_from)
+        load_into(model, load_weights(Path(cfg.init_from), cfg.model.family), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
