@@ -64,7 +64,7 @@ def save_adapter(
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,
         "lora_dropout": cfg.dropout,
-        "target_modules": list(cfg.targets),
+        "target_modules": sorted({path.rsplit(".", 1)[-1] for path, linear in model.named_modules() if isinstance(linear, LoraLinear) and name in linear.lora}),
     }
     write_json_file(folder / "adapter_config.json", REQUIRED_ADAPTER_VALUES | adapter)
     state: dict[str, Tensor] = {}

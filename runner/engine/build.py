@@ -64,6 +64,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     compatibility |= environment_facts(describe_kernels(dist.device, compile_decision.mode, cfg.model.has_dynamic_shapes))
+    if model.kernels_description:
+        compatibility |= environment_facts({"model_kernels": model.kernels_description})
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in cfg.model.training_warnings():
