@@ -48,9 +48,10 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
     return state
 
 
-def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor]) -> None:
-    """Write the tensors of `state` as model.safetensors, under the names that published folders of this class have."""
+def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor], shard_size: str) -> None:
+    """Write the tensors of `state` as model*.safetensors of at most `shard_size`, under the names that published folders of this class have."""
     assert isinstance(model, TransformersModel)
     with TemporaryDirectory(dir=folder) as temporary:
-        model.hf.save_pretrained(temporary, state_dict=state, max_shard_size="1TB")
-        (Path(temporary) / "model.safetensors").rename(folder / "model.safetensors")
+        model.hf.save_pretrained(temporary, state_dict=state, max_shard_size=shard_size)
+        for path in Path(temporary).glob("model*.safetensors*"):
+            path.rename(folder / path.name)
