@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "export")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "export", "serve")
 
 
 def app_dir() -> Path:
@@ -54,3 +54,7 @@ def tokenizer() -> None:
 
 def export() -> None:
     run_command("export")
+
+
+def serve() -> None:
+    run_command("serve")
