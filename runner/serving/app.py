@@ -136,7 +136,8 @@ class _Server:
     async def _whole(self, body: Body, generation: Generation, head: dict[str, Any], request: Request) -> dict[str, Any]:
         scores: list[dict[str, Any] | None] = [None] * len(generation.answers)
         if isinstance(body, CompletionRequest) and body.logprobs is not None:
-            whole = [answer.prompt + answer.ids for answer in generation.answers]
+            # The token that ended an answer is listed too: lm-evaluation-harness asks for one token and drops it from the lists.
+            whole = [answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token for answer in generation.answers]
             scoring = Generation([], generation.sampling, scored=whole)
             await self._run(scoring, request)
             starts = [0 if body.echo else len(answer.prompt) for answer in generation.answers]

@@ -44,6 +44,7 @@ class Answer:
     ids: list[int] = field(default_factory=list)  # tokens, without the one that ended it
     text: str = ""
     finish_reason: str | None = None  # stop, length or cancelled
+    has_stop_token: bool = False  # ended by a token, which is not in `ids`
     _sent: int = 0
 
     def add(self, text: str) -> None:
@@ -171,6 +172,7 @@ class GenerationQueue:
             if answer.finish_reason is None:
                 streamer.finish()
             is_full = len(answer.ids) >= min(sampling.max_new_tokens, limit - len(answer.prompt))
+            answer.has_stop_token = answer.finish_reason is None and not is_full and not request.is_cancelled
             answer.end("cancelled" if request.is_cancelled else "length" if is_full else "stop")
 
     @torch.inference_mode()

@@ -54,6 +54,7 @@ class CompletionRequest(_Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
-            return [self.prompt]  # type: ignore[list-item]  # a text, or the ids of one
-        return list(self.prompt)
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
