@@ -30,7 +30,9 @@ def run_tasks(
         raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
     if folder is not None and not Path(folder).is_dir():
         raise UserError("the folder of tasks does not exist", f"tasks_path={folder}", "give a folder with task files (YAML)")
-    manager = TaskManager(include_path=folder)
+    manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
+    if manager is None or not set(tasks) <= set(manager.all_tasks):  # reading the tasks of the harness takes seconds
+        manager = TaskManager(include_path=folder)
     if unknown := [task for task in tasks if task not in manager.all_tasks]:
         raise UserError(
             f"lm-evaluation-harness has no task {unknown[0]}", f"tasks={tasks}", did_you_mean(unknown[0], manager.all_tasks, "tasks_path=FOLDER adds your own")
