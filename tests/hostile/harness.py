@@ -1,4 +1,4 @@
-"""Runs hostile cases: a command on a folder or file of a stranger, in a forked process with an audit hook, a deadline and a memory limit.
+"""Runs hostile cases: a command on harmful files, in a forked process with an audit hook, a deadline and a memory limit.
 
 A case passes if the command ends as the table says and nothing of this is seen: code of the case that runs, a file that changes outside of its
 folder, a raw control character or a traceback in what is printed or logged, more than MAX_SECONDS or MAX_BYTES.
@@ -39,7 +39,7 @@ TRAIN = f"train {TINY_RUN} hydra.run.dir=out"
 
 @dataclass(frozen=True)
 class HostileCase:
-    """`build` writes the stranger's files into a Folder; then each of `commands` runs in it and must end with `code` and print `message`."""
+    """`build` writes the harmful files into a Folder; then each of `commands` runs in it and must end with `code` and print `message`."""
 
     name: str
     category: str
@@ -83,7 +83,7 @@ class Folder:
 
 
 @dataclass
-class Ended:
+class CommandEnd:
     """How a command of a case ended."""
 
     code: int | None = None  # None: killed at the deadline
@@ -111,7 +111,7 @@ class Ended:
         return found
 
 
-def run_case(case: HostileCase, parent: Path, base: Path) -> list[Ended]:
+def run_case(case: HostileCase, parent: Path, base: Path) -> list[CommandEnd]:
     """Build the case in a new folder below `parent`, run its commands, remove the folder."""
     folder = Folder(parent / "case", base)
     for path in (folder.work, folder.outside, folder.root / "home", folder.root / "tmp"):
@@ -128,7 +128,7 @@ def run_case(case: HostileCase, parent: Path, base: Path) -> list[Ended]:
         shutil.rmtree(folder.root)
 
 
-def run_command(command: str, folder: Folder) -> Ended:
+def run_command(command: str, folder: Folder) -> CommandEnd:
     """Run one shell line of a case in a forked process."""
     events, log = folder.root / "events", folder.root / "output"
     for file in (events, log):
@@ -138,7 +138,7 @@ def run_command(command: str, folder: Folder) -> Ended:
     started = time.monotonic()
     if not (child := os.fork()):
         _child_main(command, folder, log, events)
-    ended = Ended()
+    ended = CommandEnd()
     status, usage = _wait(child)
     ended.seconds, ended.bytes = time.monotonic() - started, usage.ru_maxrss * 1024
     ended.code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
@@ -166,7 +166,7 @@ def _printed_files(work: Path) -> Iterator[Path]:
     return (path for path in work.rglob("*") if path.suffix in PRINTED_FILES and path.is_file() and not path.is_symlink())
 
 
-def _printed(ended: Ended, work: Path, modified: dict[Path, int]) -> Iterator[tuple[str, str]]:
+def _printed(ended: CommandEnd, work: Path, modified: dict[Path, int]) -> Iterator[tuple[str, str]]:
     yield "the output", ended.output
     for path in _printed_files(work):
         if modified.get(path) != path.lstat().st_mtime_ns:

@@ -1,4 +1,4 @@
-"""Hostile suite: folders and files of a stranger, given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
+"""Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
 
     python tests/hostile/suite.py [--light] [--part=I/N] [NAME ...]
 

@@ -1,4 +1,4 @@
-"""The hostile suite in processes of its own: each case is a command on the files of a stranger, see suite.py."""
+"""The hostile suite in processes of its own: each case is a command on harmful files, see suite.py."""
 
 from __future__ import annotations
 
