@@ -71,6 +71,11 @@ def test_resume_composes_from_the_copy_of_conf_and_names_changed_files(call: Cal
     assert json.loads((run / "run.json").read_text())["step"] == 3 and (run / ".hydra" / "history" / "000" / "config.yaml").is_file()
 
 
+def test_files_of_a_run_have_the_permissions_of_any_new_file(trained: Path) -> None:
+    (trained.parent / "new").touch()
+    assert {file.stat().st_mode for file in trained.rglob("*") if file.is_file()} == {(trained.parent / "new").stat().st_mode}
+
+
 def test_resume_of_a_completed_run_changes_nothing(call: Call, run: Path) -> None:
     before = contents(run)
     for argv in ([f"resume={run}"], [f"resume='{run}'", "train.max_steps=2"]):
