@@ -13,7 +13,6 @@ from torch import Tensor
 from common.errors import UserError
 from common.guarded_files import check_source_file
 
-
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # in the messages of safetensors
 
 

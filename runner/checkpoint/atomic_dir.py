@@ -16,14 +16,16 @@ from typing import Any
 
 from common import filesystem
 from common.filesystem import (
+    FULL_DISK_ERRORS,
     Chunks,
     as_chunks,
     atomic_path,
+    describe_disk_error,
     dump_sealed_json,
     load_sealed_json,
-    make_dirs,
+    make_dir,
     read_bounded,
-    remove_tree,
+    remove_quietly,
     sha256_of,
     sync_path,
     temp_name,
@@ -39,17 +41,11 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class SaveError(OSError):
-    """A folder could not be committed, and no part of it remains. `need` and `free` in bytes (free: None if unknown)."""
+    """A folder could not be committed, and no part of it remains. `need`: its size in bytes."""
 
     def __init__(self, cause: OSError, folder: Path, need: int) -> None:
-        try:
-            self.free: int | None = filesystem.fs.free(folder.parent)
-        except OSError:
-            self.free = None
         self.need = need
-        free = "an unknown number of" if self.free is None else f"{self.free:,}"
-        reason = cause.strerror or cause
-        super().__init__(cause.errno, f"{folder.name} was not saved: {reason}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}")
+        super().__init__(cause.errno, f"{folder.name} was not saved: {describe_disk_error(cause, folder.parent, need)}")
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -73,7 +69,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 sync_path(parent)  # its writer may have been killed between the rename and the sync
                 return
             discard_dir(target)
-        make_dirs(parent)
+        make_dir(parent)  # not its parents: a run directory that has been moved is not created again
         _require_space(parent, need)
         with atomic_path(target) as temp:
             filesystem.fs.mkdir(temp)
@@ -128,27 +124,44 @@ def prune_dirs(parent: Path, keep: int, protect: set[str]) -> list[str]:
 
     Invalid folders are neither counted nor deleted.
     """
-    valid = [name for name in _step_names(parent) if _verified_cached(parent / name)]
+    valid = valid_names(parent)
     surplus = [name for name in valid[max(keep, 2) :] if name not in protect]
     for name in reversed(surplus):  # oldest first: an interruption leaves the newer ones
         discard_dir(parent / name)
     return surplus
 
 
+def valid_names(parent: Path) -> list[str]:
+    """Return the names of the valid step folders, newest first."""
+    return [name for name in _step_names(parent) if _verified_cached(parent / name)]
+
+
 def discard_dir(folder: Path) -> None:
-    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name."""
+    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name.
+
+    What cannot be deleted after that, e.g. `.nfs*` files that NFS keeps while a reader has them open, is left to `remove_temp`.
+    """
     trash = folder.parent / temp_name("del", folder.name)
-    filesystem.fs.rename(folder, trash)
+    try:
+        filesystem.fs.rename(folder, trash)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, *FULL_DISK_ERRORS):  # EXDEV: a folder of a lower layer of overlayfs
+            raise
+        filesystem.fs.unlink(folder / MANIFEST_FILE)  # invalid from here on
+        trash = folder
     sync_path(folder.parent)
     _verified.pop(str(folder), None)
-    remove_tree(trash)
+    remove_quietly(trash)
 
 
-def remove_temp(parent: Path) -> list[str]:
-    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same."""
-    leftovers = sorted(name for name in os.listdir(parent) if name.startswith((".tmp-", ".del-")))
+def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> list[str]:
+    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same.
+
+    Files that cannot be deleted are left: they have no effect, and the next call tries again.
+    """
+    leftovers = sorted(name for name in os.listdir(parent) if name.startswith(kinds))
     for name in leftovers:
-        remove_tree(parent / name)
+        remove_quietly(parent / name)
     return leftovers
 
 
@@ -169,8 +182,13 @@ def _load_entries(raw: bytes) -> dict[str, dict[str, Any]]:
     return entries
 
 
+def missing_bytes(parent: Path, need: int) -> int:
+    """Return how many bytes must become free before `need` bytes are written to `parent`; 0: there is enough space."""
+    return max(0, int(need * 1.1) + RESERVED_BYTES - filesystem.fs.free(parent))
+
+
 def _require_space(parent: Path, need: int) -> None:
-    if filesystem.fs.free(parent) < need * 1.1 + RESERVED_BYTES:
+    if missing_bytes(parent, need):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -45,8 +45,8 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_write_atomic_dir_stores_files_and_a_manifest_of_checksums(tmp_path: Path) -> None:
     contents = {"a": b"bytes", "b": bytearray(b"array"), "c": memoryview(b"view"), "d": lambda: b"called late", "e": b""}
-    atomic_dir.write_atomic_dir(tmp_path / "new" / "parent", "step-00000007", contents, {"step": 7, "note": "ü"})
-    folder = tmp_path / "new" / "parent" / "step-00000007"
+    atomic_dir.write_atomic_dir(tmp_path / "parent", "step-00000007", contents, {"step": 7, "note": "ü"})
+    folder = tmp_path / "parent" / "step-00000007"
     stored = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != atomic_dir.MANIFEST_FILE}
     assert stored == {"a": b"bytes", "b": b"array", "c": b"view", "d": b"called late", "e": b""}
     manifest = json.loads((folder / atomic_dir.MANIFEST_FILE).read_text())
