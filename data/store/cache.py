@@ -48,12 +48,18 @@ def no_progress(done: int, total: int, rows: int) -> None:
 
 
 def load_or_build(
-    source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, cache: Path, progress: ProgressCallback = no_progress, num_workers: int | None = None
+    source: Source,
+    encoding: EncodingConfig,
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: ProgressCallback = no_progress,
+    num_workers: int | None = None,
+    worker_timeout: float = 0.0,
 ) -> TokenStore:
     """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers` processes (None: by size).
 
-    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. Raises BadRowError for the first bad row if
-    encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
+    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. `worker_timeout`: as in `encode_in_parallel`. Raises BadRowError for
+    the first bad row if encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
     """
     with with_cache_hint(cache):
         cache.mkdir(parents=True, exist_ok=True)
@@ -62,7 +68,7 @@ def load_or_build(
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:
-        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers)
+        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers, worker_timeout)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
@@ -124,7 +130,14 @@ def code_fingerprint(schema: str) -> str:
 
 
 def _build_store(
-    path: Path, source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, content: str, progress: ProgressCallback, num_workers: int
+    path: Path,
+    source: Source,
+    encoding: EncodingConfig,
+    tokenizer: Tokenizer,
+    content: str,
+    progress: ProgressCallback,
+    num_workers: int,
+    worker_timeout: float,
 ) -> None:
     metadata = {
         "name": source.name,
@@ -136,7 +149,7 @@ def _build_store(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
     with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
         last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers):
+        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout):
             writer.append(block)
             if time.monotonic() - last_report >= REPORT_EVERY:
                 last_report = time.monotonic()
