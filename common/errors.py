@@ -17,6 +17,7 @@ from common.paths import command_line
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
 CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+MAX_PRINTED = 10_000  # characters of each part of an error
 # A line of untrusted text that looks like one of the three lines of an error.
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
 
@@ -57,7 +58,11 @@ class DivergedError(TrainingError):
     outcome = Outcome.DIVERGED
 
 
-class StopRequested(Exception):
+class PeerLostError(TrainingError):
+    """Another rank failed or died; its log has the cause."""
+
+
+class StopRequested(BaseException):
     """A stop request ended tokenizing, an evaluation, sampling or a step before it was done: the run is as after its last completed step."""
 
 
@@ -93,11 +98,16 @@ def print_note(text: str) -> None:
     print(one_line(text), file=sys.stderr, flush=True)
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}... ({len(text):,} characters)"
+
+
 def report_user_error(error: UserError) -> int:
     """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
     if not isinstance(error, AlreadyReported):
-        message = OWN_LINE.sub(r"\\n", strip_control(error.message))
-        print(f"error: {message}\n  where: {one_line(error.setting)}\n  fix:   {one_line(error.fix)}", file=sys.stderr)
+        message, setting, fix = (_shorten(text) for text in (error.message, error.setting, error.fix))
+        message = OWN_LINE.sub(r"\\n", strip_control(message))
+        print(f"error: {message}\n  where: {one_line(setting)}\n  fix:   {one_line(fix)}", file=sys.stderr)
     return USER_ERROR
 
 

@@ -1,8 +1,9 @@
 """Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
 
-    python tests/hostile/suite.py [--light] [--part=I/N] [NAME ...]
+    python tests/hostile/suite.py [--light] [--part=I/N] [--template-seconds=S] [NAME ...]
 
---light: only the cases that end before torch is imported. NAME: part of the name or category of the cases to run. Exit code 1: one failed.
+--light: only the cases that end before torch is imported. --template-seconds: limit of a chat template, lower for a fast test. NAME: part of the
+name or category of the cases to run. Exit code 1: one failed.
 """
 
 from __future__ import annotations
@@ -82,12 +83,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--light", action="store_true")
     parser.add_argument("--part", default="1/1")
+    parser.add_argument("--template-seconds", type=float)
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
     importlib.import_module("runner.train")  # once: the cases run in forked processes
     if not args.light:
         for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load"):
             importlib.import_module(module)
+    if args.template_seconds:
+        importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds
     part, parts = map(int, args.part.split("/"))
     chosen = [case for case in all_cases() if case.is_light or not args.light][part - 1 :: parts]
     chosen = [case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)]

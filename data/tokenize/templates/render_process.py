@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 from data.tokenize.templates.jinja_sandbox import compile_template
 
 MAX_MEMORY = 512 << 20  # bytes of the process; Python and Jinja need 40 MB of them
+MAX_ERROR_CHARACTERS = 500
 OUT_OF_MEMORY = f"it needs more than {MAX_MEMORY >> 20} MiB of memory"
 
 
@@ -65,7 +66,7 @@ def _render(render: Any, conversation: dict[str, Any], count: int, options: dict
 
 
 def _describe(error: TemplateError) -> str:
-    return OUT_OF_MEMORY if isinstance(error.__cause__, MemoryError) else str(error)
+    return OUT_OF_MEMORY if isinstance(error.__cause__, MemoryError) else str(error)[:MAX_ERROR_CHARACTERS]
 
 
 def _encode(reply: dict[str, Any], started: float) -> bytes:

@@ -25,13 +25,13 @@ from jinja2 import TemplateError
 from common.paths import REPO_ROOT
 from data.tokenize.templates.jinja_sandbox import MAX_CHARACTERS, compile_template
 
-MAX_SECONDS = 5.0  # processor time of one conversation, and of all that exceed the rate below
+MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
 SECONDS_PER_RENDERING, SECONDS_PER_MESSAGE, SECONDS_PER_CHARACTER = 1e-3, 5e-6, 1e-7  # several times those of public templates
 WALL_SECONDS = 30.0  # until a process that does not compute is given up
 MAX_REPLY = 8 * MAX_CHARACTERS  # bytes; JSON writes up to six bytes per character
 MAX_KNOWN_MESSAGES, MAX_KNOWN_CHARACTERS = 1000, 1 << 20  # of a conversation that is rendered in this process
-TOO_SLOW = "it takes too long: more than {seconds:.0f} seconds of processor time"
-# The template a conversation is rendered with in a process of its own starts with an empty environment, apart from these.
+TOO_SLOW = "it takes too long: more than {seconds:g} seconds of processor time"
+PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 SHIPPED = ("data/tokenize/chatml.jinja", "data/samples/tokenizer/chat_template.jinja")
 Rendering = tuple[int, dict[str, Any]]  # (number of messages, options: add_generation_prompt, ...)
 Rendered = list[str | None]  # [text, None], or [None, error]
@@ -114,7 +114,9 @@ class RenderProcess:
     def _start(self) -> None:
         """Start the process and compile the template in it."""
         self._owner = os.getpid()
-        env = {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "PYTHONIOENCODING": "utf-8"}
+        # No secret of the environment is passed on.
+        env = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+        env["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         arguments = [sys.executable, "-P", "-m", "data.tokenize.templates.render_process"]
         # A process group of its own: Ctrl-C goes to this process, which closes the pipe.
         self._process = subprocess.Popen(
