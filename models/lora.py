@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.limits.memory import machine_memory
 from models.config import LoraConfig
 from models.layers.chunked_loss import LMHead, linear_cross_entropy
 
@@ -81,6 +82,10 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
             f"{message}; adapters can be added to {', '.join(allowed)}", f"stage.lora.targets={cfg.targets}", f"e.g. stage.lora.targets=[{allowed[-1]}]"
         )
     targets = [module for path, module in linears.items() if path.rsplit(".", 1)[-1] in cfg.targets]
+    numbers, memory = cfg.rank * sum(linear.in_features + linear.out_features for linear in targets), machine_memory()
+    if 4 * numbers > memory:
+        message = f"adapters of rank {cfg.rank:,} have {numbers:,} parameters, more than fit into {memory / 2**30:,.1f} GiB of memory"
+        raise UserError(message, f"stage.lora.rank={cfg.rank}", "e.g. stage.lora.rank=8")
     model.requires_grad_(False)
     for linear in targets:
         adapted = linear if isinstance(linear, LoraLinear) else LoraLinear.adapt(linear)

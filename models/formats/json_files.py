@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_sou
 from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig
 
+NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -53,9 +55,19 @@ def read_model_config(folder: Path) -> ModelConfig:
         model_type, families = raw["model_type"], MODELS.entries().values()
         for family in families:
             if model_type in family.hf_model_types:
-                return family.from_hf_config(raw, path)
+                cfg = family.from_hf_config(raw, path)
+                check_number_types(cfg)
+                return cfg
     supported = ", ".join(name for family in families for name in family.hf_model_types)
     raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model; docs/reference/models.md lists what loads")
+
+
+def check_number_types(cfg: Any) -> None:
+    """Raise TypeError if a field of a config class that is declared as int, float or bool has a value of another type."""
+    for field in dataclasses.fields(cfg):
+        value, allowed = getattr(cfg, field.name), NUMBER_TYPES.get(str(field.type), ())
+        if allowed and type(value) not in allowed:
+            raise TypeError(f"{field.name} must be of type {field.type}, got {str(value)[:60]!r}")
 
 
 def read_config_of_weights(source: Path) -> ModelConfig:
