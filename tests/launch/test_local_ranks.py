@@ -278,7 +278,7 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     threading.Thread(target=send).start()
     with pytest.raises(Interrupted) as stopped:
         run(SAVES_ON_SIGNAL, EXITS_ON_SIGNAL, EXITS_ON_SIGNAL, max_restarts=3)
-    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this batch, then saving; again to stop now\n"
+    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this micro-batch, then saving; again to stop now\n"
     assert str(stopped.value) == "stopped after step 7, saved" and stopped.value.folder == tmp_path / "run"
     assert run_json(tmp_path)["attempt"] == 1
 

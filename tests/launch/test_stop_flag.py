@@ -59,7 +59,7 @@ def test_stop_flag_acknowledges_the_first_signal_once(capfd):
     with StopFlag(announces=True):
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the duplicate
-    assert capfd.readouterr().err == "\nSIGHUP: stopping after this batch, then saving; again to stop now\n"
+    assert capfd.readouterr().err == "\nSIGHUP: stopping at the start; again to stop now\n"
 
 
 def test_stop_flag_without_a_terminal_to_write_to_still_stops():
