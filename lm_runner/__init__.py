@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "faults")
 
 
 def app_dir() -> Path:
@@ -50,3 +50,7 @@ def report() -> None:
 
 def tokenizer() -> None:
     run_command("tokenizer")
+
+
+def faults() -> None:
+    run_command("faults")

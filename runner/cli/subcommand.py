@@ -38,9 +38,10 @@ from runner.tracking.progress import ignore_broken_pipe
 T = TypeVar("T")
 
 
-def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False) -> None:
+def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False, passes_overrides: bool = False) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
 
+    `passes_overrides`: with the checked overrides of train.py instead of their config.
     Exits with the code of common/exit_codes.py unless the action returns.
     """
     set_passive_omp_wait()
@@ -62,7 +63,8 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
             return action(to_schema(compose_command(name, own), schema, own))
         if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
             raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
-        action(to_schema(compose_command(name, own), schema, own), resolve_start(_compose_start(others)))
+        start = _compose_start(others)
+        action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
 
 
 def _compose_start(typed: list[str]) -> Config:
