@@ -27,10 +27,13 @@ from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged
+from runner.supervise.liveness import Liveness
+from runner.supervise.supervisor import Supervisor
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
 HANG_GRACE = 5.0  # the same after a timeout of a collective
 FORCED_STOP_GRACE = 1.0  # the same after a second stop signal
+REFUSED_RESTART = "a restart was refused, the settings or the data have changed meanwhile: see the message above"
 
 
 def count_local_ranks(config: Config) -> int:
@@ -47,27 +50,32 @@ def count_local_ranks(config: Config) -> int:
 
 
 def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
-    """Train in `count` processes, restarted from the newest checkpoint up to distributed.max_restarts times; return the final loss."""
+    """Train in `count` processes, restarted from the newest checkpoint as the supervisor decides; return the final loss."""
     metadata.allow_ranks()
-    with SignalForwarder() as forwarder, _config_file(config, metadata.folder) as config_file:
-        for restart in range(config.distributed.max_restarts + 1):
-            group = RankGroup(metadata.folder, metadata.attempt, count)
+    supervisor = Supervisor(config, metadata)
+    with SignalForwarder() as forwarder:
+        while True:
+            group = RankGroup(metadata.folder, metadata.attempt, count, supervisor.watch(count))
             try:
-                group.start(config_file)
-                metadata.set_rank_pids([process.pid for process in group.processes])
-                forwarder.forward_to(group.processes)
-                failed = group.watch(forwarder)
+                with _config_file(supervisor.config, metadata.folder) as config_file:
+                    group.start(config_file)
+                    metadata.set_rank_pids([process.pid for process in group.processes])
+                    forwarder.forward_to(group.processes)
+                    failed = group.watch(forwarder)
+                metadata.reread()
+                if failed is None:
+                    return _final_loss(group, metadata)
+                code, stacks = group.exit_codes()[failed] or 0, group.stacks(failed)
+                error = _failure_of(group, failed, metadata, config)
+            except AlreadyReported as refusal:
+                if not supervisor.restarts:
+                    raise
+                metadata.finish(Outcome.FAILED, REFUSED_RESTART)  # unlike a launch that is refused, this one has trained
+                raise TrainingError(REFUSED_RESTART) from refusal
             finally:
                 group.kill()
-            metadata.reread()
-            if failed is None:
-                return _final_loss(group, metadata)
-            error = _failure_of(group, failed, metadata, config.distributed.timeout)
-            if restart == config.distributed.max_restarts or forwarder.is_stopping() or has_diverged(metadata.fields):
-                raise error
-            print_safely(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", sys.stderr)
+            supervisor.handle(supervisor.describe(code, failed, error, group.hanging == failed), stacks, forwarder.is_stopping)
             metadata.mark_running()
-    raise AssertionError("the last restart returns or raises")
 
 
 @contextmanager
@@ -84,8 +92,10 @@ def _config_file(config: Config, folder: Path) -> Iterator[Path]:
 class RankGroup:
     """The rank processes of one attempt."""
 
-    def __init__(self, folder: Path, attempt: int, count: int) -> None:
+    def __init__(self, folder: Path, attempt: int, count: int, liveness: Liveness | None = None) -> None:
         self.folder, self.count = folder, count
+        self.hanging: int | None = None  # the rank that has given no sign of life
+        self._liveness = liveness
         self.processes: list[subprocess.Popen] = []
         self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
         self._rendezvous_file = folder / temp_name("tmp", "rendezvous")
@@ -109,8 +119,9 @@ class RankGroup:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.count),
                 RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
-                "OMP_NUM_THREADS": threads_per_rank(self.count),
             }
+            | ({"OMP_NUM_THREADS": threads_per_rank(self.count)} if self.count > 1 else {})  # one rank computes as a process without a launcher does
+            | (self._liveness.environment(rank) if self._liveness else {})
         )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
@@ -127,6 +138,9 @@ class RankGroup:
                 deadline = time.monotonic() + (HANG_GRACE if any(log.stacks() for log in self.logs) else FAILURE_GRACE)
                 for process in running:
                     process.send_signal(signal.SIGTERM)
+            if self._liveness and failed is None and (failed := self._liveness.hanging_rank(self.processes)) is not None:
+                self.hanging, deadline = failed, time.monotonic() + HANG_GRACE
+                self._liveness.request_stacks(running)
             if forwarder.is_forced():
                 deadline = min(deadline, time.monotonic() + FORCED_STOP_GRACE)
             if time.monotonic() > deadline:
@@ -159,6 +173,12 @@ class RankGroup:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         remove_quietly(self._rendezvous_file)
+        if self._liveness:
+            self._liveness.close()
+
+    def stacks(self, rank: int) -> list[str]:
+        """Return the stacks that a supervised rank has written when it crashed or hung."""
+        return self._liveness.stacks(rank) if self._liveness else []
 
 
 def threads_per_rank(count: int) -> str:
@@ -179,7 +199,7 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     return 0.0 if loss is None else float(loss)
 
 
-def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, timeout: float) -> TrainingError:
+def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> TrainingError:
     """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error, which a rank has printed."""
     codes = group.exit_codes()
     hanging = [log.rank for log in group.logs if log.stacks()]
@@ -191,10 +211,14 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, timeout: fl
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
     causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]
-    if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all ranks failed alike, and none is named
+    for line in group.stacks(first):
+        print_safely(line, sys.stderr)
+    if group.hanging == first:
+        error = f"no sign of life for {config.supervise.hang_timeout:g} minutes (supervise.hang_timeout), the stacks are printed above"
+    if group.count > 1 and (set(codes) != {FAILED} or len({*causes}) > 1):  # otherwise all ranks failed alike, and none is named
         error = f"rank {first}: {error}"
         if hanging and "imed out" in error:
-            error = f"no step for {timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
+            error = f"no step for {config.distributed.timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
         elif first:
             rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
     metadata.finish(Outcome.DIVERGED if has_diverged(metadata.fields) else Outcome.FAILED, error)

@@ -15,11 +15,13 @@ from types import FrameType
 from common.filesystem import read_bounded
 from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
+from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.lock import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
+from runner.supervise.liveness import write_stacks_at_a_crash
 from runner.tracking.progress import ignore_broken_pipe
 
 PARENT_POLL_SECONDS = 0.2
@@ -27,6 +29,8 @@ PARENT_POLL_SECONDS = 0.2
 
 def main(config_file: Path, parent: int) -> int:
     ignore_broken_pipe()
+    write_stacks_at_a_crash()
+    start_heartbeat()
     for number in handled_signals():
         signal.signal(number, _ignore_signal)  # StopFlag restores it: a signal during shutdown does not change the exit code
     with StopFlag() as stop:

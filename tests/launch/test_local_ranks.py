@@ -298,7 +298,7 @@ def test_restarts_repeat_up_to_max_restarts(run: Any, tmp_path: Path, capfd: pyt
     assert run(GOOD, fails_twice, max_restarts=2) == 1.5
     assert (run_json(tmp_path)["attempt"], run_json(tmp_path)["status"]) == (3, "completed")
     lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
-    assert lines == [f"rank 1: KeyError: {n}; restart {n} of 2 from the last checkpoint" for n in (1, 2)]
+    assert lines == [f"rank 1: KeyError: {n}; restart {n} of 2 from the start" for n in (1, 2)]
     assert [line.split(",")[0] for line in log(tmp_path).splitlines() if line.startswith("---")] == [f"--- attempt {n}" for n in (1, 2, 3)]
 
 

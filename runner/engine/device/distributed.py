@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice
+from runner.engine.device.heartbeat import beat
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ class DistributedContext:
         return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
 
     def arm_watchdog(self) -> None:
-        """Print the stacks of all threads unless this is called again within `timeout` minutes."""
+        """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within `timeout` minutes."""
+        beat()
         if self.size > 1:
             faulthandler.dump_traceback_later(self.cfg.timeout * 60)
 
