@@ -7,6 +7,7 @@ fsync of the parent commit it. Readers trust the checksums only.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -89,15 +90,17 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
 
 
 def verify_dir(folder: Path) -> str | None:
-    """Return None if the folder is byte for byte what was committed, otherwise the reason why not."""
+    """Return None if every file that was committed is there, byte for byte, otherwise the reason why not.
+
+    Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nobody reads them.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return "not a folder"
         entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
-        for problem, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
-            if names:
-                return f"{problem}: {', '.join(sorted(names)[:4])!r}"
+        if missing := entries.keys() - present:
+            return f"missing: {', '.join(sorted(missing)[:4])!r}"
         for file, entry in sorted(entries.items()):
             if sha256_of(folder / file, entry["size"]) != entry["sha256"]:
                 return f"{file}: wrong checksum"
@@ -108,10 +111,25 @@ def verify_dir(folder: Path) -> str | None:
     return None
 
 
+def read_verified(folder: Path, file: str, limit: int) -> bytes:
+    """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the manifest."""
+    entry = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)).get(file)
+    content = read_bounded(folder / file, limit)
+    if entry is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise ValueError(f"{file}: wrong checksum")
+    return content
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names in a valid step folder that are no part of it."""
+    entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+    return sorted(set(os.listdir(folder)) - {MANIFEST_FILE, *entries})
+
+
 def newest_valid(parent: Path) -> tuple[Path | None, list[tuple[str, str]]]:
     """Return the newest valid step folder in `parent`, and (name, reason) of every newer one that was skipped."""
     skipped: list[tuple[str, str]] = []
-    for name in _step_names(parent):
+    for name in step_names(parent):
         reason = verify_dir(parent / name)
         if reason is None:
             return parent / name, skipped
@@ -133,7 +151,7 @@ def prune_dirs(parent: Path, keep: int, protect: set[str]) -> list[str]:
 
 def valid_names(parent: Path) -> list[str]:
     """Return the names of the valid step folders, newest first."""
-    return [name for name in _step_names(parent) if _verified_cached(parent / name)]
+    return [name for name in step_names(parent) if _verified_cached(parent / name)]
 
 
 def discard_dir(folder: Path) -> None:
@@ -219,7 +237,7 @@ def _stat_signature(folder: Path) -> list[tuple[Any, ...]] | None:
         return None
 
 
-def _step_names(parent: Path) -> list[str]:
+def step_names(parent: Path) -> list[str]:
     """Return the names of all step folders, newest first."""
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)

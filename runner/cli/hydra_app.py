@@ -107,4 +107,5 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
     with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
         complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
+        metadata.record_created()
         return run(to_config(cfg), metadata)

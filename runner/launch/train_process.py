@@ -11,6 +11,7 @@ from typing import Any
 
 from common import exit_codes
 from common.errors import Interrupted, Outcome, PeerLostError, StopRequested, TrainingError, UserError, print_safely, report_user_error
+from common.filesystem import DISK_ERRORS, describe_disk_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.engine.config import Config
@@ -72,17 +73,19 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():  # other ranks would wait for this one
             from runner.engine.build import build_run
             from runner.engine.loop import train
-        with _peer_errors(config):
+        with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
     except StopRequested:
         raise _interrupted_at_start(metadata) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)
+    state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
-        with _peer_errors(config):
+        with _peer_errors(config), _disk_errors(metadata.folder):
             loss = train(state, stop)
+            state.logger.flush()
     except UserError:
         raise
     except StopRequested:
@@ -125,6 +128,17 @@ def _peer_errors(config: Config) -> Iterator[None]:
         if config.distributed.name == "single" or text is None:
             raise
         raise PeerLostError(f"another rank does not answer ({text}); logs/rank<k>.log may have the cause") from error
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise TrainingError for errors of the disk that no retry has mended."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingError(f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}") from error
 
 
 def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, error: str | None = None) -> None:
