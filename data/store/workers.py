@@ -140,6 +140,9 @@ class _Pool:
         finally:
             self._idle.put(process)
         self.num_encoded += 1
+        if isinstance(reply, OSError):  # not to be taken for one of the cache
+            fix = "raise the limits of this shell (ulimit -n), or end other processes"
+            raise UserError(f"{self._name(process)} failed: {reply}", self._rows(job), fix) from reply
         if isinstance(reply, Exception):
             raise reply
         return reply
