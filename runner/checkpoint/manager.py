@@ -81,16 +81,13 @@ class CheckpointManager:
         update_metadata: Callable[..., None],
         is_rank_zero: bool = True,
         broadcast_flag: Callable[[bool], bool] = lambda flag: flag,
-        check_run_dir: Callable[[], None] = lambda: None,
     ) -> None:
-        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank.
-
-        `check_run_dir` raises TrainingError if the run directory no longer belongs to this process. It is called before and after each save.
-        """
+        """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
         self.saved_step = 0  # the newest step handed to the writer
         self.retention, self._max_failed_saves, self._messages, self._update_metadata = retention, max_failed_saves, messages, update_metadata
-        self._is_rank_zero, self._broadcast_flag, self._check_run_dir = is_rank_zero, broadcast_flag, check_run_dir
+        self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
+        self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
         self._writer = AsyncWriter()
         self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
@@ -102,7 +99,7 @@ class CheckpointManager:
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is skipped."""
         if self._is_rank_zero:
-            self._check_run_dir()
+            self.check_run_dir()
             self._submit_best(self._unsaved_best)
         if self._broadcast_flag(step == self.saved_step):
             return None
@@ -246,17 +243,17 @@ class CheckpointManager:
 
     def _point_to_awaited_best(self) -> None:
         """Update the file `best`, for users, once the checkpoint that it names is on disk."""
-        if self._awaited_best is None:
+        if (best := self._awaited_best) is None:
             return
         try:
-            if retry_disk(partial(point_to_best, self.dir, self._awaited_best.step)):
+            if retry_disk(partial(point_to_best, self.dir, best.step)):
                 self._awaited_best = None
         except OSError as error:
-            self._handle_failure(self._awaited_best.step, error, is_checkpoint=False)
+            self._handle_failure(best.step, error, is_checkpoint=False)
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
-        self._check_run_dir()
+        self.check_run_dir()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = 0

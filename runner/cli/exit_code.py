@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from common import exit_codes
 from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
+from common.filesystem import DISK_ERRORS
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
@@ -35,6 +36,9 @@ def _report(error: Exception) -> int:
             return exit_codes.INTERRUPTED
         if isinstance(error, TrainingError):
             print_safely(f"error: {error}", sys.stderr)
+            return exit_codes.FAILED
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            print_safely(f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr)
             return exit_codes.FAILED
     print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return exit_codes.FAILED
