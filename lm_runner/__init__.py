@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "faults")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults")
 
 
 def app_dir() -> Path:
@@ -50,6 +50,10 @@ def report() -> None:
 
 def tokenizer() -> None:
     run_command("tokenizer")
+
+
+def doctor() -> None:
+    run_command("doctor")
 
 
 def faults() -> None:

@@ -24,6 +24,7 @@ runner
 runner.cli
 hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
+runner.recovery.doctor
 runner.launch > runner.supervise | runner.reporting | runner.fault_injection
 runner.recovery
 runner.run_dir

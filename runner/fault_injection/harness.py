@@ -18,6 +18,7 @@ from runner.run_dir.provenance import git_state, library_versions
 
 LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}  # undisturbed runs that one fault takes as long as
 FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command
+MAX_DRAWS = 3  # of a fault that comes after the end of the run
 WORKERS = ["data.num_workers=2", "data.worker_timeout=3"]  # for the faults of data workers
 
 
@@ -40,9 +41,13 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
     results = []
     for index, (kind, number) in enumerate(faults):
-        trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed)
-        INJECT[kind](trial, references.get(kind, references[""]), kind == "kills" and index < cfg.cold)
-        complete(trial, references.get(kind, references[""]), cfg.acknowledge_within)
+        base = references.get(kind, references[""])
+        for draw in range(MAX_DRAWS):
+            trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed, draw)
+            INJECT[kind](trial, base, kind == "kills" and index < cfg.cold)
+            complete(trial, base, cfg.acknowledge_within)
+            if trial.result.injected or trial.result.broken:
+                break
         print_result(trial.result)
         results.append(trial.result)
     report(cfg, overrides, results, folder)

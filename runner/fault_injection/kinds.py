@@ -116,9 +116,9 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def worker(trial: Trial, reference: Reference, cold: bool) -> None:
-    """A data worker is stopped or killed, at a random step."""
+    """A data worker is stopped or killed, in the first half of the run: workers are ahead of the training."""
     how = (signal.SIGSTOP, signal.SIGKILL)[trial.result.number % 2]
-    steps = trial.rng.randint(1, max(1, reference.step - 1))
+    steps = trial.rng.randint(0, reference.step // 2)
     probe, workers = PhaseProbe(), WorkerProbe()
     victims: list[int] = []
 

@@ -15,7 +15,7 @@ from common.filesystem import read_json_object
 from runner.fault_injection.launches import Launch, launch_command, launch_fork
 from runner.fault_injection.phases import PhaseProbe
 
-MAX_LAUNCHES = 6  # of one run directory
+MAX_LAUNCHES = 5  # of one run directory
 ORPHAN_SECONDS = 20.0  # within which ranks save and exit after their launcher was killed
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -81,9 +81,10 @@ class Rig:
 class Trial:
     """One run directory under test. `launch` until `finish` has made it complete, or given up."""
 
-    def __init__(self, rig: Rig, kind: str, number: int, seed: int) -> None:
+    def __init__(self, rig: Rig, kind: str, number: int, seed: int, draw: int = 0) -> None:
+        """`draw`: how often the fault was drawn before, but came after the end of the run."""
         self.rig, self.result = rig, FaultResult(kind, number)
-        self.rng = random.Random(f"{seed} {kind} {number}")
+        self.rng = random.Random(f"{seed} {kind} {number} {draw}")
         self.folder = rig.folder / self.result.name
         self.run_dir = self.folder / "run"
         self.folder.mkdir(parents=True, exist_ok=True)

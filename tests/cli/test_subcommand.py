@@ -23,12 +23,14 @@ from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
+from runner.recovery.doctor.config import DoctorConfig
 from runner.reporting.leaderboard import ReportConfig
 from runner.run_dir.resolve import resolve_model_run
 
 SCHEMAS: dict[str, type] = {
     "chat": ChatConfig,
     "evaluate": EvaluateConfig,
+    "doctor": DoctorConfig,
     "faults": FaultsConfig,
     "report": ReportConfig,
     "rows": RowsConfig,
