@@ -59,9 +59,9 @@ def pointed_best_step(checkpoints: Path) -> int | None:
 def referenced_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
     """Return the best step of each of the `newest` checkpoints (None: all): a resume from any of them needs these weights."""
     steps = set()
-    for checkpoint in sorted(checkpoints.glob("step-*"), reverse=True)[:newest]:
+    for name in atomic_dir.step_names(checkpoints)[:newest]:
         try:
-            steps.add(read_state(checkpoint)["progress"].get("best_step"))
+            steps.add(read_state(checkpoints / name)["progress"].get("best_step"))
         except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged: no resume starts from it
             continue
     return {step for step in steps if isinstance(step, int)}

@@ -34,7 +34,7 @@ def prune_checkpoints(checkpoints: Path, policy: RetentionPolicy) -> None:
     atomic_dir.remove_temp(checkpoints, kinds=(".del-",))
     keep = max(policy.keep_newest, 2)
     best_steps = needed_best_steps(checkpoints, keep)
-    protected = {path.name for path in checkpoints.glob("step-*") if policy.protects(step_of(path.name), best_steps)}
+    protected = {name for name in atomic_dir.step_names(checkpoints) if policy.protects(step_of(name), best_steps)}
     atomic_dir.prune_dirs(checkpoints, keep, protected)
     prune_best_dirs(checkpoints, best_steps)
 

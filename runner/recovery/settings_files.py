@@ -37,13 +37,13 @@ def damage_of(path: Path, text: str, name: str) -> str | None:
     """Return what is wrong with the file in whose place the checkpoint has `text`, None if nothing is. A file that was edited and can be read is whole."""
     try:
         content = read_bounded(path, MAX_YAML_BYTES)
+        if content != text.encode() and text.encode().startswith(content):
+            return f"cut off after {len(content):,} of {len(text.encode()):,} bytes"
         tree = load_yaml(path)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError) as error:
         return f"cannot be read: {' '.join(str(error).split())[:200]}"
-    if content != text.encode() and text.encode().startswith(content):
-        return f"cut off after {len(content):,} of {len(text.encode()):,} bytes"
     if name == str(OVERRIDES_FILE):
         return None if isinstance(tree, list) and all(isinstance(override, str) for override in tree) else "not a list of overrides"
     if not isinstance(tree, dict) and (tree is not None or parse_yaml(text) is not None):
