@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import io
 import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
@@ -91,6 +93,17 @@ def one_line(text: str) -> str:
 def print_safely(text: str, file: TextIO | None = None) -> None:
     """Print a line (to stdout) that may quote a file, a path or a row."""
     print(strip_control(text), file=file or sys.stdout, flush=True)
+
+
+@contextmanager
+def stripping_stdout() -> Iterator[None]:
+    """Print what is written to stdout inside, e.g. by a library, without control characters."""
+    written = io.StringIO()
+    try:
+        with redirect_stdout(written):
+            yield
+    finally:
+        print(strip_control(written.getvalue()), end="", flush=True)
 
 
 def print_note(text: str) -> None:

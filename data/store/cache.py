@@ -7,6 +7,8 @@ import hashlib
 import inspect
 import json
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +40,7 @@ FINGERPRINTED_CODE = (
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
+CACHE_ENTRY = re.compile(r"(\.tmp-)?[0-9a-f]{64}[\w.@-]*|contents|compiled")  # names in the folder of token stores
 REPORT_EVERY = 0.1  # seconds
 ProgressCallback = Callable[[int, int, int], None]  # (bytes of the file done, its size, rows read)
 T = TypeVar("T")
@@ -91,6 +94,16 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
                 lock.release(delete=existing is None)  # e.g. a bad row: a refused file leaves nothing in the cache
     assert existing is not None, f"{path} is not readable after it was built"
     return existing
+
+
+def is_own_cache(folder: Path) -> bool:
+    """Return whether only this user can have written to the folder, and nothing but what this module writes is in it."""
+    try:
+        status = folder.stat()
+        is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+        return is_private and all(CACHE_ENTRY.fullmatch(name) for name in os.listdir(folder))
+    except OSError:
+        return False
 
 
 def _lock_path(path: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Optional
 
 from common.errors import UserError, did_you_mean_path, print_safely, strip_control
 from common.filesystem import write_atomic_file
+from common.guarded_files import check_own_files
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
@@ -57,6 +58,7 @@ def resolve_sweep(name: str) -> Path:
         raise UserError("there is no such file or directory", f"sweep={name}", did_you_mean_path(name))
     for parent in (path, *path.parents):
         if (parent / "sweep.json").is_file():
+            check_own_files(parent, ("sweep.json", LEADERBOARD_FILE, REPORT_FILE))
             return parent
     raise UserError("this is not a sweep directory: there is no sweep.json", f"sweep={name}", "give a sweep directory, or sweep=last")
 

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigKeyError
 
 from common.errors import UserError, print_note
 from common.filesystem import write_atomic_file
-from common.paths import CONF_DIR
+from common.paths import CONF_DIR, workspace_dir
 from common.plugins import check_imported
 from runner.config import overrides, schema
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
@@ -29,6 +29,7 @@ from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
+CACHE_KEY = "data.cache"
 FIXED_KEYS = ("stage", "model", "data", "experiment")  # groups whose options cannot change in a run
 
 
@@ -66,6 +67,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
         for key in missing:
             _copy_value(tree, key, fresh(), folder)
             notes.append(f"{key}={OmegaConf.select(tree, key)} is taken from conf/: the setting is newer than the run")
+        notes += _replace_foreign_cache(tree, extra)
         before = to_config(tree)
         groups = schema.config_groups(conf)
         for override in parsed:
@@ -119,6 +121,19 @@ def _merge_into_schema(saved: dict[str, Any], folder: Path) -> DictConfig:
             f"{folder / saved_config.CONFIG_FILE}: {error.full_key}",
             f"resume with the version that started the run{f': git checkout {commit}' if commit else ''}",
         ) from error
+
+
+def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
+    """Use the cache of this program, unless the saved or typed one is a cache of this user: token stores are read from and deleted in it."""
+    saved, own = str(tree.data.cache), str(workspace_dir() / ".cache")
+    if saved == own or any(overrides.key_of(override) == CACHE_KEY for override in extra):
+        return []
+    from data.store.cache import is_own_cache
+
+    if is_own_cache(Path(saved)):
+        return []
+    OmegaConf.update(tree, CACHE_KEY, own)
+    return [f"{CACHE_KEY}={own} is used: the saved one, {saved}, is missing or no token cache of this user; to use it, type {CACHE_KEY}={saved}"]
 
 
 def _saved_commit(folder: Path) -> str | None:

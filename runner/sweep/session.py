@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -83,6 +83,8 @@ class SweepSession:
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
+        with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
+            make_dirs(Path(tree.data.cache))
         with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
             write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())

@@ -77,7 +77,10 @@ class Folder:
         return path
 
     def copy(self, name: str, target: str = "") -> Path:
-        """Return a copy in `work` of an unharmed file or folder: run, sweep, model, tokenizer, rows.jsonl, chats.jsonl."""
+        """Return a copy in `work` of an unharmed file or folder.
+
+        They are new_run and sweep (killed before the first step), run and model (trained; not in light cases), tokenizer, rows.jsonl, chats.jsonl.
+        """
         source, copied = self.base / name, self.work / (target or name)
         return Path(shutil.copytree(source, copied) if source.is_dir() else shutil.copy(source, copied))
 
