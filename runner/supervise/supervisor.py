@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from common.errors import Interrupted, Outcome, TrainingError, print_safely
 from common.guarded_files import read_from
+from runner.checkpoint.atomic_dir import STEP_NAME
+from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.engine.config import Config
 from runner.run_dir.metadata import RunMetadata, timestamp
 from runner.supervise.failures import Failure, FailureKind, classify_failure, count_oom_kills
@@ -30,9 +32,9 @@ class Supervisor:
         options = config.supervise
         self._policy = RestartPolicy(options.max_restarts, options.delay) if self._is_on else RestartPolicy(config.distributed.max_restarts, counts_all=True)
 
-    def watch(self, count: int) -> Liveness | None:
-        """Return what watches the `count` ranks of one attempt; None: nothing does."""
-        return Liveness(count, self.config.supervise.hang_timeout * 60) if self._is_on else None
+    def watch(self, count: int) -> Liveness:
+        """Return what watches the `count` ranks of one attempt. Without train.supervise it only knows which of several ranks a collective waits for."""
+        return Liveness(count, self.config.supervise.hang_timeout * 60 if self._is_on else 0)
 
     def describe(self, code: int, rank: int, error: TrainingError, is_hanging: bool) -> Failure:
         """Return the failure of `rank`, which failed first; run.json has been read again."""
@@ -42,7 +44,7 @@ class Supervisor:
 
     def handle(self, failure: Failure, stacks: list[str], is_stopping: Callable[[], bool]) -> None:
         """Return when the ranks are to be started again, with `config`. Raises the error of `failure` if not, Interrupted if `is_stopping()` meanwhile."""
-        decision = self._policy.decide(failure.kind, self._metadata.fields["step"])
+        decision = self._policy.decide(failure.kind, self._saved_step())
         restarts = decision.restarts and not is_stopping()
         action = "no restart: a stop was requested" if is_stopping() else decision.action + (self._adapt(failure.kind) if restarts else "")
         if self._is_on:
@@ -72,7 +74,7 @@ class Supervisor:
             lines = read_from(folder / "train.log", 0, LOG_BYTES).decode("utf-8", "replace").splitlines()[-LOG_LINES:]
         except OSError:
             lines = []
-        where = {"time": timestamp(), "attempt": fields["attempt"], "step": fields["step"], "rank": failure.rank}
+        where = {"time": timestamp(), "attempt": fields["attempt"], "step": self._saved_step(), "rank": failure.rank}
         ended = {"kind": failure.kind, "exit_code": failure.code if failure.code >= 0 else None, "signal": failure.signal_name, "error": str(failure.error)}
         append_incident(folder, {**where, **ended, "action": action, "last_lines": lines, "stacks": stacks})
 
@@ -86,4 +88,9 @@ class Supervisor:
     def _interrupt(self) -> None:
         """End as after a stop request: the newest checkpoint is what can be resumed."""
         self._metadata.finish(Outcome.INTERRUPTED)
-        raise Interrupted(self._metadata.fields["step"], self._metadata.folder)
+        raise Interrupted(self._saved_step(), self._metadata.folder)
+
+    def _saved_step(self) -> int:
+        """Return the step of the newest checkpoint, 0 if there is none. run.json learns of a checkpoint later than the disk."""
+        names = [path.name for path in (self._metadata.folder / CHECKPOINTS_DIR).glob("step-*") if STEP_NAME.fullmatch(path.name)]
+        return max(map(step_of, names), default=0)

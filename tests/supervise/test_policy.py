@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.engine.device import heartbeat
+from runner.engine.loop import train
 from runner.supervise import liveness
 from runner.supervise.failures import FailureKind, classify_failure, count_oom_kills
 from runner.supervise.liveness import Liveness
@@ -140,11 +141,42 @@ def test_stacks_of_a_crashed_process_are_read() -> None:
 
 
 def test_heartbeat_costs_no_system_call(tmp_path: Path) -> None:
-    (tmp_path / "beat").write_bytes(bytes(8))
+    (tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
     counter = heartbeat.Heartbeat(tmp_path / "beat")
     for _ in range(1000):
         counter.beat()
     assert heartbeat.read_heartbeat(tmp_path / "beat") == 1000 and heartbeat.read_heartbeat(tmp_path / "none") == 0
+
+
+def test_training_counts_every_micro_batch_and_every_evaluation_batch(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
+    monkeypatch.setattr(heartbeat, "_heartbeat", heartbeat.Heartbeat(file))
+    train(make_run("pretrain", "train.max_steps=3", "train.accumulation_steps=2", "train.batch_size=2"))
+    trained = heartbeat.read_heartbeat(file)
+    assert trained >= 6
+    train(
+        make_run(
+            "pretrain",
+            "train.max_steps=3",
+            "train.accumulation_steps=2",
+            "train.batch_size=2",
+            "data.val_fraction=0.3",
+            "train.eval_every=1",
+            folder="evaluated",
+        )
+    )
+    assert heartbeat.read_heartbeat(file) - trained > trained
+
+
+def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "beat").write_bytes(bytes(heartbeat.RECORD.size))
+    monkeypatch.setattr(heartbeat, "_heartbeat", None)
+    heartbeat.start_heartbeat()
+    heartbeat.beat()
+    monkeypatch.setenv(heartbeat.HEARTBEAT_ENV, str(file))
+    heartbeat.start_heartbeat()
+    heartbeat.beat()
+    assert heartbeat.read_heartbeat(file) == 1
 
 
 def test_supervision_imports_no_torch() -> None:
