@@ -11,18 +11,22 @@ from contextlib import contextmanager
 from common import exit_codes
 from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
 from common.filesystem import DISK_ERRORS
+from runner.launch.signals import INTERRUPTED_MESSAGE
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
 
 @contextmanager
 def exiting_with_code() -> Iterator[None]:
-    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1.
+    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1, Ctrl-C with 130.
 
     With HYDRA_FULL_ERROR=1 every exception shows its traceback.
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        print_safely(f"\n{INTERRUPTED_MESSAGE}", sys.stderr)
+        raise SystemExit(exit_codes.INTERRUPTED_BY_USER) from error
     except Exception as error:
         raise SystemExit(_report(error)) from error
 

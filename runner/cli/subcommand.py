@@ -31,6 +31,7 @@ from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
+from runner.launch.signals import CtrlC
 from runner.run_dir.initial_weights import adopt_model, resolve_start
 from runner.run_dir.resolve import init_from_best_job
 from runner.tracking.progress import ignore_broken_pipe
@@ -47,7 +48,7 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
     set_passive_omp_wait()
     ignore_broken_pipe()
     kinds = value_kinds(schema)
-    with exiting_with_code():
+    with exiting_with_code(), CtrlC():
         typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
         if has_flag(flags, "--help"):
             return print(help.subcommand_help(name, schema, with_train_config))

@@ -45,5 +45,6 @@ def run(config: Config, metadata: RunMetadata) -> float:
         raise
     except BaseException as error:
         if metadata.fields["status"] == "running":
-            metadata.finish(Outcome.FAILED, f"{type(error).__name__}: {error}")
+            is_stop = isinstance(error, KeyboardInterrupt)
+            metadata.finish(Outcome.INTERRUPTED if is_stop else Outcome.FAILED, None if is_stop else f"{type(error).__name__}: {error}")
         raise

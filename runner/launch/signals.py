@@ -13,12 +13,15 @@ from types import FrameType
 from typing import Any, Self
 
 from common.errors import StopRequested
+from common.exit_codes import INTERRUPTED_BY_USER
 from runner.engine.device.heartbeat import beat
 from runner.engine.device.stop import StopRequests
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
+C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
+INTERRUPTED_MESSAGE = "interrupted"
 END = 0  # in place of a signal: the end of a _SignalWatcher
 
 
@@ -145,6 +148,41 @@ class StopFlag(_SignalHandler, StopRequests):
                 _acknowledge(number, self.pending_work)
         elif now - self._time > DUPLICATE_SIGNAL_WINDOW:
             os._exit(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
+
+
+class CtrlC(_SignalHandler):
+    """`with CtrlC():` for a command that saves nothing: Ctrl-C raises KeyboardInterrupt, and where the main thread does not leave C code, e.g. that
+    of the training of a tokenizer, it ends the process after a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled = 0.0  # when the main thread last ran the handler
+        self._watcher: _SignalWatcher | None = None
+
+    def __enter__(self) -> Self:
+        self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+        self._watcher = _SignalWatcher(self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled = time.monotonic()
+        raise KeyboardInterrupt
+
+    def _receive(self, number: int) -> None:
+        """Runs in the watcher thread."""
+        arrived = time.monotonic() - DUPLICATE_SIGNAL_WINDOW
+        deadline = arrived + C_CODE_SECONDS
+        while self._handled < arrived and number == signal.SIGINT:
+            if time.monotonic() > deadline:
+                with suppress(OSError):
+                    os.write(STDERR, f"\n{INTERRUPTED_MESSAGE}\n".encode())
+                os._exit(INTERRUPTED_BY_USER)
+            time.sleep(0.05)
 
 
 class SignalForwarder(_SignalHandler):
