@@ -94,15 +94,15 @@ def _sort_lines(name: str, content: bytes, proof: LogProof) -> tuple[list[bytes]
 
 
 def _order(name: str, line: bytes) -> tuple[int, int] | None:
-    """Return (step, place within the step) of a complete record, None for anything else."""
+    """Return (step, position within the step) of a complete record, None for anything else."""
     try:
         record: Any = parse_json(line)
         step = record["step"]
-        place = KINDS[record["kind"]] if name == "metrics" else 0
+        position = KINDS[record["kind"]] if name == "metrics" else 0
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     is_complete = line.endswith(b"\n") and type(step) is int and step > 0 and type(record.get("attempt")) is int
-    return (step, place) if is_complete else None
+    return (step, position) if is_complete else None
 
 
 def _count(lines: Sequence[bytes], noun: str = "record") -> str:

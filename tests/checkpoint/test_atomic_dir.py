@@ -192,9 +192,19 @@ def test_verify_dir_detects_a_change_of_any_manifest_byte(two: tuple[Path, Path]
         assert atomic_dir.verify_dir(two[1]), f"byte {index} was not detected"
 
 
-def test_verify_dir_refuses_an_additional_file(two: tuple[Path, Path]) -> None:
-    (two[1] / "extra").write_bytes(b"")
-    assert atomic_dir.verify_dir(two[1]) == "unexpected: 'extra'"
+def test_verify_dir_ignores_a_foreign_file_that_nobody_reads(two: tuple[Path, Path]) -> None:
+    for name in (".DS_Store", ".nfs0001", "extra"):
+        (two[1] / name).write_bytes(b"")
+    assert atomic_dir.verify_dir(two[1]) is None and atomic_dir.foreign_names(two[1]) == [".DS_Store", ".nfs0001", "extra"]
+
+
+@pytest.mark.parametrize("change", [lambda text: text[:-1], lambda text: b"", lambda text: text[:-2] + b"x\n"])
+def test_read_verified_refuses_a_changed_file(two: tuple[Path, Path], change: Callable[[bytes], bytes]) -> None:
+    file = next(path for path in two[1].iterdir() if path.name != atomic_dir.MANIFEST_FILE)
+    assert atomic_dir.read_verified(two[1], file.name, 1 << 20) == file.read_bytes()
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ValueError, match="wrong checksum"):
+        atomic_dir.read_verified(two[1], file.name, 1 << 20)
 
 
 def test_newest_valid_does_not_follow_a_linked_folder(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def zero(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """`apply(run)` damages the directory. `message`: part of what the resume says; "": nothing is to be said."""
+    """`apply(run)` damages the directory. `message`: part of what the resume says; "": it prints nothing."""
 
     apply: Callable[[Path], object]
     message: str = ""
@@ -124,7 +124,7 @@ RUN_JSON = {
     "init_from a list": Damage(fields(init_from=["/"]), "init_from is not of type str"),
     "fingerprints a text": Damage(fields(fingerprints="x"), "fingerprints is not of type dict"),
     "status unknown": Damage(fields(status="?"), "unknown status"),
-    "run.json of another run": Damage(fields(id="0" * 16, attempt=7, step=900, init_from="/elsewhere"), "of another run than the checkpoints"),
+    "run.json of another run": Damage(fields(id="0" * 16, attempt=7, step=900, init_from="/another"), "of another run than the checkpoints"),
     "run.json older than the checkpoint": Damage(fields(step=2, checkpoint="step-00000002")),
     "run.json from before the first checkpoint": Damage(fields(step=0, checkpoint=None)),
     "run.json newer than the checkpoint": Damage(fields(step=6, checkpoint="step-00000006"), "checkpoints/step-00000006: missing"),

@@ -1,4 +1,4 @@
-"""Whole checkpoints can always be continued: every kind of damage to the other files is repaired and said, or refused with nothing changed."""
+"""Whole checkpoints can always be continued: every kind of damage to the other files is repaired and reported, or refused with nothing changed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from damaged_runs import CHECKPOINTS, DAMAGES, FOREIGN, LOGS, RUN_JSON, SAVED, S
 
 from common.errors import UserError
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
+from runner.recovery.doctor.examine import examine_run
+from runner.recovery.doctor.prediction import Verdict
 from runner.recovery.finding import Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.metadata import RunMetadata, holds_run
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +100,15 @@ def test_inspection_finds_a_damaged_log_and_writes_nothing(killed: Path, damage:
 
 
 def check_continues(call: Call, uninterrupted: Path, run: Path, damage: Damage) -> None:
-    """Resume the damaged run; it ends with the bits of the uninterrupted one, and has said and recorded what was wrong."""
+    """Resume the damaged run; it ends with the bits of the uninterrupted one, and has printed and recorded what was wrong."""
+    prediction = examine_run(run).prediction if holds_run(run) else None
     result = call(f"resume={run}")
+    assert prediction is None or (prediction.verdict is Verdict.REFUSES) == (result.returncode != 0), prediction
     if damage.is_refused:
         assert result.returncode == 2 and damage.message in result.stderr and "Traceback" not in result.stderr, result
         return
     assert result.returncode == 0 and damage.message in result.stdout + result.stderr, result
+    assert prediction and f"at step {prediction.step} (attempt " in result.stdout, (prediction, result)
     fields = json.loads((run / "run.json").read_text())
     assert fields["status"] == "completed" and fields["step"] == STEPS and fields["exact"] is True
     assert not damage.message or any(damage.message.split("; ")[0] in message for message in fields["recovered"]), fields["recovered"]
