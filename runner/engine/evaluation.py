@@ -9,6 +9,7 @@ import torch
 
 from common.errors import StopRequested
 from models.generate import generate
+from runner.engine.device.heartbeat import enter
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, announcing_failures, finite_or_none
 
@@ -71,6 +72,7 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
         for batches in announcing_failures(steps, state.check_stop):
             for batch in batches:
                 state.check_stop()
+                enter("in an evaluation", state.progress.step)
                 state.dist.arm_watchdog()
                 with state.precision.autocast():
                     parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
@@ -97,6 +99,7 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
     # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
     with state.stop.working_on("after this token, then saving"), ending_together(state), autocast, suppress(StopRequested):
+        enter("while it generates samples", state.progress.step)
         answers = generate_answers(state)
     state.check_stop()
     return [{"prompt": prompt, "answer": state.tokenizer.decode(ids)} for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)]

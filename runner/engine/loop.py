@@ -15,6 +15,7 @@ from common.errors import DivergedError, Interrupted, StopRequested, TrainingErr
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
+from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, set_rng_state
 from runner.engine.device.stop import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
@@ -154,6 +155,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 state.check_stop()
+            enter("in a training step", state.progress.step)
             dist.arm_watchdog()
             with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
                 with precision.autocast():

@@ -15,6 +15,7 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
+from runner.engine.device.heartbeat import enter
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
 from runner.engine.device.stop import StopRequests
@@ -179,6 +180,7 @@ class TrainState:
 
         Every rank must call each function, in this order: under fsdp it gathers the shards.
         """
+        enter("in a save")
         self.dist.reshard(self.model)  # after a forward pass without a backward pass a layer may still be gathered, and rounded
         files = {"model": trainable_parameters(self.model), "optimizer": self.optimizers.state_dict()}
         return {file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()} for file, tensors in files.items()}
@@ -193,6 +195,7 @@ def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], o
     """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped, has_failed)`, which takes part in the
     collective in which the other ranks wait for this one's batch."""
     while True:
+        enter("while it waits for data")
         try:
             batch = next(batches)
         except StopIteration:

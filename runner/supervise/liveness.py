@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.guarded_files import read_from
-from runner.engine.device.heartbeat import COUNTER, HEARTBEAT_ENV, read_heartbeat
+from runner.engine.device.heartbeat import HEARTBEAT_ENV, RECORD, Sign, read_heartbeat, read_sign
 
 STACKS_ENV = "RUNNER_STACKS"  # file for the stacks that faulthandler writes at a crash
 CHECK_SECONDS = 10.0
@@ -36,7 +36,7 @@ class Liveness:
         self._counts, self._alive_at, self._checked_at = [0] * count, [now] * count, now
         self._cpu_seconds = [0.0] * count
         for file in self._heartbeats:
-            file.write_bytes(bytes(COUNTER.size))
+            file.write_bytes(bytes(RECORD.size))
 
     def environment(self, rank: int) -> dict[str, str]:
         return {HEARTBEAT_ENV: str(self._heartbeats[rank]), STACKS_ENV: str(self._stacks[rank])}
@@ -60,12 +60,17 @@ class Liveness:
         hanging = [rank for rank, alive_at in enumerate(self._alive_at) if now - alive_at > self._seconds]
         return min(hanging, key=lambda rank: self._counts[rank]) if hanging else None
 
+    def signs(self) -> list[Sign]:
+        """Return what each rank has written last."""
+        return [read_sign(file) for file in self._heartbeats]
+
     def request_stacks(self, processes: Sequence[subprocess.Popen]) -> None:
         """Make the ranks write the stacks of all their threads, and end."""
         for process in processes:
             if process.poll() is None:
                 with suppress(OSError):
                     process.send_signal(signal.SIGABRT)
+                    process.send_signal(signal.SIGCONT)  # it may be stopped
 
     def stacks(self, rank: int) -> list[str]:
         """Return the stacks that `rank` has written, at a crash or on request."""

@@ -208,8 +208,8 @@ def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, c
 
 
 @pytest.mark.slow
-def test_failure_does_not_name_a_rank_killed_by_the_launcher(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="^rank 0: another rank does not answer"):
+def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), .*; rank 0 says: another rank does not answer"):
         run(LOSES_PEER, EXITS_LATE.format(60))
 
 
@@ -263,8 +263,13 @@ def test_failure_names_no_rank_when_all_fail_alike(run: Any, tmp_path: Path, cap
 def test_ranks_that_time_out_print_the_stack_of_each(run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 60.0)
     monkeypatch.setattr(local_ranks, "HANG_GRACE", 0.2)
-    with pytest.raises(TrainingError, match=r"^no step for 10 minutes \(distributed.timeout\); rank 2 timed out first"):
-        run(HANGS, STACKS + HANGS, STACKS + "wait('logs/rank1.log'); time.sleep(0.3); print('error: Timed out waiting'); sys.exit(1)")
+    monkeypatch.setattr(local_ranks, "STACKS_GRACE", 0.2)
+    timed_out = STACKS + "wait('logs/rank1.log'); time.sleep(0.3); record(status='failed', error='Timed out waiting'); sys.exit(69)"
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), the stacks are printed above; rank 0 waited for 10 minutes \(distr",
+    ):
+        run(timed_out, STACKS + HANGS, timed_out)
     printed = capfd.readouterr().err
     assert "[rank 1]   File loop.py, line 7" in printed and "[rank 2] Timeout (0:00:01)!" in printed
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice
-from runner.engine.device.heartbeat import beat
+from runner.engine.device.heartbeat import beat, during
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class DistributedContext:
         from torch.distributed import all_reduce
 
         summed = torch.tensor(numbers, dtype=torch.float64)
-        all_reduce(summed)
+        with during("while it waits for the other ranks"):
+            all_reduce(summed)
         return summed.tolist()
 
     def any(self, flag: bool) -> bool:

@@ -1,31 +1,52 @@
-"""Sign of life of a rank: a counter in a small file that its supervisor reads. To count is one write to mapped memory, no system call."""
+"""Sign of life of a rank: a counter, and what the rank does now, in a small file that the launcher reads. To write it is no system call."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from common.filesystem import read_bounded
 
-HEARTBEAT_ENV = "RUNNER_HEARTBEAT"  # file of the counter; unset: there is no supervisor
+HEARTBEAT_ENV = "RUNNER_HEARTBEAT"  # file of the record; unset: nothing watches this process
 COUNTER = struct.Struct("<Q")
+RECORD = struct.Struct("<Qdq64s")  # counter, time of the last change (CLOCK_MONOTONIC: the same for all processes of a machine), step, activity
+
+
+class Sign(NamedTuple):
+    """What a rank has written last."""
+
+    beats: int
+    time: float
+    step: int
+    activity: str
 
 
 class Heartbeat:
     def __init__(self, path: Path) -> None:
-        """`path` has COUNTER.size bytes."""
+        """`path` has RECORD.size bytes."""
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(fd, COUNTER.size)
+            self._memory = mmap.mmap(fd, RECORD.size)
         finally:
             os.close(fd)
-        self._count = 0
+        self._count, self._step, self.activity = 0, 0, b""
 
     def beat(self) -> None:
         self._count += 1
-        COUNTER.pack_into(self._memory, 0, self._count)
+        self._write()
+
+    def enter(self, activity: bytes, step: int | None = None) -> None:
+        self.activity, self._step = activity, self._step if step is None else step
+        self._write()
+
+    def _write(self) -> None:
+        RECORD.pack_into(self._memory, 0, self._count, time.monotonic(), self._step, self.activity)
 
 
 _heartbeat: Heartbeat | None = None
@@ -44,9 +65,36 @@ def beat() -> None:
         _heartbeat.beat()
 
 
+def enter(activity: str, step: int | None = None) -> None:
+    """Record what this rank does from now on, e.g. "in an evaluation", and after which step."""
+    if _heartbeat is not None:
+        _heartbeat.enter(activity.encode(), step)
+
+
+@contextmanager
+def during(activity: str) -> Iterator[None]:
+    """Record `activity` while the block runs, then the previous one."""
+    before = b"" if _heartbeat is None else _heartbeat.activity
+    enter(activity)
+    try:
+        yield
+    finally:
+        if _heartbeat is not None:
+            _heartbeat.enter(before)
+
+
+def read_sign(path: Path) -> Sign:
+    """Return what a rank has written; zeros if it cannot be read."""
+    try:
+        beats, changed, step, activity = RECORD.unpack(read_bounded(path, RECORD.size))
+    except (OSError, struct.error):
+        return Sign(0, 0.0, 0, "")
+    return Sign(beats, changed, step, activity.rstrip(b"\0").decode("ascii", "replace"))
+
+
 def read_heartbeat(path: Path) -> int:
     """Return the counter in `path`, 0 if it cannot be read."""
     try:
-        return int(COUNTER.unpack(read_bounded(path, COUNTER.size))[0])
+        return int(COUNTER.unpack_from(read_bounded(path, RECORD.size))[0])
     except (OSError, struct.error):
         return 0
