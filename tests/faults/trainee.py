@@ -55,13 +55,18 @@ def memory_dir(fallback: Path) -> Iterator[Path]:
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
-    """Return the config of the small run, on 17 ragged conversations that are written into `folder`."""
+    """Return the config of the small run, on the rows that are written into `folder`."""
     torch.set_num_threads(1)
+    write_rows(folder)
+    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
+
+
+def write_rows(folder: Path) -> None:
+    """Write 17 ragged conversations to `folder/rows.jsonl`."""
     rows = [
         {"conversations": [{"role": "user", "content": PHRASES[i % 5]}, {"role": "assistant", "content": " ".join(PHRASES[: 1 + i % 4])}]} for i in range(17)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
 
 
 def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:

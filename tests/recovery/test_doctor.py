@@ -45,15 +45,14 @@ def link(name: str) -> Callable[[Path], object]:
 
 UNSAFE = {f"link as {name}": Damage(link(name), is_refused=True) for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")}
 NEWEST_IS_LOST = ("newest checkpoint damaged", "newest checkpoint deleted", "newest checkpoint damaged, run.json missing")
+# The others are predicted where they are resumed: test_recover_run.py
+PREDICTED = ("run.json cut off", "config.yaml missing", "metrics missing", "newest checkpoint damaged", "checkpoints not mounted", "all checkpoints damaged")
 
 
-@pytest.mark.parametrize("name", [*DAMAGES, *UNSAFE])
+@pytest.mark.parametrize("name", [*PREDICTED, *UNSAFE])
 def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, killed: Path) -> None:
-    """`test_damaged_run_continues_to_the_same_bits_or_is_refused` resumes the same runs."""
     damage = {**DAMAGES, **UNSAFE}[name]
     damage.apply(killed)
-    if name == "checkpoints and run.json gone":  # no run
-        return
     before = snapshot(killed)
     examination = examine_run(killed)
     after = snapshot(killed)
@@ -67,11 +66,11 @@ def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, kille
     assert examination.is_sound == is_harmless, examination.findings
 
 
-REPAIRED = {name: DAMAGES[name] for name in ("run.json missing", "config.yaml missing", "tokenizer.json cut off", "hints damaged", "files in a checkpoint")}
+REPAIRED = {name: DAMAGES[name] for name in ("run.json missing", "tokenizer.json cut off", "hints damaged", "files in a checkpoint")}
 REPAIRED["temporary folder"] = Damage(on("checkpoints/.tmp-step-00000006-1-a", Path.mkdir))
 
 
-@pytest.mark.parametrize("damage", REPAIRED.values(), ids=REPAIRED)
+@pytest.mark.parametrize("damage", [pytest.param(REPAIRED[name], id=name, marks=[] if "files" in name else pytest.mark.slow) for name in REPAIRED])
 def test_doctor_repairs_what_it_says_and_records_it(damage: Damage, killed: Path) -> None:
     damage.apply(killed)
     promised, checkpoints = examine_run(killed).repairs, checkpoint_names(killed)
@@ -95,7 +94,7 @@ def test_doctor_does_not_repair_what_a_resume_refuses(killed: Path, capsys: pyte
         doctor(DoctorConfig(run=str(killed), all=False, repair="true"))
     assert error.value.code == 1 and snapshot(killed / "checkpoints") == before
     printed = capsys.readouterr().out
-    assert "blocks" in printed and "not repaired" in printed
+    assert "blocks" in printed and "resume= refuses" in printed
 
 
 @contextmanager
@@ -129,7 +128,7 @@ def severity_of(examination: Examination, file: str) -> Severity:
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert examine_run(folder).prediction.verdict is Verdict.COMPLETE and severity_of(examine_run(folder), "model") is Severity.SOUND
-    cut("model/model.safetensors", 5000)(folder)
+    cut(folder / "model" / "model.safetensors")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
     shutil.rmtree(folder / "model")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED

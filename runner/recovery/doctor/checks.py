@@ -29,21 +29,19 @@ TEMPORARY = (".tmp-", ".del-")
 MAX_FOREIGN = 20  # findings about foreign files
 
 
-def check_other_files(evidence: Evidence) -> Iterator[Repair]:
-    """Yield the findings of this module about one run."""
+def check_other_files(evidence: Evidence, holds_lock: bool = False) -> Iterator[Repair]:
+    """Yield the findings of this module about one run. `holds_lock`: whether this process has locked it."""
     folder = evidence.folder
-    yield from _check_lock(folder)
+    is_busy = not holds_lock and is_locked(folder)
+    if is_busy:
+        state = f"held by {describe_holder(folder)}"
+        yield Repair(Finding(LOCK_FILE, Severity.BLOCKING, state, "wait for it to end; findings about files that it writes now may be wrong"))
     yield from _check_pointers(evidence)
     yield from _check_model(folder)
-    yield from _check_temporary(folder)
+    if not is_busy:  # otherwise they are of the process that trains
+        yield from _check_temporary(folder)
     yield from _check_foreign(folder)
     yield from _check_space(evidence)
-
-
-def _check_lock(folder: Path) -> Iterator[Repair]:
-    if is_locked(folder):
-        holder = describe_holder(folder)
-        yield Repair(Finding(LOCK_FILE, Severity.BLOCKING, f"held by {holder}", "wait for it to end; findings about files that it writes now may be wrong"))
 
 
 def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
@@ -115,8 +113,6 @@ def _length_problem(path: Path) -> str | None:
 
 
 def _check_temporary(folder: Path) -> Iterator[Repair]:
-    if is_locked(folder):
-        return  # of the process that trains
     for parent in (folder, folder / CHECKPOINTS_DIR):
         names = [name for name in (os.listdir(parent) if parent.is_dir() else []) if name.startswith(TEMPORARY)]
         for name in sorted(names):

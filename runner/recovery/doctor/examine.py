@@ -61,7 +61,7 @@ def repair_run(folder: Path) -> list[str]:
     done: list[str] = []
 
     def recover(run_dir: Path) -> list[str]:
-        others = [repair for repair in check_other_files(Evidence(run_dir)) if repair.finding.repair]
+        others = [repair for repair in check_other_files(Evidence(run_dir), holds_lock=True) if repair.finding.repair]
         done.extend(recover_run(run_dir))
         for repair in others:
             repair.apply()
