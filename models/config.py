@@ -72,7 +72,7 @@ class ModelConfig:
             problem = f"{size.tensors:,} tensors, at most {MAX_TENSORS:,} are allowed" if size.tensors > MAX_TENSORS else f"{needed / 2**30:,.1f} GiB in fp32"
             message = f"the model has {size.parameters:,} parameters, {problem}; this machine has {memory / 2**30:,.1f} GiB of memory"
             largest = f"model.num_hidden_layers={self.num_hidden_layers} model.vocab_size={self.vocab_size}"
-            raise UserError(message, largest, "choose a smaller model, e.g. model=mini; python runner/train.py --help lists them")
+            raise UserError(message, largest, "choose a smaller model, e.g. model=tiny; python runner/train.py --help lists them")
 
     @property
     def has_dynamic_shapes(self) -> bool:
