@@ -123,6 +123,7 @@ class CheckpointManager:
         """
         if self._broadcast_flag(step == self.saved_step):
             if self._is_rank_zero:
+                self._unsaved_best = None  # a former one: written again, it would be pointed to
                 self._awaited_best = BestWeights(step, loss, self._weights_in_flight)
                 self._point_to_awaited_best()
             return
@@ -189,6 +190,8 @@ class CheckpointManager:
             return False
         saved = read_state(checkpoint)
         self.saved_step = saved["progress"]["step"]
+        if self.saved_step != step_of(checkpoint.name):  # manifests of earlier versions do not name their folder
+            raise UserError(f"this is the checkpoint of step {self.saved_step}, renamed", str(checkpoint), f"rename it to {checkpoint_name(self.saved_step)}")
         if self.saved_step > total_steps:
             raise UserError(
                 f"the run is already at step {self.saved_step}", f"train.max_steps={total_steps}", f"give at least {self.saved_step}; a run cannot go back"
