@@ -61,7 +61,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
     written, if the disk is full, read-only or broken.
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names that could not be read back: {list(files)}"
-    assert not manifest.keys() & {"files", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
+    assert not manifest.keys() & {"files", "name", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
     target = parent / name
     written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
     try:
@@ -82,7 +82,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 need = max(need, written)
                 _require_space(parent, _payload_bytes(data))
                 entries[file] = write_new_file(temp / file, data)
-            write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
+            write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "name": name, "files": entries}))
             sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
     except OSError as error:
@@ -97,7 +97,7 @@ def verify_dir(folder: Path) -> str | None:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return "not a folder"
-        entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        entries = _read_entries(folder)
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
         if missing := entries.keys() - present:
             return f"missing: {', '.join(sorted(missing)[:4])!r}"
@@ -113,7 +113,7 @@ def verify_dir(folder: Path) -> str | None:
 
 def read_verified(folder: Path, file: str, limit: int) -> bytes:
     """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the manifest."""
-    entry = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES)).get(file)
+    entry = _read_entries(folder).get(file)
     content = read_bounded(folder / file, limit)
     if entry is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:
         raise ValueError(f"{file}: wrong checksum")
@@ -122,7 +122,7 @@ def read_verified(folder: Path, file: str, limit: int) -> bytes:
 
 def foreign_names(folder: Path) -> list[str]:
     """Return the names in a valid step folder that are no part of it."""
-    entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+    entries = _read_entries(folder)
     return sorted(set(os.listdir(folder)) - {MANIFEST_FILE, *entries})
 
 
@@ -188,15 +188,17 @@ def write_pointer(parent: Path, kind: str, name: str) -> None:
     write_atomic_file(parent / kind, f"{name}\n".encode())
 
 
-def _load_entries(raw: bytes) -> dict[str, dict[str, Any]]:
-    """Return the field `files` of a manifest. Raises ValueError if the manifest is damaged or not one of `write_atomic_dir`."""
-    body = load_sealed_json(raw)
+def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the field `files` of the manifest. Raises ValueError if it is damaged, of another folder, or not one of `write_atomic_dir`."""
+    body = load_sealed_json(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
     try:
         entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a manifest") from error
     if not all(FILE_NAME.fullmatch(file) for file in entries):
         raise ValueError("contains file names outside its folder")
+    if (name := body.get("name", folder.name)) != folder.name:  # manifests of earlier versions have no name
+        raise ValueError(f"it is that of {name!r}: the folder was renamed, or the file copied")
     return entries
 
 

@@ -168,7 +168,7 @@ def test_newest_valid_skips_a_damaged_folder_and_names_the_file(damage: Callable
     assert newest == older and [step for step, _ in skipped] == [newer.name]
     assert any(file in skipped[0][1] for file in NAMES), f"the reason names no file: {skipped[0][1]}"
     if (damage, name) == (copy_from_older, atomic_dir.MANIFEST_FILE):  # an intact manifest, of other files
-        assert skipped == [(newer.name, "model.safetensors: wrong checksum")]
+        assert skipped == [(newer.name, f"MANIFEST.json: it is that of {older.name!r}: the folder was renamed, or the file copied")]
 
 
 def test_verify_dir_detects_each_of_100_flipped_bits(two: tuple[Path, Path]) -> None:
