@@ -26,6 +26,8 @@ def check_settings(evidence: Evidence) -> Iterator[Repair]:
             yield _check_loading(folder, name, load)
     for name, text in texts.items():
         state = damage_of(folder / name, text, name)
+        if name == str(OVERRIDES_FILE) and state is None and damage_of(folder / CONFIG_FILE, texts.get(str(CONFIG_FILE), ""), str(CONFIG_FILE)):
+            state = _newer_overrides(folder, text)  # the config that they were typed for is restored as it was before
         if state is None:
             yield Repair(Finding(name, Severity.SOUND, "whole"))
         else:
@@ -50,6 +52,12 @@ def damage_of(path: Path, text: str, name: str) -> str | None:
         return "not a mapping"
     missing = missing_settings(parse_yaml(text), tree) if name == str(CONFIG_FILE) else []
     return f"without the settings {', '.join(missing[:4])}{' ...' * (len(missing) > 4)}" if missing else None
+
+
+def _newer_overrides(folder: Path, text: str) -> str | None:
+    saved = parse_yaml(text) or []
+    newer = [override for override in saved_config.load_overrides(folder) if override not in saved]
+    return f"newer than the saved config that can be restored: type {' '.join(newer)} again" if newer else None
 
 
 def missing_settings(saved: dict[str, Any], tree: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 from common.errors import UserError, print_note
-from common.filesystem import write_atomic_file
+from common.filesystem import atomic_path, make_dirs, write_atomic_file
 from common.paths import CONF_DIR, workspace_dir
 from common.plugins import check_imported
 from runner.config import overrides, schema
@@ -196,10 +197,13 @@ def persisting_overrides(plan: ResumePlan) -> Iterator[Config]:
 def _save_plan(plan: ResumePlan) -> Path:
     """Write the config and overrides of this launch; return the folder the former ones were moved to."""
     parent = plan.folder / ".hydra" / "history"
-    history = parent / f"{len(list(parent.glob('*'))):03d}"
-    history.mkdir(parents=True)
-    for path in SAVED_FILES:
-        shutil.copy2(plan.folder / path, history / path.name)
+    make_dirs(parent)
+    numbers = [int(name) for name in os.listdir(parent) if name.isascii() and name.isdigit()]
+    history = parent / f"{max(numbers, default=-1) + 1:03d}"
+    with atomic_path(history) as new:
+        new.mkdir()
+        for path in SAVED_FILES:
+            write_atomic_file(new / path.name, (plan.folder / path).read_bytes())
     config = saved_config.freeze_values(OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder))
     _write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
     _write_yaml(plan.folder / saved_config.OVERRIDES_FILE, [override for override in plan.overrides if not overrides.is_hydra_override(override)])

@@ -24,7 +24,7 @@ class JsonlLog:
         """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt that wrote them.
 
         `proof`: what the checkpoint knows of the log. If the first `position` bytes are not those of the checkpoint, their readable records are
-        kept, a copy of the file is kept in `damaged/`, and `recovered` says what was lost.
+        kept, a copy of the file is kept in `damaged/`, and `recovered` names what was lost.
         """
         self.path = path
         self.recovered: str | None = None

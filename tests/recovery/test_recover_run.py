@@ -155,3 +155,12 @@ def test_damaged_run_of_another_stage_continues_to_the_same_bits(call: Call, uni
 
 def test_damages_cover_every_kind() -> None:
     assert [len(kind) for kind in (RUN_JSON, SETTINGS, TOKENIZER, CHECKPOINTS, FOREIGN, LOGS)] >= [15, 15, 4, 9, 7, 6]
+
+
+def test_overrides_typed_after_the_checkpoint_are_named_when_the_config_is_lost(killed: Path) -> None:
+    overrides = killed / ".hydra" / "overrides.yaml"
+    overrides.write_text(overrides.read_text() + "- optimizer.lr=0.5\n")
+    assert recover_run(killed) == []
+    (killed / ".hydra" / "config.yaml").unlink()
+    assert any("type optimizer.lr=0.5 again" in message for message in recover_run(killed))
+    assert "optimizer.lr=0.5" not in overrides.read_text() and (killed / "damaged" / ".hydra" / "overrides.yaml").is_file()
