@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _pyio
 import builtins
+import errno
 import io
 import mmap
 import os
@@ -18,6 +19,7 @@ from typing import Any
 
 from common import filesystem
 
+FREEING_CALLS = ("unlink", "remove", "rmdir", "truncate", "ftruncate")  # a full disk does not refuse them
 PATH_CALLS = ("mkdir", "rename", "replace", "unlink", "remove", "rmdir", "truncate", "link", "symlink")  # the first argument is a path
 FD_CALLS = ("write", "pwrite", "writev", "fsync", "fdatasync", "ftruncate")
 WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -45,9 +47,9 @@ class DiskHook:
     def install(self) -> None:
         """Replace the functions of `os`, `open` and the file system of this program. There is no way back: call it in a fork."""
         for name in PATH_CALLS:
-            setattr(os, name, self._checked(getattr(os, name), lambda path, *_: self._is_inside(path)))
+            setattr(os, name, self._checked(getattr(os, name), lambda path, *_: self._is_inside(path), name in FREEING_CALLS))
         for name in FD_CALLS:
-            setattr(os, name, self._checked(getattr(os, name), lambda fd, *_: self._is_inside(_path_of(fd))))
+            setattr(os, name, self._checked(getattr(os, name), lambda fd, *_: self._is_inside(_path_of(fd)), name in FREEING_CALLS))
         os.open = self._checked(os.open, lambda path, flags=0, *_: bool(flags & WRITING_FLAGS) and self._is_inside(path))
         builtins.open = io.open = self._checked_open(builtins.open)
         for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir"):
@@ -61,9 +63,9 @@ class DiskHook:
 
         return checked_open
 
-    def _checked(self, original: Callable[..., Any], is_counted: Callable[..., bool]) -> Callable[..., Any]:
+    def _checked(self, original: Callable[..., Any], is_counted: Callable[..., bool], is_freeing: bool = False) -> Callable[..., Any]:
         def checked(*args: Any, **options: Any) -> Any:
-            if is_counted(*args):
+            if is_counted(*args) and not (is_freeing and self._fault and self._fault.error == errno.ENOSPC):
                 self._count(args[0])
             return original(*args, **options)
 

@@ -152,7 +152,12 @@ class Trial:
         weights = [run_dir / "model" / name for run_dir in (reference.run_dir, self.run_dir) for name in ("model.safetensors", "adapter_model.safetensors")]
         if len({path.read_bytes() for path in weights if path.is_file()}) != 1:
             self.result.bits.append("weights in model/")
-        self.result.leftovers += [f"{path.name} is left" for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
+        if self._temporary_files():  # of a disk that refused to remove them: the next launch does
+            self.end(self.launch([f"resume={self.run_dir}"]))
+        self.result.leftovers += [f"{name} is left" for name in self._temporary_files()]
+
+    def _temporary_files(self) -> list[str]:
+        return [path.name for path in self.run_dir.rglob(".*") if path.name.startswith((".tmp-", ".del-"))]
 
     def _last_error(self) -> str:
         lines = (self.folder / f"launch{len(self.result.codes)}.txt").read_text(errors="replace").splitlines()
