@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object
+from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
 from common.ownership import processes
-from runner.run_dir.naming import create_dirs
+from runner.run_dir.naming import claim, create_dirs, remove_dir
 
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
@@ -94,10 +95,12 @@ def acquire_run(folder: Path) -> RunLock:
     """Lock `folder`, which is created if needed. Raises UserError, which names the owner, if it is locked."""
     try:
         create_dirs(folder)
-        lock = FileLock.acquire(folder / LOCK_FILE)
+        lock = retry_disk(partial(FileLock.acquire, folder / LOCK_FILE))
     except BlockingIOError as error:
         raise busy_error(folder) from error
     except OSError as error:
+        if claim(folder):
+            remove_dir(folder)
         raise unusable_error(folder, error) from error
     if _has_living_owner(read_json_object(folder / OWNER_FILE)):  # the lock file that it holds was deleted
         lock.release()

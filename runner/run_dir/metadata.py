@@ -117,7 +117,7 @@ class RunMetadata:
             fields = _load_fields(folder / RUN_FILE)
             if not resume:
                 _check_no_run(folder, fields)
-            write_json(folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()})
+            retry_disk(partial(write_json, folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()}))
             for parent in (folder, folder / "checkpoints"):
                 if parent.is_dir():
                     remove_temp(parent)
@@ -196,7 +196,7 @@ class RunMetadata:
         begun = {**processes.process_id(), **provenance.begin_attempt(self.fields, self.attempt + 1, timestamp())}
         identity = {"id": self.fields["id"] or secrets.token_hex(8)}  # None: of an earlier version
         try:
-            retry_disk(partial(self._write, {"status": "running", "outcome": None, "error": None, "degraded": None, **identity, **begun, **fields}))
+            self._write({"status": "running", "outcome": None, "error": None, "degraded": None, **identity, **begun, **fields})
         except OSError as error:
             raise unusable_error(self.folder, error) from error
 
@@ -226,7 +226,7 @@ class RunMetadata:
         """Write the fields `before` this attempt back: it was refused before it trained."""
         self.fields = {}
         with suppress(OSError):  # the refusal is what the user needs to see
-            retry_disk(partial(self._write, before))
+            self._write(before)
 
     def check_owned(self) -> None:
         """Raise LostRunDirError if the directory was moved, deleted, replaced, or taken by another launch since it was opened."""
@@ -240,7 +240,7 @@ class RunMetadata:
         end = {name: changed[name] for name in provenance.RECORDED_AT_THE_END if name in changed}
         changed["attempts"] = self._described(**end)
         try:
-            retry_disk(partial(self._write, changed))
+            self._write(changed)
         except OSError as failure:
             message = f"the end of the run ({outcome}) could not be recorded: run.json: {describe_disk_error(failure, self.folder)}"
             if status == Outcome.FAILED:  # the error that ended the run is the one to report
@@ -293,7 +293,7 @@ class RunMetadata:
         self.fields = {**self.fields, **_to_json(changed), "weaker_promises": weaker_promises()}
         if self.is_writer:
             self.check_owned()
-            write_json(self.folder / RUN_FILE, self.fields)
+            retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
 
 
 def check_run_files(folder: Path) -> None:
