@@ -65,7 +65,7 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", self._where, f"add one, e.g. a copy of data/tokenize/{CHATML.name}")
         self.tokenizer = tokenizer
-        stock = _default_template(tokenizer.chat_template)
+        stock = _default_template(tokenizer.chat_template, self._where)
         if len(stock) > MAX_TEMPLATE_CHARACTERS:
             message = f"the chat template has {len(stock):,} characters, allowed are {MAX_TEMPLATE_CHARACTERS:,}"
             raise UserError(message, self._where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
@@ -336,10 +336,14 @@ def _expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
     return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
 
 
-def _default_template(template: Any) -> str:
+def _default_template(template: Any, where: str) -> str:
     """Return the template; of a list of named templates, the one named default, else the first."""
-    named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
-    return named.get("default", next(iter(named.values())))
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
+    chosen = named.get("default", next(iter(named.values()), None))
+    if not isinstance(chosen, str):
+        raise UserError("the chat template is neither a text nor a list of named texts", where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
+    return chosen
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

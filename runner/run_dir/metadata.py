@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,8 @@ OWN_NAMES = {
 # What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and checkpoints are checked as they are read.
 GUARDED_NAMES = (
     HYDRA_DIR,
+    LOCK_FILE,
+    OWNER_FILE,
     DAMAGED_DIR,
     "logs",
     "tokenizer",
@@ -184,6 +186,23 @@ class RunMetadata:
             self._write({"id": self.fields["id"] or secrets.token_hex(8)})
         except OSError as error:
             raise unusable_error(self.folder, error) from error
+
+    @contextmanager
+    def reopened(self) -> Iterator[None]:
+        """Mark a completed run as interrupted before settings that train it further are stored: after a kill it must not count as completed.
+
+        A UserError inside restores run.json.
+        """
+        before = self.fields
+        if before["status"] != "completed":
+            yield
+            return
+        self._write({"status": "interrupted"})
+        try:
+            yield
+        except UserError:
+            self.revert(before)
+            raise
 
     def _record_recovery(self, messages: list[str]) -> None:
         for message in messages:

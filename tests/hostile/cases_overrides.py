@@ -57,6 +57,11 @@ def write_saved(folder: Folder, name: str, content: str) -> None:
     add_payloads(folder)
 
 
+def write_hydra_settings(folder: Folder) -> None:
+    folder.copy("run")
+    folder.write("run/.hydra/hydra.yaml", "hydra: {callbacks: {x: {_target_: os.system}}, run: {dir: ../outside}}")
+
+
 def write_many(folder: Folder) -> None:
     folder.copy("new_run", "run")
     for number in range(300):
@@ -140,7 +145,7 @@ CASES = [
     in_sweep("job with control characters", "sweep.json", lambda fields: fields["jobs"][0].update(name="\x1b[2J\u202e/..")),
     in_sweep("jobs that are no list", "sweep.json", lambda fields: fields.update(jobs={"a": 1})),
     in_sweep("numbers in place of texts", "sweep.json", lambda fields: fields["jobs"][0].update(name=7, overrides=7)),
-    HostileCase("hydra.yaml with a callback is not read", CATEGORY, lambda folder: write_saved(folder, "hydra.yaml", "hydra: {callbacks: {x: {_target_: os.system}}}"), ("train resume=run",), "already complete", code=0),
+    HostileCase("hydra.yaml with a callback is not read", CATEGORY, write_hydra_settings, ("train resume=run",), "already complete", code=0),
     HostileCase("plugin of hydra_plugins in the folder", CATEGORY, lambda folder: (folder.copy("rows.jsonl"), folder.write("hydra_plugins/evil.py", EVIL_MODULE)), (TRAIN,), "loss", code=0),
     HostileCase("modules of the standard library in the folder", CATEGORY, lambda folder: (folder.copy("rows.jsonl"), [folder.write(f"{name}.py", EVIL_MODULE) for name in ("json", "yaml", "torch", "sitecustomize", "common", "data")]), (TRAIN,), "loss", code=0),
 ]  # fmt: skip

@@ -42,6 +42,7 @@ def make_base(base: Path, is_light: bool) -> None:
         for number in range(40)
     ]
     base.mkdir()
+    harness.paths.REPO_ROOT = folder.work  # the cache of the saved configs
     (base / "rows.jsonl").write_text("\n".join(texts) + "\n")
     (base / "chats.jsonl").write_text("\n".join(chats) + "\n")
     shutil.copytree(TOKENIZER, base / "tokenizer")
@@ -53,8 +54,7 @@ def make_base(base: Path, is_light: bool) -> None:
         shutil.move(folder.work / "out", base / "run")
         shutil.copytree(base / "run" / "model", base / "model")
     _write_sweep(base)
-    for path in (folder.work, folder.outside):
-        shutil.rmtree(path)
+    shutil.rmtree(folder.work / ".cache", ignore_errors=True)  # its rows.jsonl stays: the config of the run names it
 
 
 def _write_new_run(run: Path) -> None:
@@ -117,7 +117,7 @@ def _run_all(cases: list[harness.HostileCase], base: Path) -> int:
     print(
         f"cases {len(cases)}, commands {len(ends)}, failed {failed}, executed {sums['executed']}, outside writes {sums['wrote']}, "
         f"control characters {sums['control']}, tracebacks {sum('Traceback (most' in ended.output for ended in ends)}, "
-        f"slowest {max((ended.seconds for ended in ends), default=0):.1f} s, largest {max((ended.bytes for ended in ends), default=0) >> 20} MiB"
+        f"slowest {max((ended.cpu_seconds for ended in ends), default=0):.1f} s of processor time, largest {max((ended.bytes for ended in ends), default=0) >> 20} MiB"
     )
     return int(failed > 0)
 
