@@ -167,7 +167,8 @@ def discard_dir(folder: Path) -> None:
             raise
         filesystem.fs.unlink(folder / MANIFEST_FILE)  # invalid from here on
         trash = folder
-    sync_path(folder.parent)
+    else:
+        sync_path(folder.parent)
     _verified.pop(str(folder), None)
     remove_quietly(trash)
 

@@ -105,7 +105,7 @@ def test_broken_disk_costs_no_checkpoint(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_files_that_cannot_be_deleted_do_not_fail_the_retention(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS keeps a deleted file that is open elsewhere as .nfs*: its folder cannot be removed until the reader closes it."""
+    """NFS keeps a deleted file that is open in another process as .nfs*: its folder cannot be removed until the reader closes it."""
 
     class SillyRename(FileSystem):
         @staticmethod
