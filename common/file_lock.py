@@ -13,6 +13,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from common.ownership.owner_file import OwnerFile, live_owners
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 NO_LOCKS_PROMISE = "this file system has no locks: a file names the process that writes here; one that died on another host must be removed by hand (*.owner)"
 
+FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _holders: dict[Path, int] = {}  # lock file -> pid: a forked child sees the entry, but does not hold the lock
 
 
@@ -134,6 +137,23 @@ def is_file_locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid of another process of this machine that holds a lock on `path`; None if there is none, or if the system does not say."""
+    path = _absolute(path)
+    if _is_held_here(path) or not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError, struct.error):
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            flock = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, flock))
+        finally:
+            os.close(fd)
+        if kind != fcntl.F_UNLCK and pid > 0:  # -1: of another machine
+            return int(pid)
+    return None
 
 
 def _absolute(path: Path) -> Path:

@@ -17,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import UserError
-from common.file_lock import FileLock
+from common.errors import UserError, print_note
+from common.file_lock import FileLock, lock_holder
 from common.filesystem import atomic_path, read_json_object, remove_tree
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
@@ -42,6 +42,8 @@ FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
 CACHE_ENTRY = re.compile(r"(\.tmp-)?[0-9a-f]{64}[\w.@-]*|contents|compiled")  # names in the folder of token stores
 REPORT_EVERY = 0.1  # seconds
+LOCK_POLL_SECONDS = 0.1
+NOTE_WAIT_AFTER = 3.0  # seconds for which a process waits for another one without saying so
 ProgressCallback = Callable[[int, int, int], None]  # (bytes of the file done, its size, rows read)
 T = TypeVar("T")
 
@@ -84,7 +86,7 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock.acquire(_lock_path(path), wait=True)
+            lock = _wait_for_lock(_lock_path(path), content)
             try:
                 if (existing := open_existing()) is None:  # another process may have built it during the wait
                     _remove_stale_builds(path)
@@ -94,6 +96,20 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
                 lock.release(delete=existing is None)  # e.g. a bad row: a refused file leaves nothing in the cache
     assert existing is not None, f"{path} is not readable after it was built"
     return existing
+
+
+def _wait_for_lock(path: Path, content: str) -> FileLock:
+    """Lock `path` once its holder, which builds the same, has finished or died; say who it is if that takes long."""
+    waited = 0.0
+    while True:
+        try:
+            return FileLock.acquire(path)
+        except BlockingIOError:
+            if waited <= NOTE_WAIT_AFTER < waited + LOCK_POLL_SECONDS:
+                holder = lock_holder(path)
+                print_note(f"waiting for {f'process {holder}' if holder else 'another process'}, which stores {content} in {path.parent}")
+            time.sleep(LOCK_POLL_SECONDS)
+            waited += LOCK_POLL_SECONDS
 
 
 def is_own_cache(folder: Path) -> bool:
