@@ -186,7 +186,10 @@ def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> li
 
 def write_pointer(parent: Path, kind: str, name: str) -> None:
     """Write `name` to the file `parent/kind` (latest, best). For users: no code of this program reads it."""
-    write_atomic_file(parent / kind, f"{name}\n".encode())
+    try:
+        write_atomic_file(parent / kind, f"{name}\n".encode())
+    except OSError as error:
+        raise SaveError(error, parent / kind, 0) from error
 
 
 def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:

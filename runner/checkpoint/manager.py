@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TrainingError, UserError
-from common.filesystem import Chunks, retry_disk
+from common.filesystem import Chunks, describe_disk_error, retry_disk
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.async_writer import AsyncWriter, SaveResult
 from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best, write_best_weights
@@ -261,10 +261,11 @@ class CheckpointManager:
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = 0
-        self._messages.warning(str(error))
-        self._update_metadata(degraded=f"step {step}: {error}")
+        reason = str(error) if isinstance(error, atomic_dir.SaveError) else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
+        self._messages.warning(reason)
+        self._update_metadata(degraded=f"step {step}: {reason}")
         if self._failed_saves >= self._max_failed_saves:
-            raise TrainingError(f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {error}")
+            raise TrainingError(f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}")
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
