@@ -124,6 +124,6 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
         preflight.check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
-        with resume.persisting_overrides(plan) as config:
+        with metadata.reopened(), resume.persisting_overrides(plan) as config:
             loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
     print_safely(f"{folder}: completed, loss {loss:.4f}")

@@ -12,6 +12,8 @@ from command_fixtures import Call
 from damaged_runs import CHECKPOINTS, DAMAGES, FOREIGN, LOGS, RUN_JSON, SAVED, SETTINGS, STEPS, TOKENIZER, Damage, kill, train_reference
 
 from common.errors import UserError
+from runner.checkpoint.manager import newest_checkpoint
+from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
 from runner.recovery.doctor.examine import examine_run
 from runner.recovery.doctor.prediction import Verdict
@@ -40,7 +42,7 @@ REPAIRED = {name: damage for name, damage in DAMAGES.items() if name not in LOGS
 
 
 @pytest.mark.parametrize("damage", REPAIRED.values(), ids=REPAIRED)
-def test_damage_is_repaired_and_said_or_refused_with_nothing_changed(killed: Path, damage: Damage) -> None:
+def test_damage_is_repaired_and_reported_or_refused_with_nothing_changed(killed: Path, damage: Damage) -> None:
     damage.apply(killed)
     before = contents(killed)
     if damage.is_refused and "no checkpoint of" not in damage.message and damage is not CHECKPOINTS["all checkpoints damaged"]:
@@ -81,6 +83,14 @@ def test_config_with_another_option_chosen_since_the_checkpoint_is_kept(killed: 
     config.write_text(config.read_text().replace("name: cosine", "name: constant").replace("  min_lr_ratio: 0.1\n", ""))
     before = config.read_text()
     assert recover_run(killed) == [] and config.read_text() == before
+
+
+def test_save_and_retention_ignore_foreign_names(killed: Path) -> None:
+    DAMAGES["files in checkpoints"].apply(killed)
+    checkpoints = killed / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000004", checkpoints / "step-00000004 (copy)")
+    prune_checkpoints(checkpoints, RetentionPolicy(keep_newest=2, keep_every=1))
+    assert newest_checkpoint(killed).name == "step-00000004" and (checkpoints / "step-00000004.bak").is_file()
 
 
 def test_findings_name_each_file_that_a_resume_reads(killed: Path) -> None:

@@ -398,3 +398,16 @@ def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path
         assert RunMetadata.opened(tmp_path) is metadata
     with pytest.raises(KeyError):
         RunMetadata.opened(tmp_path)
+
+
+def test_completed_run_that_trains_further_is_interrupted_before_its_new_settings_are_stored(tmp_path):
+    with RunMetadata.open(tmp_path) as metadata:
+        metadata.mark_running()
+        metadata.finish(Outcome.COMPLETED)
+        with metadata.reopened():
+            assert fields_of(tmp_path)["status"] == "interrupted"
+        assert fields_of(tmp_path)["status"] == "interrupted"
+        metadata.finish(Outcome.COMPLETED)
+        with pytest.raises(UserError), metadata.reopened():
+            raise UserError("a", "b", "c")
+        assert fields_of(tmp_path)["status"] == "completed"
