@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common.guarded_files import read_from
-from runner.engine.device.heartbeat import HEARTBEAT_ENV, RECORD, Sign, read_heartbeat, read_sign
+from runner.engine.device.heartbeat import HEARTBEAT_ENV, RECORD, Sign, read_sign
 
 STACKS_ENV = "RUNNER_STACKS"  # file for the stacks that faulthandler writes at a crash
 CHECK_SECONDS = 10.0
@@ -44,19 +44,19 @@ class Liveness:
     def hanging_rank(self, processes: Sequence[subprocess.Popen]) -> int | None:
         """Return the rank that has given no sign of life for too long, the one with the smallest count if several have not; None: no rank.
 
-        Before its first micro-batch (imports, tokenizing, compilation) a process that computes is alive, too.
+        Before its first step is done (imports, tokenizing, compilation) a process that computes is alive, too.
         """
         now = time.monotonic()
         if not self._seconds or now - self._checked_at < min(CHECK_SECONDS, self._seconds / 4):
             return None
         elapsed, self._checked_at = now - self._checked_at, now
         for rank, process in enumerate(processes):
-            count = read_heartbeat(self._heartbeats[rank])
-            used = 0.0 if count else _cpu_seconds(process.pid)
+            sign = read_sign(self._heartbeats[rank])
+            used = _cpu_seconds(process.pid) if sign.step == 0 else 0.0
             is_starting = used - self._cpu_seconds[rank] > BUSY_SHARE * elapsed
-            if count != self._counts[rank] or is_starting or process.returncode is not None:
+            if sign.beats != self._counts[rank] or is_starting or process.returncode is not None:
                 self._alive_at[rank] = now
-            self._counts[rank], self._cpu_seconds[rank] = count, used
+            self._counts[rank], self._cpu_seconds[rank] = sign.beats, used
         hanging = [rank for rank, alive_at in enumerate(self._alive_at) if now - alive_at > self._seconds]
         return min(hanging, key=lambda rank: self._counts[rank]) if hanging else None
 

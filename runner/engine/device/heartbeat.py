@@ -14,7 +14,6 @@ from typing import NamedTuple
 from common.filesystem import read_bounded
 
 HEARTBEAT_ENV = "RUNNER_HEARTBEAT"  # file of the record; unset: nothing watches this process
-COUNTER = struct.Struct("<Q")
 RECORD = struct.Struct("<Qdq64s")  # counter, time of the last change (CLOCK_MONOTONIC: the same for all processes of a machine), step, activity
 
 
@@ -90,11 +89,3 @@ def read_sign(path: Path) -> Sign:
     except (OSError, struct.error):
         return Sign(0, 0.0, 0, "")
     return Sign(beats, changed, step, activity.rstrip(b"\0").decode("ascii", "replace"))
-
-
-def read_heartbeat(path: Path) -> int:
-    """Return the counter in `path`, 0 if it cannot be read."""
-    try:
-        return int(COUNTER.unpack_from(read_bounded(path, RECORD.size))[0])
-    except (OSError, struct.error):
-        return 0
