@@ -147,6 +147,8 @@ class RankGroup:
                 self.hanging, deadline = failed, time.monotonic() + HANG_GRACE
                 self.hang = self._describe_hang(failed)
                 self._liveness.request_stacks(running)
+            if deadline == float("inf") and INTERRUPTED in self.exit_codes() and not self._have_begun(running):
+                deadline = time.monotonic() + FAILURE_GRACE  # some were stopped before they had met the others
             if forwarder.is_forced():
                 deadline = min(deadline, time.monotonic() + FORCED_STOP_GRACE)
             if time.monotonic() > deadline and self.hanging is None and failed is not None and self.processes[failed].returncode == PEER_LOST:
@@ -162,6 +164,11 @@ class RankGroup:
         if forwarder.is_forced() and self._first_failure(None) is not None:
             os._exit(128 + forwarder.last)  # as a single process exits on a second signal; the last checkpoint is intact
         return failed if was_killed else self._first_failure(failed)
+
+    def _have_begun(self, running: list[subprocess.Popen]) -> bool:
+        """Return whether one of the running ranks has taken part in a step or evaluation."""
+        signs = self._liveness.signs() if self._liveness else []
+        return any(sign.activity for sign, process in zip(signs, self.processes, strict=False) if process in running)
 
     def _running(self) -> list[subprocess.Popen]:
         return [process for process in self.processes if process.poll() is None]
@@ -188,7 +195,8 @@ class RankGroup:
         codes = self.exit_codes()
         if known is not None and codes[known] != PEER_LOST:
             return known
-        failures = [(rank, code) for rank, code in enumerate(codes) if code not in (None, OK, INTERRUPTED)]
+        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if INTERRUPTED in codes else []))  # a rank that was stopped is lost to the others
+        failures = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in no_failures]
         return min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if failures else None
 
     def exit_codes(self) -> list[int | None]:
@@ -224,6 +232,8 @@ def threads_per_rank(count: int) -> str:
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     """Return the loss of ranks that all exited without failure."""
     if INTERRUPTED in group.exit_codes():
+        if metadata.fields["status"] == "running":  # stopped before the ranks had met
+            metadata.finish(Outcome.INTERRUPTED)
         raise Interrupted(metadata.fields["step"], metadata.folder)
     if metadata.fields["status"] != "completed":
         raise TrainingError("the ranks exited without recording an outcome")

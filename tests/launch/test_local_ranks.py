@@ -288,6 +288,17 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     assert run_json(tmp_path)["attempt"] == 1
 
 
+def test_stop_of_ranks_that_have_not_met_ends_one_that_never_comes(run: Any, tmp_path: Path) -> None:
+    def send() -> None:
+        wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    with pytest.raises(Interrupted, match="stopped before the first step"):
+        run(EXITS_ON_SIGNAL, "on_signal(lambda *_: None)\nwhile True: time.sleep(60)", EXITS_ON_SIGNAL)
+    assert run_json(tmp_path)["status"] == "interrupted"
+
+
 def test_signal_before_a_rank_has_handlers_is_delivered_later(run: Any, tmp_path: Path) -> None:
     def send() -> None:
         wait_until((tmp_path / "run" / "starting").exists)
