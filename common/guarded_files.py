@@ -17,7 +17,7 @@ from typing import BinaryIO
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
 
-MAX_TOKENIZER_BYTES = 256 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
 CACHE_PREFIX = "models--"  # of the folder of a model in the Hugging Face cache

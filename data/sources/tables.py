@@ -16,7 +16,7 @@ from data.errors import BadRowError, not_utf8
 from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, check_expansion, iter_lines, row_too_large
 
 BATCH_ROWS = (256, 16, 1)  # read at a time; fewer where they do not fit into memory
-MAX_BATCH_BYTES = 512 << 20  # of memory that reading or converting a batch may need
+MAX_BATCH_BYTES = 256 << 20  # of memory that reading or converting a batch may need
 ROW_BYTES = 256  # that a row counts at least: of its dict
 UNNAMED = "Unnamed: 0"  # what pandas calls the column without a name that it writes the index of a table to
 

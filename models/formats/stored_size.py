@@ -45,7 +45,7 @@ def stored_size(files: Iterable[Path]) -> StoredSize:
 
 
 def _read_header(path: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor. The library compares shapes, types and positions with the size of the file when it reads them."""
+    """Return the shape of each tensor. The library compares shapes, types and positions when it reads the tensors."""
     fd, size = open_source_file(path)
     with open(fd, "rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -54,10 +54,14 @@ def _read_header(path: Path) -> dict[str, list[int]]:
             raise _damaged(path, f"its header has {length:,} bytes, {limit}")
         text = file.read(length)
     try:
-        header = parse_json(text)
-        return {name: _shape(entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        header = {name: entry for name, entry in parse_json(text).items() if name != "__metadata__"}
+        end = LENGTH_BYTES + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        shapes = {name: _shape(entry) for name, entry in header.items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise _damaged(path, str(error)) from error
+    if end != size:
+        raise _damaged(path, f"it has {size:,} bytes, its header describes {end:,}")
+    return shapes
 
 
 def _shape(entry: Mapping[str, Any]) -> list[int]:

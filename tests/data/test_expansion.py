@@ -80,7 +80,7 @@ def test_parquet_row_above_the_limit_is_skipped_or_refused(tmp_path: Path, monke
     positions, bad = read(tmp_path / "rows.parquet")
     assert positions == [0, 2] and [error.reason for error in bad] == ["row too large"]
     monkeypatch.setattr(tables, "allocating_at_most", out_of_memory)
-    with pytest.raises(UserError, match="cannot be read within 512 MB of memory"):
+    with pytest.raises(UserError, match="cannot be read within 256 MB of memory"):
         read(tmp_path / "rows.parquet")
 
 

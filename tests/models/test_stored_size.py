@@ -140,6 +140,19 @@ def test_header_longer_than_the_file_or_the_limit_is_refused(length: int, tmp_pa
 
 def test_tensors_that_are_larger_than_their_file_are_refused(folder: Path) -> None:
     write_header(folder / "model.safetensors", b'{"a": {"dtype": "F32", "shape": [1048576, 1048576], "data_offsets": [0, 4398046511104]}}')
+    with pytest.raises(UserError, match="its header describes 4,398"):
+        load_model(folder)
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.truncate(4398046511104 + 200)
+    with pytest.raises(UserError, match="it has 4,398"):
+        load_model(folder)
+
+
+def test_weights_of_another_size_than_the_model_are_refused_before_they_are_read(folder: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [1048576, 1048576], "data_offsets": [0, 4398046511104]}}'
+    write_header(folder / "model.safetensors", header)
+    with open(folder / "model.safetensors", "r+b") as file:  # on no disk space
+        file.truncate(4398046511104 + 8 + len(header))
     with pytest.raises(UserError, match="the weights do not fit the model"):
         load_model(folder)
 
