@@ -26,16 +26,22 @@ Inject = Callable[[Trial, Reference, bool], None]
 
 def kill(trial: Trial, reference: Reference, cold: bool) -> None:
     """SIGKILL at a random moment; for every second fault in the next save after it."""
-    in_save = trial.result.number % 2 == 0
-    seconds = trial.rng.uniform(0, reference.seconds * (0.9 if in_save else 1.0)) + (trial.rng.uniform(0, COLD_START_SECONDS) if cold else 0)
-    launch = trial.launch(cold=cold)
-    launch.wait(trial.rig.timeout, until=lambda: time.monotonic() - launch.started >= seconds)
+    in_save, point = trial.result.number % 2 == 0, trial.rng.uniform(0, reference.seconds)
+    start = reference.probe.read("start")[1]
+    step = 0 if point < start else 1 + round((point - start) / (reference.seconds - start) * (reference.step - 1))
+    seconds = point + trial.rng.uniform(0, COLD_START_SECONDS) if cold else point if step == 0 else trial.rng.uniform(0, 2 * reference.seconds_of("step"))
+    probe = PhaseProbe()
+    launch = trial.launch(cold=cold, prepare=probe.install)
+    if not cold:  # by progress: on a machine with other load a time after the launch would mostly be in the start-up
+        launch.wait(trial.rig.timeout, until=lambda: probe.read("step")[0] >= step)
+    launch.wait(trial.rig.timeout, until=_after(seconds))
     if in_save:
         launch.wait(trial.rig.timeout, until=lambda: is_saving(trial.run_dir))
     launch.send(signal.SIGKILL)
     trial.end(launch, disturbed=True)
     phase = "in a save" if is_saving(trial.run_dir) else "before run.json" if not (trial.run_dir / "run.json").exists() else "between saves"
-    trial.result.fault = f"SIGKILL after {seconds:.2f} s, {phase}{', real command' if cold else ''}"
+    when = "the launch" if cold or step == 0 else f"step {step} began"
+    trial.result.fault = f"SIGKILL {seconds:.2f} s after {when}, {phase}{', real command' if cold else ''}"
     trial.result.injected = launch.code == -signal.SIGKILL
 
 
@@ -93,8 +99,8 @@ def stop(trial: Trial, reference: Reference, cold: bool) -> None:
     phase, number = phases[trial.result.number % len(phases)], SIGNALS[trial.rng.randrange(len(SIGNALS))]
     if phase == "tokenizing":
         trial.rig.clear_cache()
-    times, seconds = reference.probe.read(phase)
-    occurrence, delay = trial.rng.randint(1, times) if phase != "start" else 0, trial.rng.uniform(0, seconds / times)
+    times = reference.probe.read(phase)[0]
+    occurrence, delay = trial.rng.randint(1, times) if phase != "start" else 0, trial.rng.uniform(0, reference.seconds_of(phase))
     probe = PhaseProbe()
     launch = trial.launch(prepare=probe.install)
     launch.wait(trial.rig.timeout, until=lambda: probe.read(phase)[0] >= occurrence)
@@ -116,23 +122,22 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def worker(trial: Trial, reference: Reference, cold: bool) -> None:
-    """A data worker is stopped or killed, in the first half of the run: workers are ahead of the training."""
+    """A data worker is stopped or killed in the first half of the run; as it starts, if the workers were done by then: they are ahead of the training."""
     how = (signal.SIGSTOP, signal.SIGKILL)[trial.result.number % 2]
-    steps = trial.rng.randint(0, reference.step // 2)
+    step, victim = trial.rng.randint(0, reference.step // 2), trial.rng.randint(1, 2) if trial.draw else 0
     probe, workers = PhaseProbe(), WorkerProbe()
-    victims: list[int] = []
 
     def prepare() -> None:
         probe.install()
-        workers.install()
+        workers.install(victim, how)
 
     launch = trial.launch(prepare=prepare)
-    launch.wait(trial.rig.timeout, until=lambda: probe.read("step")[0] >= steps and workers.alive())
-    if launch.poll() is None and (victims := workers.alive()):
-        os.kill(trial.rng.choice(victims), how)
+    launch.wait(trial.rig.timeout, until=lambda: probe.read("step")[0] >= step and workers.alive())
+    if not victim and launch.poll() is None and (alive := workers.alive()):
+        os.kill(trial.rng.choice(alive), how)
     trial.end(launch)
-    trial.result.injected = bool(victims) and launch.code != OK  # a run whose data was read already needs no worker
-    trial.result.fault = f"{how.name} to a data worker at step {steps}"
+    trial.result.injected = launch.code != OK  # a run whose data was read already needs no worker
+    trial.result.fault = f"{how.name} to a data worker {'as it starts' if victim else f'at step {step}'}"
     if trial.result.injected and "worker" not in _errors(launch):
         trial.result.exits.append(f"the error does not name the worker: {_errors(launch)}")
 

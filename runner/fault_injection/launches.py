@@ -94,7 +94,7 @@ def launch_command(argv: list[str], output: Path) -> Launch:
     return Launch(fork_process(command, output), output)
 
 
-def fork_process(main: Callable[[], int], output: Path, prepare: Callable[[], object] = lambda: None) -> int:
+def fork_process(main: Callable[[], int], output: Path, prepare: Callable[[], object] = lambda: None, new_session: bool = True) -> int:
     """Return the pid of a fork of this process that calls `prepare` and `main` and exits with the code of `main`; its output is appended to `output`."""
     child = os.fork()
     if child:
@@ -102,7 +102,8 @@ def fork_process(main: Callable[[], int], output: Path, prepare: Callable[[], ob
     code = 1
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads of the parent
     try:
-        os.setsid()
+        if new_session:
+            os.setsid()
         stdin, out = os.open(os.devnull, os.O_RDONLY), os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(stdin, 0), os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)

@@ -20,8 +20,8 @@ class WorkerProbe:
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, PID.size * (MAX_WORKERS + 1))
 
-    def install(self) -> None:
-        """Record every data worker that starts; call it in a fork."""
+    def install(self, victim: int = 0, number: int = 0) -> None:
+        """Record every data worker that starts, and send the signal `number` to the one that starts as the `victim`-th; call it in a fork."""
         start = multiprocessing.process.BaseProcess.start
 
         def recording_start(process: multiprocessing.process.BaseProcess) -> None:
@@ -30,6 +30,8 @@ class WorkerProbe:
                 count = min(self._read(0) + 1, MAX_WORKERS)
                 self._write(count, process.pid or 0)
                 self._write(0, count)
+                if count == victim and process.pid:
+                    os.kill(process.pid, number)
 
         setattr(multiprocessing.process.BaseProcess, "start", recording_start)  # noqa: B010  an assignment is no valid type
 

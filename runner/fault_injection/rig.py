@@ -57,6 +57,11 @@ class Reference:
     file_calls: int
     step: int
 
+    def seconds_of(self, phase: str) -> float:
+        """Return how long the phase takes each time."""
+        times, seconds = self.probe.read(phase)
+        return seconds / max(times, 1)
+
 
 @dataclass
 class Rig:
@@ -83,7 +88,7 @@ class Trial:
 
     def __init__(self, rig: Rig, kind: str, number: int, seed: int, draw: int = 0) -> None:
         """`draw`: how often the fault was drawn before, but came after the end of the run."""
-        self.rig, self.result = rig, FaultResult(kind, number)
+        self.rig, self.result, self.draw = rig, FaultResult(kind, number), draw
         self.rng = random.Random(f"{seed} {kind} {number} {draw}")
         self.folder = rig.folder / self.result.name
         self.run_dir = self.folder / "run"
