@@ -18,6 +18,7 @@ IGNORED_SETTINGS = {
     "model": {"name"},
     "data": {
         "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
+        "worker_timeout",
     },
     "stage": {"init_from_stage"},
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
