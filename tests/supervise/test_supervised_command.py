@@ -25,15 +25,15 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
-def start(checkout: Path, folder: Path, *overrides: str) -> subprocess.Popen:
+def start(checkout: Path, folder: Path, *overrides: str, key: str = "hydra.run.dir") -> subprocess.Popen:
     rows = folder.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40)))
-    command = [sys.executable, str(checkout / "runner" / "train.py"), *OVERRIDES, f"data.path={rows}", f"hydra.run.dir={folder}", *overrides]
+    command = [sys.executable, str(checkout / "runner" / "train.py"), *OVERRIDES, f"data.path={rows}", f"{key}={folder}", *overrides]
     return subprocess.Popen(command, cwd=folder.parent, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def trainer_of(supervisor: subprocess.Popen) -> int | None:
-    children = Path(f"/proc/{supervisor.pid}/task/{supervisor.pid}/children").read_text().split()
+def child_of(pid: int) -> int | None:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(children[0]) if children else None
 
 
@@ -41,11 +41,16 @@ def newest_step(folder: Path) -> int:
     return max((int(path.name[5:]) for path in folder.glob("checkpoints/step-*")), default=0)
 
 
-def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int) -> None:
+def kill_trainer_after(supervisor: subprocess.Popen, folder: Path, step: int, generations: int = 1) -> None:
+    """Kill the training process once `step` is saved: the child of the supervisor; in a sweep, whose job is the supervisor, a grandchild."""
     end = time.monotonic() + SECONDS
-    while newest_step(folder) < step or (trainer := trainer_of(supervisor)) is None:
+    trainer: int | None = None
+    while newest_step(folder) < step or trainer is None:
         assert time.monotonic() < end and supervisor.poll() is None
         time.sleep(0.005)
+        trainer = supervisor.pid
+        for _ in range(generations):
+            trainer = child_of(trainer) if trainer else None
     os.kill(trainer, signal.SIGKILL)
 
 
@@ -71,12 +76,15 @@ def test_supervised_command_that_is_killed_twice_finishes_alone_with_the_same_bi
 
 
 @pytest.mark.slow
-def test_supervised_command_stops_at_a_signal_with_75(checkout: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    supervisor = start(checkout, folder, *SUPERVISED, "train.max_steps=6000")
-    while newest_step(folder) < 3:
-        assert supervisor.poll() is None
+def test_supervised_job_of_a_sweep_is_restarted_within_its_attempt(checkout: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep"
+    process = start(checkout, sweep, *SUPERVISED, "seed=1", "--multirun", key="hydra.sweep.dir")
+    while not (jobs := list(sweep.glob("*/run.json"))):
+        assert process.poll() is None
         time.sleep(0.01)
-    supervisor.send_signal(signal.SIGTERM)
-    output, _ = supervisor.communicate(timeout=SECONDS)
-    assert supervisor.returncode == 75 and "resume=" in output and not (folder / "incidents.jsonl").exists(), output
+    kill_trainer_after(process, jobs[0].parent, 3, generations=2)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, output
+    (job,) = json.loads((sweep / "sweep.json").read_text())["jobs"]
+    assert (job["status"], job["attempt"], json.loads(jobs[0].read_text())["attempt"]) == ("completed", 1, 2)
+    assert [json.loads(line)["kind"] for line in (jobs[0].parent / "incidents.jsonl").read_text().splitlines()] == ["killed"]
