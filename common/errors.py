@@ -54,6 +54,15 @@ class TrainingError(Exception):
     outcome = Outcome.FAILED
 
 
+class LostRunDirError(TrainingError):
+    """The run directory was moved, deleted, replaced, or taken by another launch: this process must not write to its path any more."""
+
+    def __init__(self, message: str, moved_to: Path | None = None) -> None:
+        """`moved_to`: where the directory is now. Its lock is still held, so that the last step can be saved there."""
+        super().__init__(message)
+        self.moved_to = moved_to
+
+
 class DivergedError(TrainingError):
     """The loss is not finite, or far above that of uniform predictions."""
 

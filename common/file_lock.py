@@ -63,6 +63,13 @@ class FileLock:
         """Return whether the lock file, and the owner file if there is one, are those that this process has locked."""
         return _is_file(self.path, self._fd) and (self._owner is None or self._owner.is_intact())
 
+    def move_to(self, folder: Path) -> None:
+        """Follow the lock file, whose folder is called `folder` now."""
+        _holders[folder / self.path.name] = _holders.pop(self.path)
+        self.path = folder / self.path.name
+        if self._owner is not None:
+            self._owner.path = folder / self._owner.path.name
+
     def restore(self) -> None:
         """Lock the file again after it was deleted. Raises BlockingIOError if another process has locked it meanwhile, OSError if that fails."""
         fd, owner = _lock(self.path, self._start, self._length, wait=False)

@@ -96,6 +96,10 @@ class CheckpointManager:
         self._unsaved_best: BestWeights | None = None  # could not be written; tried again with the next save
         self._stall = 0.0
 
+    def move_to(self, run_dir: Path) -> None:
+        """Follow a run directory that was moved."""
+        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
+
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is skipped."""
         if self._is_rank_zero:

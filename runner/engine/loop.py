@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError, resume_command
+from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
@@ -81,7 +82,7 @@ def start_or_resume(state: TrainState) -> None:
     if recovered:
         state.update_metadata(recovered=recovered)
     state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
-    for warning in state.pipeline.warnings:
+    for warning in (*state.pipeline.warnings, *weaker_promises()):
         state.logger.warning(warning)
 
 
@@ -205,6 +206,7 @@ def save_before_failure(state: TrainState, error: BaseException) -> None:
     where the others cannot know it: a checkpoint needs the random state of each. Weights that are not finite are refused by the writer.
     """
     with suppress(Exception):  # what went wrong here is a consequence of `error`, which is the one to report
+        state.follow_run_dir()
         traceback.clear_frames(error.__traceback__)  # frees the tensors of the failed step: memory may be what is missing
         can_save = state.dist.size == 1 or state.has_joined  # otherwise the others wait in a collective, or have exited
         if can_save:

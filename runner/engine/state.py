@@ -95,6 +95,7 @@ class TrainState:
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     log_proof: LogProof | None = None  # what that checkpoint knows of the logs
+    follow_run_dir: Callable[[], None] = lambda: None  # lets the last save of a run whose directory was moved go to where it is now
     run_record: Callable[[], dict[str, Any]] = dict  # the field `run` of state.json: what the run directory is restored from
     tracker_id: str | None = None
     stop: StopRequests = field(default_factory=StopRequests)  # of this rank

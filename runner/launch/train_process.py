@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)
     state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
+    state.follow_run_dir = partial(_follow_run_dir, state, metadata)
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
@@ -128,6 +130,14 @@ def _peer_errors(config: Config) -> Iterator[None]:
         if config.distributed.name == "single" or text is None:
             raise
         raise PeerLostError(f"another rank does not answer ({text}); logs/rank<k>.log may have the cause") from error
+
+
+def _follow_run_dir(state: TrainState, metadata: RunMetadata) -> None:
+    """Let the last save and record of a run whose directory was moved go to where it is now."""
+    if folder := metadata.follow_move():
+        state.run_dir = folder
+        state.checkpoints.move_to(folder)
+        state.logger.move_to(folder)
 
 
 @contextmanager

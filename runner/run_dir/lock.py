@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import TrainingError, UserError, print_note
+from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
 from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
 from common.ownership import processes
@@ -22,10 +22,6 @@ from runner.run_dir.naming import claim, create_dirs, remove_dir
 
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
-
-
-class LostRunDirError(TrainingError):
-    """The run directory was moved, deleted, replaced, or taken by another launch: this process must not write to it any more."""
 
 
 class RunLock:
@@ -36,6 +32,7 @@ class RunLock:
         self._folder, self._lock, self._owner = folder, lock, owner
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         self._seen_owner_file: tuple[int, int] | None = None  # inode and time of the owner file that was compared last
+        self._lost: LostRunDirError | None = None
 
     def shrink(self, length: int) -> None:
         self._lock.shrink(length)
@@ -49,15 +46,32 @@ class RunLock:
 
         A lock file that was deleted is created and locked again. What cannot be checked, e.g. on a broken disk, is left to the next write.
         """
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._check()
+        except LostRunDirError as error:
+            self._lost = error
+            raise
+
+    def follow_move(self) -> Path | None:
+        """Return where the directory is now, if `check` has found that it was moved. It is checked there from now on."""
+        if self._lost is None or (folder := self._lost.moved_to) is None:
+            return None
+        self._lock.move_to(folder)
+        self._folder, self._lost = folder, None
+        return folder
+
+    def _check(self) -> None:
         try:
             if not os.path.samestat(os.stat(self._folder), os.fstat(self._fd)):
-                raise LostRunDirError(f"another directory is at {self._folder} now: {self._where()}")
+                raise self._lost_error(f"another directory is at {self._folder} now")
             if not self._lock.is_intact():
                 self._restore()
             self._check_owner()
         except (FileNotFoundError, NotADirectoryError) as error:
             if not self._folder.is_dir():
-                raise LostRunDirError(f"{self._folder} is gone: {self._where()}") from error
+                raise self._lost_error(f"{self._folder} is gone") from error
         except OSError:
             return
 
@@ -80,15 +94,15 @@ class RunLock:
             raise LostRunDirError(f"the lock of {self._folder} was deleted, and another launch holds it now; this process has stopped writing") from error
         print_note(f"warning: the lock of {self._folder} was deleted or replaced; it is locked again")
 
-    def _where(self) -> str:
-        """Say where the directory has gone."""
+    def _lost_error(self, message: str) -> LostRunDirError:
+        """Return the error that says where the directory has gone."""
         try:
-            path, is_deleted = os.readlink(f"/proc/self/fd/{self._fd}"), os.fstat(self._fd).st_nlink == 0
+            path, is_deleted = Path(os.readlink(f"/proc/self/fd/{self._fd}")), os.fstat(self._fd).st_nlink == 0
         except OSError:
-            return "the run directory was moved or deleted; nothing more is written"
-        if is_deleted or path.endswith(" (deleted)"):
-            return "the run directory was deleted, or moved to another file system; nothing more is written"
-        return f"the run directory was moved to {path}; nothing more is written, and resume={path} continues from its newest checkpoint"
+            return LostRunDirError(f"{message}: the run directory was moved or deleted; this process has stopped writing")
+        if is_deleted or path.name.endswith(" (deleted)"):
+            return LostRunDirError(f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing")
+        return LostRunDirError(f"{message}: the run directory was moved to {path}; resume={path} continues", path)
 
 
 def acquire_run(folder: Path) -> RunLock:

@@ -252,6 +252,14 @@ class RunMetadata:
         if self._lock is not None:
             self._lock.check()
 
+    def follow_move(self) -> Path | None:
+        """Return where the directory was moved to, if `check_owned` has found that; run.json is written there from now on."""
+        if self._lock is None or (folder := self._lock.follow_move()) is None:
+            return None
+        self._opened[folder] = self._opened.pop(self.folder, self)
+        self.folder = folder
+        return folder
+
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
         """End this attempt with `outcome`. The status of a diverged run is `failed`. Raises TrainingError if the disk refuses."""
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome

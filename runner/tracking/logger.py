@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from common.errors import TrainingError, strip_control
+from common.errors import LostRunDirError, TrainingError, strip_control
 from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
@@ -125,6 +125,12 @@ class RunLogger:
                 self.warning(change)
         return {name: retry_disk(file.position) for name, file in self._files.items()}
 
+    def move_to(self, run_dir: Path) -> None:
+        """Follow the files, which are open, to the folder that they were moved to."""
+        self.run_dir = run_dir
+        for file in self._files.values():
+            file.path = run_dir / file.path.name
+
     def checksums(self) -> dict[str, str]:
         """Return the sha256 of each file up to its `position()`."""
         return {name: file.checksum() for name, file in self._files.items()}
@@ -179,7 +185,11 @@ class RunLogger:
         return f" | eta {format_seconds(seconds_per_step * max(0, self._total_steps - step))}"
 
     def _append(self, name: str, record: dict[str, object]) -> None:
-        self.check_run_dir()
+        try:
+            self.check_run_dir()
+        except LostRunDirError as error:
+            if error.moved_to is None:  # the open files move with their directory
+                raise
         try:
             self._files[name].append(record)
         except OSError as error:

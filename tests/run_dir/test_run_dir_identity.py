@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from common import filesystem
-from common.errors import UserError
+from common.errors import LostRunDirError, UserError
 from common.filesystem import NO_FOLDER_SYNC, NO_FOLDER_SYNC_PROMISE
 from common.ownership.processes import process_id
-from runner.run_dir.lock import LostRunDirError
 from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TrackerConfig
 from runner.tracking.logger import RunLogger
@@ -44,7 +43,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def move(run: RunMetadata) -> str:
     shutil.move(run.folder, run.folder.with_name("moved"))
-    return f"the run directory was moved to {run.folder.with_name('moved')}; .* resume="
+    return f"the run directory was moved to {run.folder.with_name('moved')}; resume="
 
 
 def delete(run: RunMetadata) -> str:
@@ -63,12 +62,30 @@ def test_directory_that_is_gone_ends_the_run_and_is_not_created_again(change, ru
     logger = open_logger(run)
     run.check_owned()
     expected = change(run)
-    for write in (run.check_owned, lambda: run.update(step=5), lambda: logger.log("train", 5, loss=1.0)):
+    for write in (run.check_owned, lambda: run.update(step=5), *([lambda: logger.log("train", 5, loss=1.0)] if change is delete else [])):
         with pytest.raises(LostRunDirError, match=expected):
             write()
     logger.info("only on the console")
-    logger.finish("failed", {})
     assert not run.folder.exists() if change is not replace else os.listdir(run.folder) == []
+    assert (run.follow_move() is None) == (change is delete)
+    logger.finish("failed", {})
+
+
+def test_run_that_follows_its_moved_directory_holds_its_lock_there(run: RunMetadata) -> None:
+    logger, old = open_logger(run), run.folder
+    move(run)
+    with pytest.raises(LostRunDirError):
+        run.check_owned()
+    logger.log("train", 5, loss=1.0)  # to the open file, which has moved
+    assert (folder := run.follow_move()) == old.with_name("moved")
+    logger.move_to(folder)
+    run.update(step=5)
+    logger.log("train", 6, loss=1.0)
+    assert RunMetadata.read(folder)["step"] == 5 and not old.exists()
+    assert logger.position()["metrics"] == (folder / "metrics.jsonl").stat().st_size
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [5, 6]
+    with pytest.raises(UserError, match="is being trained"):
+        RunMetadata.open(folder, resume=True)
 
 
 def test_lock_file_that_is_deleted_is_locked_again(run: RunMetadata, capsys: pytest.CaptureFixture) -> None:
