@@ -25,11 +25,19 @@ REPLACE_HINT = "replace it by a regular file or folder, if you trust where this 
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a regular file for reading and appending, without a buffer; it is created if needed. Raises OSError for a link, a pipe or a device."""
+    """Open a regular file for reading and appending, without a buffer; it is created if needed.
+
+    Raises OSError for a link, a pipe or a device, UserError for a file with a second name, which would be changed, too.
+    """
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if status.st_nlink > 1:
+        os.close(fd)
+        fix = f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}"
+        raise UserError(f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them", str(path), fix)
     return open(fd, "a+b", buffering=0)
 
 

@@ -16,8 +16,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
-from common.filesystem import write_atomic_file
+from common.filesystem import read_bounded, write_atomic_file
 from common.guarded_files import read_from
+from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
+MAX_JOURNAL_BYTES = 64 << 20  # of the journal of a study; a trial has 1 KB
 SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
 DIRECTIONS = ("minimize", "maximize")
 
@@ -265,5 +267,21 @@ def _drop_partial_line(path: Path) -> None:
     if path.is_symlink():
         raise UserError("the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep")
     if path.exists():
-        content = read_from(path, 0)
-        os.truncate(path, content.rfind(b"\n") + 1)
+        content = read_bounded(path, MAX_JOURNAL_BYTES)
+        end = content.rfind(b"\n") + 1
+        _check_journal(content[:end], path)
+        os.truncate(path, end)
+
+
+def _check_journal(content: bytes, path: Path) -> None:
+    """Raise UserError unless every line is a record that Optuna can read. It writes NaN and infinities as Python does."""
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            check_json_size(line)
+            record = json.loads(line)
+            check_nesting(record)
+            if not isinstance(record, dict) or type(record.get("op_code")) is not int:
+                raise ValueError("no record of a study")
+        except (ValueError, RecursionError) as error:
+            fix = "restore the file; without it the sweep starts another study"
+            raise UserError(f"the study is damaged: {error}", f"{path}:{number}", fix) from error
