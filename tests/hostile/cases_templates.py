@@ -12,9 +12,9 @@ CHAT = "chat run=model prompt=hello mode=chat max_new_tokens=2 device=cpu"
 EVALUATE = "evaluate run=model data.path=chats.jsonl data.cache=cache device=cpu"
 TRAIN_CHATS = TRAIN.replace("data.path=rows.jsonl", "stage=sft init_from=model data.path=chats.jsonl")
 NESTED = "{%% for a in range(100000) %%}{%% for b in range(100000) %%}%s{%% endfor %%}{%% endfor %%}"
-GROWING = "{%% set n = namespace(x='spam') %%}{%% for a in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
+DOUBLED_TEXT = "{%% set n = namespace(x='spam') %%}{%% for a in range(60) %%}{%% set n.x = %s %%}{%% endfor %%}{{ n.x }}"
 HUGE_LIST = "range(100000) | list"
-REFUSAL = "the chat template"  # of every refusal: it does not compile, or it rejects the conversation
+ERROR_PART = "the chat template"  # of every refusal: it does not compile, or it rejects the conversation
 
 TEMPLATES = {
     "nested loops": NESTED % "",
@@ -30,14 +30,14 @@ TEMPLATES = {
     "list doubled by +": "{% set n = namespace(x=[0]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "list of lists": "{% set n = namespace(x=[0]) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
     "dict of dicts": "{% set n = namespace(x={}) %}{% for a in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x | tojson }}",
-    "text doubled by +": GROWING % "n.x + n.x",
-    "text doubled by ~": GROWING % "n.x ~ n.x",
-    "text doubled by join": GROWING % "[n.x, n.x] | join",
-    "text doubled by format": GROWING % "'%s%s' | format(n.x, n.x)",
-    "text doubled by str.format": GROWING % "'{0}{0}'.format(n.x)",
-    "text doubled by replace": GROWING % "n.x | replace('s', 'ss')",
-    "text doubled by str.replace": GROWING % "n.x.replace('s', 'spam')",
-    "text doubled by indent": GROWING % "(n.x + '\\n' + n.x) | indent(10)",
+    "text doubled by +": DOUBLED_TEXT % "n.x + n.x",
+    "text doubled by ~": DOUBLED_TEXT % "n.x ~ n.x",
+    "text doubled by join": DOUBLED_TEXT % "[n.x, n.x] | join",
+    "text doubled by format": DOUBLED_TEXT % "'%s%s' | format(n.x, n.x)",
+    "text doubled by str.format": DOUBLED_TEXT % "'{0}{0}'.format(n.x)",
+    "text doubled by replace": DOUBLED_TEXT % "n.x | replace('s', 'ss')",
+    "text doubled by str.replace": DOUBLED_TEXT % "n.x.replace('s', 'spam')",
+    "text doubled by indent": DOUBLED_TEXT % "(n.x + '\\n' + n.x) | indent(10)",
     "number format": "{{ '%0999999999d' % 1 }}",
     "number format of a filter": "{{ '%999999999d' | format(1) }}",
     "str.format with a width": "{{ '{:>999999999}'.format('a') }}",
@@ -114,7 +114,7 @@ def with_template(template: str) -> Callable[[Folder], None]:
 
 def case_of(number: int, name: str, template: str) -> HostileCase:
     command = (ROWS, EVALUATE, TRAIN_CHATS)[number // 8 % 3] if number % 8 == 0 else CHAT  # chat.py starts fastest
-    return HostileCase(name, CATEGORY, with_template(template), (command,), REFUSAL)
+    return HostileCase(name, CATEGORY, with_template(template), (command,), ERROR_PART)
 
 
 CASES = [case_of(number, name, template) for number, (name, template) in enumerate(TEMPLATES.items())]

@@ -10,7 +10,7 @@ from harness import TINY_RUN, TRAIN, Folder, HostileCase
 
 CATEGORY = "text"
 TEXT = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202eexe.\u2066\u200b\u2028\r\x00end"
-SHOWN = "\\x1b[2J"  # how it is printed
+ESCAPED_TEXT = "\\x1b[2J"  # how it is printed
 NAME = "\x1b[2J\u202ea\x07"  # of a file: without a NUL character
 QUOTED_NAME = f"'{NAME}'"
 ROWS = TINY_RUN.replace("data.path=rows.jsonl", "n=2 plain=true")
@@ -95,29 +95,29 @@ def case(name: str, build: Any, message: str, *commands: str, code: int = 2, is_
 
 CASES = [
     case("row that is no JSON", bad_rows({"text": "a"}, TEXT), "rows.jsonl", TRAIN, is_light=False),
-    case("row with an unknown field", bad_rows({TEXT: TEXT}), SHOWN, TRAIN, is_light=False),
+    case("row with an unknown field", bad_rows({TEXT: TEXT}), ESCAPED_TEXT, TRAIN, is_light=False),
     case("text that is a list", bad_rows({"text": [TEXT]}), "rows.jsonl", TRAIN, is_light=False),
     case("role of a message", bad_rows({"messages": [{"role": TEXT, "content": TEXT}]}), "\\u001b[2J", TRAIN.replace("train ", "train stage=sft ", 1), is_light=False),
-    case("rows that are printed", rows, SHOWN, f"rows {ROWS} data.path=rows.jsonl", code=0, is_light=False),
+    case("rows that are printed", rows, ESCAPED_TEXT, f"rows {ROWS} data.path=rows.jsonl", code=0, is_light=False),
     case("rows that are printed with ids", rows, "ids", f"rows {ROWS} data.path=rows.jsonl ids=true", code=0, is_light=False),
-    case("conversations that are printed", chats, SHOWN, "rows stage=sft data.val_path=null data.val_fraction=0 data.path=chats.jsonl device=cpu plain=true", code=0, is_light=False),
+    case("conversations that are printed", chats, ESCAPED_TEXT, "rows stage=sft data.val_path=null data.val_fraction=0 data.path=chats.jsonl device=cpu plain=true", code=0, is_light=False),
     case("rows that are trained with samples", rows, "loss", f"{TRAIN} train.sample_every=1 train.sample_tokens=4 'train.sample_prompts=[\"{TEXT.replace(chr(0), '')}\"]'", code=0, is_light=False),
     case("rows that a tokenizer is trained on", rows, "token", "tokenizer path=rows.jsonl to=new vocab_size=300", code=0, is_light=False),
-    case("names of files and folders", named, SHOWN, f"train resume={QUOTED_NAME}x", f"chat run={QUOTED_NAME} prompt=a", f"report run={QUOTED_NAME}x", f"train resume={QUOTED_NAME}/nothing", is_light=True),
-    case("name of a data file that is damaged", named, SHOWN, TRAIN.replace("data.path=rows.jsonl", f"'data.path={NAME}.parquet'"), is_light=False),
+    case("names of files and folders", named, ESCAPED_TEXT, f"train resume={QUOTED_NAME}x", f"chat run={QUOTED_NAME} prompt=a", f"report run={QUOTED_NAME}x", f"train resume={QUOTED_NAME}/nothing", is_light=True),
+    case("name of a data file that is damaged", named, ESCAPED_TEXT, TRAIN.replace("data.path=rows.jsonl", f"'data.path={NAME}.parquet'"), is_light=False),
     case("name of a data file that is trained on", named, "loss", TRAIN.replace("data.path=rows.jsonl", f"'data.path={NAME}.jsonl'"), code=0, is_light=False),
-    case("name of a folder that is created", rows, SHOWN, TRAIN.replace("run.dir=out", f"run.dir='{NAME}'"), code=0, is_light=False),
-    case("names of a run and a model", trained_named, SHOWN, f"train resume={QUOTED_NAME}", code=0, is_light=False),
-    case("names of a run and a prompt", trained_named, SHOWN, f"chat run={QUOTED_NAME} max_new_tokens=3 device=cpu 'prompt={TEXT.replace(chr(0), '')}'", code=0, is_light=False),
+    case("name of a folder that is created", rows, ESCAPED_TEXT, TRAIN.replace("run.dir=out", f"run.dir='{NAME}'"), code=0, is_light=False),
+    case("names of a run and a model", trained_named, ESCAPED_TEXT, f"train resume={QUOTED_NAME}", code=0, is_light=False),
+    case("names of a run and a prompt", trained_named, ESCAPED_TEXT, f"chat run={QUOTED_NAME} max_new_tokens=3 device=cpu 'prompt={TEXT.replace(chr(0), '')}'", code=0, is_light=False),
     case("run.json", run_json, "", "train resume=run", "train resume=run --cfg job train.max_steps=x"),
-    case("saved config", saved_config, SHOWN, "train resume=run"),
+    case("saved config", saved_config, ESCAPED_TEXT, "train resume=run"),
     case("saved config that is printed", saved_config, "u202e", "train resume=run --cfg job", "train resume=run --info config", code=0),
     case("sweep.json", sweep, "seed=1", "report sweep=sweep", code=0),
-    case("tokenizer", tokenizer, SHOWN, "chat run=model prompt=hello device=cpu", is_light=False),
-    case("model config", model_config, SHOWN, "chat run=model prompt=hello device=cpu", f"{TRAIN} init_from=model", is_light=False),
+    case("tokenizer", tokenizer, ESCAPED_TEXT, "chat run=model prompt=hello device=cpu", is_light=False),
+    case("model config", model_config, ESCAPED_TEXT, "chat run=model prompt=hello device=cpu", f"{TRAIN} init_from=model", is_light=False),
     case("metrics.jsonl", metrics, "metrics.jsonl", "train resume=run train.max_steps=4", code=0, is_light=False),
-    case("flag", rows, SHOWN, f"train '--{NAME}'", f"rows '--{NAME}=1'", f"report '-{NAME}'", f"chat '--{NAME}'"),
-    case("override", rows, SHOWN, f"train '{NAME}=1'", f"train 'train.{NAME}=1'", f"rows '{NAME}'", f"chat run=x '{NAME}=1'", f"report 'sweep={NAME}'", f"train 'model={NAME}'", f"train 'optimizer.lr={NAME}'"),
-    case("override of Hydra", rows, SHOWN, f"train 'hydra.x={NAME}'", f"train 'hydra/launcher={NAME}'", f"train '--cfg={NAME}'", f"train '--info={NAME}'"),
+    case("flag", rows, ESCAPED_TEXT, f"train '--{NAME}'", f"rows '--{NAME}=1'", f"report '-{NAME}'", f"chat '--{NAME}'"),
+    case("override", rows, ESCAPED_TEXT, f"train '{NAME}=1'", f"train 'train.{NAME}=1'", f"rows '{NAME}'", f"chat run=x '{NAME}=1'", f"report 'sweep={NAME}'", f"train 'model={NAME}'", f"train 'optimizer.lr={NAME}'"),
+    case("override of Hydra", rows, ESCAPED_TEXT, f"train 'hydra.x={NAME}'", f"train 'hydra/launcher={NAME}'", f"train '--cfg={NAME}'", f"train '--info={NAME}'"),
     case("override that --cfg prints", rows, "u202e", f"train 'train.sample_prompts=[\"{NAME}\"]' --cfg job", f"train 'train.sample_prompts=[\"{NAME}\"]' --info config", f"train 'hydra.job.name=\"{NAME}\"' --cfg hydra", f"chat run=x 'prompt={NAME}' --cfg job", code=0),
 ]  # fmt: skip

@@ -38,8 +38,10 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, request["seconds"])
             if "source" in request:
                 render = compile_template(request["source"])
-            conversation = request.get("conversation", conversation)
-            reply: dict[str, Any] = {"texts": [_render(render, conversation, count, options) for count, options in request.get("renderings", ())]}
+            reply: dict[str, Any] = {"texts": []}
+            for variables, renderings in request.get("conversations", ()):
+                conversation = variables or conversation  # null: that of the request before
+                reply["texts"].append([_render(render, conversation, count, options) for count, options in renderings])
         except TemplateError as error:
             reply = {"error": _describe(error)}
         except MemoryError:
@@ -58,7 +60,7 @@ def set_limits() -> None:
 
 
 def _render(render: Any, conversation: dict[str, Any], count: int, options: dict[str, Any]) -> list[str | None]:
-    """Return [text, None] or [None, error]: what a template refuses may be a rendering that nobody needs."""
+    """Return [text, None] or [None, error]: what a template refuses may be a rendering that is not needed."""
     try:
         return [render(**{**conversation, "messages": conversation["messages"][:count]}, **options), None]
     except TemplateError as error:

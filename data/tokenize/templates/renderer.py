@@ -27,14 +27,17 @@ from data.tokenize.templates.jinja_sandbox import MAX_CHARACTERS, compile_templa
 
 MAX_SECONDS = 3.0  # processor time of one conversation, and of all that exceed the rate below
 SECONDS_PER_RENDERING, SECONDS_PER_MESSAGE, SECONDS_PER_CHARACTER = 1e-3, 5e-6, 1e-7  # several times those of public templates
+TOGETHER_SECONDS = 0.5  # of several conversations; if they take longer, each is rendered by itself
 WALL_SECONDS = 30.0  # until a process that does not compute is given up
 MAX_REPLY = 8 * MAX_CHARACTERS  # bytes; JSON writes up to six bytes per character
+MAX_TEXT, MAX_TEXT_RATIO = 1 << 20, 4  # characters of a rendering: MAX_TEXT and this multiple of the conversation
 MAX_KNOWN_MESSAGES, MAX_KNOWN_CHARACTERS = 1000, 1 << 20  # of a conversation that is rendered in this process
 TOO_SLOW = "it takes too long: more than {seconds:g} seconds of processor time"
 PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 SHIPPED = ("data/tokenize/chatml.jinja", "data/samples/tokenizer/chat_template.jinja")
 Rendering = tuple[int, dict[str, Any]]  # (number of messages, options: add_generation_prompt, ...)
 Rendered = list[str | None]  # [text, None], or [None, error]
+Request = tuple[dict[str, Any] | None, Sequence[Rendering]]  # (variables, None: those of the request before; what to render)
 
 
 class TemplateLimitError(TemplateError):
@@ -50,11 +53,11 @@ class ConversationRenderer:
     def __init__(self, template: RenderProcess | KnownTemplate, variables: dict[str, Any], expected: Sequence[Rendering] = ()) -> None:
         self._template, self._variables, self._expected = template, variables, expected
         messages = variables["messages"]
-        characters = sum(len(message["content"] or "") for message in messages)
+        self.characters = characters = sum(len(message["content"] or "") for message in messages)
         self._allowance = SECONDS_PER_RENDERING + SECONDS_PER_MESSAGE * len(messages) + SECONDS_PER_CHARACTER * characters
         if isinstance(template, KnownTemplate) and (len(messages) > MAX_KNOWN_MESSAGES or characters > MAX_KNOWN_CHARACTERS):
             self._template = open_process(template.source)
-        self._rendered: dict[str, Rendered] = {}
+        self._rendered: dict[Any, Rendered] = {}
         self._seconds, self._is_sent = 0.0, False
 
     def render(self, count: int, **options: Any) -> str:
@@ -66,15 +69,37 @@ class ConversationRenderer:
         text, error = self._rendered[key]
         if text is None:
             raise TemplateError(error)
+        if len(text) > MAX_TEXT and len(text) > MAX_TEXT + MAX_TEXT_RATIO * self._count_characters():
+            raise TemplateError(f"it writes {len(text):,} characters for a conversation of {self._count_characters():,}")
         return text
+
+    def _count_characters(self) -> int:
+        """Return the number of characters of the conversation, with its tools and calls."""
+        return len(json.dumps(self._variables, default=str))
 
     def _render(self, renderings: list[Rendering]) -> None:
         if isinstance(self._template, KnownTemplate):
             return self._rendered.update({_key(*each): self._template.render(self._variables, *each) for each in renderings[:1]})
         conversation = None if self._is_sent else self._variables
-        seconds, texts = self._template.render(conversation, renderings, self._allowance, MAX_SECONDS - self._seconds)
+        seconds, [texts] = self._template.render([(conversation, renderings)], self._allowance * len(renderings), MAX_SECONDS - self._seconds)
         self._seconds, self._is_sent = self._seconds + seconds, True
+        self._add(renderings, texts)
+
+    def _add(self, renderings: Sequence[Rendering], texts: list[Rendered]) -> None:
         self._rendered.update({_key(*each): rendered for each, rendered in zip(renderings, texts, strict=True)})
+
+    @staticmethod
+    def render_together(conversations: Sequence[ConversationRenderer]) -> None:
+        """Render what is expected of several conversations by one request. What fails here is rendered again when it is asked for."""
+        processes = [each._template for each in conversations if isinstance(each._template, RenderProcess)]
+        if not processes or len({id(process) for process in processes}) > 1 or len(processes) < len(conversations):
+            return
+        allowance = sum(each._allowance * len(each._expected) for each in conversations)
+        requests: list[Request] = [(each._variables, each._expected) for each in conversations]
+        with suppress(TemplateError):
+            _, texts = processes[0].render(requests, allowance, TOGETHER_SECONDS, is_charged=False)
+            for each, rendered in zip(conversations, texts, strict=True):
+                each._add(each._expected, rendered)
 
 
 class KnownTemplate:
@@ -100,15 +125,20 @@ class RenderProcess:
         self._owner, self._conversation = os.getpid(), 0
         self._start()
 
-    def render(self, conversation: dict[str, Any] | None, renderings: list[Rendering], allowance: float, seconds_left: float) -> tuple[float, list[Rendered]]:
-        """Return (seconds of processor time, the texts or errors). `conversation`: the variables; None: those of the call before."""
-        self._budget = min(MAX_SECONDS, self._budget + allowance * len(renderings))
-        request: dict[str, Any] = {"renderings": renderings}
-        if conversation is not None:
-            request["conversation"] = conversation
+    def render(self, requests: list[Request], allowance: float, seconds_left: float, is_charged: bool = True) -> tuple[float, list[list[Rendered]]]:
+        """Return (seconds of processor time, the texts or errors of each request).
+
+        `allowance`: seconds that are usual for them. `is_charged`: whether time counts that was spent up to a limit.
+        """
+        self._budget = min(MAX_SECONDS, self._budget + allowance)
         if self._process is None or self._owner != os.getpid():  # a forked process must not share the pipes
             self._start()
-        reply = self._ask(request, min(self._budget, seconds_left))
+        before = self._budget
+        try:
+            reply = self._ask({"conversations": requests}, min(self._budget, seconds_left))
+        except TemplateLimitError:
+            self._budget = self._budget if is_charged else before
+            raise
         return reply["seconds"], reply["texts"]
 
     def _start(self) -> None:
@@ -217,5 +247,5 @@ def _sha256(source: str) -> str:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _key(count: int, options: dict[str, Any]) -> str:
-    return f"{count} {sorted(options.items())}"
+def _key(count: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    return count, *options.items()
