@@ -50,6 +50,8 @@ class Liveness:
         if not self._seconds or now - self._checked_at < min(CHECK_SECONDS, self._seconds / 4):
             return None
         elapsed, self._checked_at = now - self._checked_at, now
+        if elapsed > max(CHECK_SECONDS, self._seconds) / 2 + CHECK_SECONDS:  # this process was stopped meanwhile, and perhaps the ranks with it
+            self._alive_at = [now] * len(processes)
         for rank, process in enumerate(processes):
             sign = read_sign(self._heartbeats[rank])
             used = _cpu_seconds(process.pid) if sign.step == 0 else 0.0

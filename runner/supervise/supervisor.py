@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from common.errors import Interrupted, Outcome, TrainingError, print_safely
+from common.errors import Interrupted, Outcome, TrainingError, print_note, print_safely
 from common.guarded_files import read_from
 from runner.checkpoint.atomic_dir import STEP_NAME
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
@@ -32,9 +32,15 @@ class Supervisor:
         options = config.supervise
         self._policy = RestartPolicy(options.max_restarts, options.delay) if self._is_on else RestartPolicy(config.distributed.max_restarts, counts_all=True)
 
-    def watch(self, count: int) -> Liveness:
+    def watch(self, count: int) -> Liveness | None:
         """Return what watches the `count` ranks of one attempt. Without train.supervise it only knows which of several ranks a collective waits for."""
-        return Liveness(count, self.config.supervise.hang_timeout * 60 if self._is_on else 0)
+        try:
+            return Liveness(count, self.config.supervise.hang_timeout * 60 if self._is_on else 0)
+        except OSError as error:
+            print_note(
+                f"warning: the ranks are not watched, a hang is not noticed: {error.strerror or error}; set TMPDIR to a folder on a disk with free space"
+            )
+            return None
 
     def describe(self, code: int, rank: int, error: TrainingError, is_hanging: bool) -> Failure:
         """Return the failure of `rank`, which failed first; run.json has been read again."""
