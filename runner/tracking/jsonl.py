@@ -50,7 +50,7 @@ class JsonlLog:
         return os.fstat(self._file.fileno()).st_size
 
     def restore_path(self) -> str | None:
-        """Write the file again if it was deleted or replaced while it was open here; say so. Records of this process go to the open file."""
+        """Write the file again if it was deleted or replaced while it was open here; return a message then. Records of this process go to the open file."""
         try:
             if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno())):
                 return None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,8 @@ import safetensors.torch
 from trainee import launch, make_config, memory_dir, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common import filesystem
-from common.filesystem import FileSystem
+from common.file_lock import NO_LOCKS_PROMISE
+from common.filesystem import NO_FOLDER_SYNC_PROMISE, FileSystem
 from models.formats.load import load_weights
 from runner.engine.verify_resume import diff_run_dirs
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
@@ -93,6 +96,31 @@ def test_run_whose_files_each_fail_once_is_complete(folder: Path) -> None:
     expected = {*steps, "checkpoints/best", "checkpoints/latest", "metrics.jsonl", "samples.jsonl", "run.json", "model", "tokenizer"}
     assert expected <= set((folder / "failed").read_text().split())
     assert problems_of_completed(folder / "run", folder / "reference") == []
+
+
+def weaken_file_system() -> None:
+    """In the child: no locks, and no sync of folders."""
+
+    def refuse_lock(*args: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def sync_files_only(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    fcntl.lockf = refuse_lock
+    os.fsync = sync_files_only
+    FileSystem.fsync = staticmethod(sync_files_only)
+
+
+def test_run_on_a_file_system_without_locks_and_folder_sync_is_complete_and_says_so_once(folder: Path) -> None:
+    config, run_dir = make_config(folder, *SETTINGS), folder / "run"
+    assert train(config, run_dir, weaken_file_system) == 0
+    promises = [NO_FOLDER_SYNC_PROMISE, NO_LOCKS_PROMISE]
+    assert read_run_json(run_dir)["weaker_promises"] == promises and saved_steps(run_dir)[-1] == STEPS and not temp_files(run_dir)
+    lines = (run_dir / "train.log").read_text().splitlines()
+    assert [lines.count(f"warning: {promise}") for promise in promises] == [1, 1]
+    assert not list(run_dir.glob(".lock.owner*"))
 
 
 def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int]:
