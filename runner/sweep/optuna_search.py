@@ -23,7 +23,7 @@ from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.sweep.backends.base import check_installed
-from runner.sweep.grid import GridPoint, SweeperOptions
+from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 
 if TYPE_CHECKING:
     from runner.sweep.state import SweepJob, SweepState
@@ -115,7 +115,7 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
         sweep = OverridesParser.create().parse_override(text).value()
     is_int = schema.config_schema().get(key) is int
     if isinstance(sweep, RangeSweep) and len(values) == 1:
-        numbers = list(sweep.range())
+        numbers = listed_values(sweep.range(), text)
         is_int = all(isinstance(number, int) for number in numbers)
         return Axis(key, low=min(numbers), high=max(numbers), step=abs(sweep.step), is_int=is_int)
     if not isinstance(sweep, IntervalSweep):
