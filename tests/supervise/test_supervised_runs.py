@@ -98,7 +98,7 @@ def test_supervised_run_without_a_fault_leaves_no_record(supervise: Any, tmp_pat
     [
         (KILLED, "killed", "SIGKILL"),
         pytest.param(SEGFAULT, "crash", "SIGSEGV", marks=pytest.mark.slow),
-        (FAILED, "error", 1),
+        pytest.param(FAILED, "error", 1, marks=pytest.mark.slow),
         pytest.param(NO_MEMORY, "out_of_memory", 1, marks=pytest.mark.slow),
         pytest.param("sys.exit(7)\n", "error", 7, marks=pytest.mark.slow),
     ],
@@ -137,12 +137,14 @@ def test_supervised_run_that_diverges_is_not_restarted(supervise: Any, tmp_path:
     assert run_json(tmp_path)["outcome"] == "diverged"
 
 
+@pytest.mark.slow
 def test_supervised_run_that_is_refused_is_not_restarted(supervise: Any, tmp_path: Path) -> None:
     with pytest.raises(AlreadyReported):
         supervise(REFUSED)
     assert incidents(tmp_path) == [] and run_json(tmp_path)["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_restart_that_is_refused_is_a_failure_of_a_run_that_has_trained(supervise: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="restart was refused"):
         supervise(at(first=KILLED, then=REFUSED))
@@ -170,7 +172,8 @@ def signal_when(condition: Callable[[], bool], number: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_to_the_supervisor_is_forwarded_and_ends_it(supervise: Any, tmp_path: Path, number: int) -> None:
     thread = signal_when((tmp_path / "run" / "ready").exists, number)
     with pytest.raises(Interrupted, match="step 7"):
@@ -188,6 +191,7 @@ def test_signal_between_a_failure_and_the_restart_ends_the_run(supervise: Any, t
     assert time.monotonic() - started < 60 and run_json(tmp_path)["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_hang_writes_the_stacks_and_is_restarted(supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     assert supervise(at(first=HANGS, then=GOOD), hang_timeout=1 / 60) == 1.5
     (incident,) = incidents(tmp_path)
