@@ -57,7 +57,7 @@ def test_conversations_rendered_together_are_not_exchanged() -> None:
         (NESTED, "too long"),
         ("{{ '%0999999999d' % 1 }}", "memory"),
         ("{% set n = namespace(x=[]) %}{% for a in range(1000) %}{% set n.x = n.x + [('x ' * 1000000).split()] %}{% endfor %}", "memory|too long"),
-        ("{{ 'x' * 9000000 }}", "9,000,000 characters"),
+        ("{{ 'x' * 9000000 }}", "9,000,007 characters"),
     ],
     ids=["time", "memory of a constant", "memory of a list", "text"],
 )
@@ -116,5 +116,5 @@ def test_render_process_ends_when_the_one_that_started_it_is_killed(tmp_path: Pa
 
 def test_render_process_gets_no_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    process = RenderProcess(SOURCE)._process
-    assert process is not None and b"HF_TOKEN" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    process = RenderProcess(SOURCE)
+    assert process._process is not None and b"HF_TOKEN" not in Path(f"/proc/{process._process.pid}/environ").read_bytes()
