@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import io
 import re
 import shlex
 import sys
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +19,7 @@ from common.paths import command_line
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
 CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+MAX_PRINTED = 10_000  # characters of each part of an error
 # A line of untrusted text that looks like one of the three lines of an error.
 OWN_LINE = re.compile(r"\n(?=\s*(error|where|fix|warning):)")
 
@@ -51,13 +54,26 @@ class TrainingError(Exception):
     outcome = Outcome.FAILED
 
 
+class LostRunDirError(TrainingError):
+    """The run directory was moved, deleted, replaced, or taken by another launch: this process must not write to its path any more."""
+
+    def __init__(self, message: str, moved_to: Path | None = None) -> None:
+        """`moved_to`: where the directory is now. Its lock is still held, so that the last step can be saved there."""
+        super().__init__(message)
+        self.moved_to = moved_to
+
+
 class DivergedError(TrainingError):
     """The loss is not finite, or far above that of uniform predictions."""
 
     outcome = Outcome.DIVERGED
 
 
-class StopRequested(Exception):
+class PeerLostError(TrainingError):
+    """Another rank failed or died; its log has the cause."""
+
+
+class StopRequested(BaseException):
     """A stop request ended tokenizing, an evaluation, sampling or a step before it was done: the run is as after its last completed step."""
 
 
@@ -88,16 +104,32 @@ def print_safely(text: str, file: TextIO | None = None) -> None:
     print(strip_control(text), file=file or sys.stdout, flush=True)
 
 
+@contextmanager
+def stripping_stdout() -> Iterator[None]:
+    """Print what is written to stdout inside, e.g. by a library, without control characters."""
+    written = io.StringIO()
+    try:
+        with redirect_stdout(written):
+            yield
+    finally:
+        print(strip_control(written.getvalue()), end="", flush=True)
+
+
 def print_note(text: str) -> None:
     """Print a note or warning to stderr: one line that may quote a file, a path or a row."""
     print(one_line(text), file=sys.stderr, flush=True)
 
 
+def _shorten(text: str) -> str:
+    return text if len(text) <= MAX_PRINTED else f"{text[:MAX_PRINTED]}... ({len(text):,} characters)"
+
+
 def report_user_error(error: UserError) -> int:
     """Print `error` in three lines to stderr, unless that was done already; return the exit code."""
     if not isinstance(error, AlreadyReported):
-        message = OWN_LINE.sub(r"\\n", strip_control(error.message))
-        print(f"error: {message}\n  where: {one_line(error.setting)}\n  fix:   {one_line(error.fix)}", file=sys.stderr)
+        message, setting, fix = (_shorten(text) for text in (error.message, error.setting, error.fix))
+        message = OWN_LINE.sub(r"\\n", strip_control(message))
+        print(f"error: {message}\n  where: {one_line(setting)}\n  fix:   {one_line(fix)}", file=sys.stderr)
     return USER_ERROR
 
 

@@ -4,6 +4,8 @@ The kernel frees such a lock when its process ends, however it ends, and forked 
 outlive a killed trainer do not hold it. Two properties of POSIX need care: closing *any* descriptor of the file frees the lock
 of the process, and a process is granted a lock that it already holds. Hence a lock file has no content, nothing but this module
 opens it, only its holder deletes it, and a second acquire in the same process fails.
+
+A file system without such locks gets an owner file beside the lock file (ownership/owner_file.py).
 """
 
 from __future__ import annotations
@@ -11,17 +13,26 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import struct
+import sys
 from contextlib import suppress
 from pathlib import Path
 
+from common.filesystem import add_weaker_promise
+from common.ownership.owner_file import OwnerFile, live_owners
+
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+NO_LOCKS_PROMISE = "this file system has no locks: a file names the process that writes here; one that died on another host must be removed by hand (*.owner)"
+
+FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _holders: dict[Path, int] = {}  # lock file -> pid: a forked child sees the entry, but does not hold the lock
 
 
 class FileLock:
     """Lock on a file, or on a range of its bytes. Held until `release` or the end of the process."""
 
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd = path, fd
+    def __init__(self, path: Path, fd: int, start: int, length: int, owner: OwnerFile | None) -> None:
+        self.path, self._fd, self._start, self._length, self._owner = path, fd, start, length, owner
 
     @classmethod
     def acquire(cls, path: Path, start: int = 0, length: int = 0, wait: bool = False) -> FileLock:
@@ -33,24 +44,45 @@ class FileLock:
         path = _absolute(path)
         if _is_held_here(path):
             raise BlockingIOError(errno.EAGAIN, "locked by this process", str(path))
-        fd = _lock(path, start, length, wait)
+        fd, owner = _lock(path, start, length, wait)
         while not _is_file(path, fd):  # its holder has deleted it meanwhile
-            os.close(fd)
-            fd = _lock(path, start, length, wait)
+            _unlock(fd, owner)
+            fd, owner = _lock(path, start, length, wait)
         _holders[path] = os.getpid()
-        return cls(path, fd)
+        return cls(path, fd, start, length, owner)
 
     def shrink(self, length: int) -> None:
         """Keep the first `length` bytes locked only, so that other processes can lock the bytes behind them."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 0, length)
+        if self._owner is None:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 0, length)
+        else:
+            self._owner.shrink()
+        self._length = length
+
+    def is_intact(self) -> bool:
+        """Return whether the lock file, and the owner file if there is one, are those that this process has locked."""
+        return _is_file(self.path, self._fd) and (self._owner is None or self._owner.is_intact())
+
+    def move_to(self, folder: Path) -> None:
+        """Follow the lock file, whose folder is called `folder` now."""
+        _holders[folder / self.path.name] = _holders.pop(self.path)
+        self.path = folder / self.path.name
+        if self._owner is not None:
+            self._owner.path = folder / self._owner.path.name
+
+    def restore(self) -> None:
+        """Lock the file again after it was deleted. Raises BlockingIOError if another process has locked it meanwhile, OSError if that fails."""
+        fd, owner = _lock(self.path, self._start, self._length, wait=False)
+        os.close(self._fd)  # of a file that no path leads to
+        self._fd, self._owner = fd, owner
 
     def release(self, delete: bool = False) -> None:
         """`delete`: remove the file, too. A process that waits for the lock creates it again."""
-        if delete:
+        if delete and _is_file(self.path, self._fd):
             with suppress(OSError):
                 os.unlink(self.path)
         _holders.pop(self.path, None)
-        os.close(self._fd)
+        _unlock(self._fd, self._owner)
 
     def __enter__(self) -> FileLock:
         return self
@@ -59,17 +91,30 @@ class FileLock:
         self.release()
 
 
-def _lock(path: Path, start: int, length: int, wait: bool) -> int:
-    """Return a descriptor of the locked file."""
+def _lock(path: Path, start: int, length: int, wait: bool) -> tuple[int, OwnerFile | None]:
+    """Return a descriptor of the locked file, and its owner file if the file system has no locks."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), length, start)
+        return fd, None
     except OSError as error:
+        if error.errno in NO_LOCKS:
+            add_weaker_promise(NO_LOCKS_PROMISE)
+            try:
+                return fd, OwnerFile.acquire(path, start if length else None, wait)
+            except BaseException:
+                os.close(fd)
+                raise
         os.close(fd)
         if error.errno == errno.EACCES:  # POSIX allows EACCES or EAGAIN for a lock that is held
             raise BlockingIOError(errno.EAGAIN, "locked by another process", str(path)) from error
         raise
-    return fd
+
+
+def _unlock(fd: int, owner: OwnerFile | None) -> None:
+    if owner is not None:
+        owner.release()
+    os.close(fd)
 
 
 def _is_file(path: Path, fd: int) -> bool:
@@ -92,9 +137,30 @@ def is_file_locked(path: Path) -> bool:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return True
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return bool(live_owners(path))
     finally:
         os.close(fd)
     return False
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid of another process of this machine that holds a lock on `path`; None if there is none, or if the system does not say."""
+    path = _absolute(path)
+    if _is_held_here(path) or not sys.platform.startswith("linux"):
+        return None
+    with suppress(OSError, struct.error):
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            flock = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, flock))
+        finally:
+            os.close(fd)
+        if kind != fcntl.F_UNLCK and pid > 0:  # -1: of another machine
+            return int(pid)
+    return None
 
 
 def _absolute(path: Path) -> Path:

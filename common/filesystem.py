@@ -9,16 +9,27 @@ import os
 import secrets
 import stat
 import threading
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from common.limits.parsers import parse_json
+
+Result = TypeVar("Result")
 Bytes = bytes | bytearray | memoryview
 Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it need not be copied together first
 
 CHUNK_BYTES = 4 << 20  # bytes per write or read call
+FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_ERRORS = FULL_DISK_ERRORS | {errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
+RETRY_SECONDS = (0.1, 1.0)  # waits before an operation of a disk that failed is tried again
+NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR})  # e.g. of FUSE and of Windows mounts
+NO_FOLDER_SYNC_PROMISE = "this file system does not sync folders: after a power cut the newest checkpoints may be missing; a kill of the process loses none"
+
+_weaker_promises: list[str] = []
 
 
 class FileSystem:
@@ -44,11 +55,42 @@ class FileSystem:
 fs = FileSystem()
 
 
-def make_dirs(path: Path) -> None:
-    """Create a folder and its parents, synced."""
+def retry_disk(action: Callable[[], Result]) -> Result:
+    """Return `action()`, repeated after RETRY_SECONDS while it fails with one of DISK_ERRORS. Raises the last OSError."""
+    for seconds in RETRY_SECONDS:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+        time.sleep(seconds)
+    return action()
+
+
+def describe_disk_error(error: OSError, folder: Path, need: int = 0) -> str:
+    """Return the reason, the bytes that were needed (0: unknown) and the bytes that are free in `folder`."""
+    try:
+        free = f"{fs.free(folder):,}"
+    except OSError:
+        free = "an unknown number of"
+    return f"{error.strerror or error}; " + (f"it needs {need:,} bytes, " if need else "") + f"{free} bytes are free in {folder}"
+
+
+def add_weaker_promise(promise: str) -> None:
+    """Record what this file system cannot do. The run says it once."""
+    if promise not in _weaker_promises:
+        _weaker_promises.append(promise)
+
+
+def weaker_promises() -> list[str]:
+    """Return what the file systems that this process has written to cannot do."""
+    return list(_weaker_promises)
+
+
+def make_dir(path: Path) -> None:
+    """Create one folder, synced, unless it exists. Raises FileNotFoundError if its parent does not exist."""
     if path.is_dir():
         return
-    make_dirs(path.parent)
     try:
         fs.mkdir(path)
     except FileExistsError:  # created by another process meanwhile
@@ -57,11 +99,23 @@ def make_dirs(path: Path) -> None:
     sync_path(path.parent)
 
 
+def make_dirs(path: Path) -> None:
+    """Create a folder and its parents, synced."""
+    if path.is_dir():
+        return
+    make_dirs(path.parent)
+    make_dir(path)
+
+
 def sync_path(path: Path) -> None:
-    """Sync a folder's entries, or a file that another library has written."""
+    """Sync a folder's entries, or a file that another library has written. Where folders cannot be synced, a weaker promise is recorded."""
     fd = fs.open(path, os.O_RDONLY | os.O_NONBLOCK)  # NONBLOCK: opening a pipe would block
     try:
         fs.fsync(fd)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC or not stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise
+        add_weaker_promise(NO_FOLDER_SYNC_PROMISE)
     finally:
         fs.close(fd)
 
@@ -87,8 +141,8 @@ def read_bounded(path: Path, limit: int) -> bytes:
 def read_json_object(path: Path, limit: int = 16 << 20) -> dict[str, Any]:
     """Return the JSON object in `path`; {} where there is none, it is damaged, or longer than `limit` bytes."""
     try:
-        content = json.loads(read_bounded(path, limit))
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(read_bounded(path, limit))
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -170,11 +224,11 @@ def dump_sealed_json(body: dict[str, Any]) -> bytes:
 def load_sealed_json(raw: bytes) -> dict[str, Any]:
     """Return the body. Raises ValueError unless `raw` is exactly what `dump_sealed_json` wrote."""
     try:
-        body = json.loads(raw)
+        body = parse_json(raw)
         intact = _indented_json(body) == raw  # also detects changed whitespace
         digest = body.pop("sha256")
         intact &= hashlib.sha256(_indented_json(body)).hexdigest() == digest
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a manifest") from error
     if not intact:
         raise ValueError("changed after it was written")

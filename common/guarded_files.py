@@ -7,6 +7,7 @@ those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `m
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Iterable
@@ -14,20 +15,29 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import UserError
-from common.filesystem import open_regular, read_bounded
+from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
 
-MAX_TOKENIZER_BYTES = 256 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
+DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
 CACHE_PREFIX = "models--"  # of the folder of a model in the Hugging Face cache
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
 
 
 def open_append(path: Path) -> BinaryIO:
-    """Open a regular file for reading and appending, without a buffer; it is created if needed. Raises OSError for a link, a pipe or a device."""
+    """Open a regular file for reading and appending, without a buffer; it is created if needed.
+
+    Raises OSError for a link, a pipe or a device, UserError for a file with a second name, which would be changed, too.
+    """
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if status.st_nlink > 1:
+        os.close(fd)
+        fix = f"make it a file of its own: cp {path} {path}.new && mv {path}.new {path}"
+        raise UserError(f"the file has {status.st_nlink} names (hard links): appending to it would change it under each of them", str(path), fix)
     return open(fd, "a+b", buffering=0)
 
 
@@ -56,9 +66,36 @@ def check_own_files(folder: Path, names: Iterable[str], shallow: Iterable[str] =
                 continue
 
 
+def keep_damaged(folder: Path, name: str, content: bytes) -> str:
+    """Write the content of the damaged file `name` of `folder` to `folder/damaged/name`, or with a number; return that name. No copy is replaced."""
+    first = folder / DAMAGED_DIR / name
+    make_dirs(first.parent)
+    for number in itertools.count(1):
+        copy = first if number == 1 else first.with_name(f"{first.name}.{number}")
+        if not os.path.lexists(copy):
+            write_atomic_file(copy, content)
+            return str(copy.relative_to(folder))
+        try:
+            if read_from(copy, 0) == content:  # kept by a launch that was killed
+                return str(copy.relative_to(folder))
+        except OSError:  # a link or a folder
+            continue
+    raise AssertionError("count() ends never")
+
+
 def check_source_file(path: Path) -> None:
     """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within the Hugging Face cache."""
     _check_entry(_in_cache(path) or path)
+
+
+def open_source_file(path: Path) -> tuple[int, int]:
+    """Return a descriptor, to read, and the size of a file of a model folder. Raises UserError for what `check_source_file` refuses, and for a missing file."""
+    source = _in_cache(path) or path
+    _check_entry(source)
+    try:
+        return open_regular(source)
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_source_file(path: Path, limit: int) -> bytes:
@@ -70,7 +107,11 @@ def read_source_file(path: Path, limit: int) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UserError(f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"the file cannot be read: {error.strerror or error}", str(path), "copy or download the folder again")
 
 
 def copy_source_file(path: Path, target: Path) -> None:

@@ -45,6 +45,7 @@ class DataConfig:
     empty_think_prob: float  # probability of starting answers without reasoning with an empty think block, in [0, 1]
     cache: str = field(metadata=IGNORED)  # folder of the token stores, shared by all runs
     num_workers: int = field(metadata=IGNORED)  # processes that prepare batches in advance; 0: the training process does it
+    worker_timeout: float = field(metadata=IGNORED)  # seconds without progress after which a wait for a batch, or for a tokenizing process, fails; 0: no limit
 
     @property
     def read_options(self) -> ReadOptions:
@@ -76,6 +77,7 @@ class DataConfig:
         if self.system_prob and not self.system_prompts:
             raise UserError("data.system_prob needs data.system_prompts, which is empty", f"data.system_prob={self.system_prob}", 'data.system_prompts=["..."]')
         check_at_least("data.num_workers", self.num_workers, 0, 2)
+        check_at_least("data.worker_timeout", self.worker_timeout, 0, 300)
 
     def _check_weights(self) -> None:
         if self.weights is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "export", "serve")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults", "export", "serve")
 
 
 def app_dir() -> Path:
@@ -50,6 +50,14 @@ def report() -> None:
 
 def tokenizer() -> None:
     run_command("tokenizer")
+
+
+def doctor() -> None:
+    run_command("doctor")
+
+
+def faults() -> None:
+    run_command("faults")
 
 
 def export() -> None:

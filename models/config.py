@@ -18,9 +18,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from common.errors import UserError
+from common.limits.memory import machine_memory
 from common.registry import Registry
 from common.settings import IGNORED, check_at_least
 
@@ -29,12 +30,19 @@ if TYPE_CHECKING:
 
 ACTIVATION_CHECKPOINTING_MODES = ("none", "selective", "full")  # recompute nothing, all but matmuls and attention, or whole layers
 
+MAX_TENSORS = 100_000  # parameters of a model, each a tensor; the largest mixtures of experts in use have 70,000
+
 MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families", helpers=("hf_config", "hf_rope"))
 register_model = MODELS.register
 
 
 class UnsupportedVariantError(UserError):
     """A family computes models of this model_type, but not with these values."""
+
+
+class ModelSize(NamedTuple):
+    parameters: int  # numbers; a tied weight counts once
+    tensors: int  # of parameters
 
 
 @dataclass
@@ -54,6 +62,21 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for key in ("vocab_size", "num_hidden_layers", "max_position_embeddings"):
             check_at_least(f"model.{key}", getattr(self, key), 1, 1)
+
+    def size(self) -> ModelSize | None:
+        """Return the size of the model from its settings alone; None if the family does not say before the model is built."""
+        return None
+
+    def check_memory(self) -> None:
+        """Raise UserError if the weights in fp32, which are first created in host memory, cannot fit into it."""
+        if (size := self.size()) is None:
+            return
+        memory, needed = machine_memory(), 4 * size.parameters
+        if size.tensors > MAX_TENSORS or needed > memory:
+            problem = f"{size.tensors:,} tensors, at most {MAX_TENSORS:,} are allowed" if size.tensors > MAX_TENSORS else f"{needed / 2**30:,.1f} GiB in fp32"
+            message = f"the model has {size.parameters:,} parameters, {problem}; this machine has {memory / 2**30:,.1f} GiB of memory"
+            largest = f"model.num_hidden_layers={self.num_hidden_layers} model.vocab_size={self.vocab_size}"
+            raise UserError(message, largest, "choose a smaller model, e.g. model=tiny; python runner/train.py --help lists them")
 
     @property
     def has_dynamic_shapes(self) -> bool:

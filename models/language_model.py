@@ -73,7 +73,8 @@ class LanguageModel(nn.Module):
 
 
 def create_model(cfg: ModelConfig) -> LanguageModel:
-    """Return a model with random weights from torch's global generator, on torch's default device."""
+    """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if it is too large for the memory."""
+    cfg.check_memory()
     module, _, name = cfg.model_class.rpartition(".")
     model: LanguageModel = getattr(importlib.import_module(module), name)(cfg)
     return model

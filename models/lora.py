@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.limits.memory import machine_memory
 from models.config import LoraConfig
 from models.layers.chunked_loss import LMHead, linear_cross_entropy
 
@@ -76,6 +77,10 @@ ADAPTABLE = (nn.Linear, LMHead, LoraLinear, LoraHead)
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
     """Freeze `model` in place and add an active adapter to every linear layer whose name ends in one of `cfg.targets`."""
     targets = _target_layers(model, cfg.targets)
+    numbers, memory = cfg.rank * sum(linear.in_features + linear.out_features for linear in targets), machine_memory()
+    if 4 * numbers > memory:
+        message = f"adapters of rank {cfg.rank:,} have {numbers:,} parameters, more than fit into {memory / 2**30:,.1f} GiB of memory"
+        raise UserError(message, f"stage.lora.rank={cfg.rank}", "e.g. stage.lora.rank=8")
     model.requires_grad_(False)
     for linear in targets:
         adapted = linear if isinstance(linear, LoraLinear) else LoraLinear.adapt(linear)

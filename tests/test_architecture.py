@@ -24,16 +24,17 @@ runner
 runner.cli
 hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
-runner.launch | runner.reporting
-runner.run_dir
+runner.recovery.doctor
+runner.launch > runner.supervise | runner.reporting | runner.fault_injection
 runner.recovery
+runner.run_dir
 runner.config
 runner.inference.metrics > runner.inference
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
 runner.checkpoint | runner.tracking.trackers > runner.tracking
-data.batching > data.store > data.tokenize > data.config > data.schemas > data.sources > data | models.formats > models > models.layers > models.families > models.config
-common
+data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models > models.layers > models.families > models.config
+common.file_lock > common.ownership > common > common.limits
 """
 # Packages besides the standard library that a folder and the folders below it may import.
 THIRD_PARTY = {
@@ -43,6 +44,7 @@ THIRD_PARTY = {
     "runner.sweep": {"hydra", "omegaconf", "yaml", "optuna"},
     "runner.sweep.backends": {"submitit", "ray"},
     "runner.launch": {"torch"},
+    "runner.fault_injection": {"torch"},
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
@@ -192,7 +194,17 @@ def test_commands_begin_with_a_command_line_that_runs():
 
 
 def test_commands_refuse_settings_before_torch_is_imported():
-    folders = ("runner.cli", "runner.sweep", "runner.launch", "runner.reporting", "runner.run_dir", "runner.config", "hydra_plugins")
+    folders = (
+        "runner.cli",
+        "runner.sweep",
+        "runner.launch",
+        "runner.fault_injection",
+        "runner.recovery",
+        "runner.reporting",
+        "runner.run_dir",
+        "runner.config",
+        "hydra_plugins",
+    )
     names = [module_name(ROOT, file) for file in [*source_files(), *command_files()]]
     modules = {name for name in names if any(is_inside(name, folder) for folder in folders)} | {module_name(ROOT, file) for file in command_files()}
     code = f"import sys, runner.engine.config, {', '.join(sorted(modules))}\nprint(sorted({HEAVY} & sys.modules.keys()))"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -89,8 +91,26 @@ class Batch:
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
 
     def pin_memory(self) -> Batch:
-        """Copy to pinned memory, for asynchronous copies to a GPU. torch's DataLoader calls this method by its name."""
+        """Copy to pinned memory, for asynchronous copies to a GPU."""
         return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self.inputs.items()})  # type: ignore[arg-type]  # as in `to`
+
+    def to_bytes(self) -> bytes:
+        """Return the batch as bytes, for a pipe."""
+        arrays = {name: tensor.numpy() for name, tensor in self.inputs.items() if tensor is not None}
+        header = json.dumps([self.names, {name: array.shape for name, array in arrays.items()}]).encode()
+        return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays.values())])
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Batch:
+        """Return the batch of `to_bytes`."""
+        start = 8 + int.from_bytes(content[:8], "little")
+        names, shapes = json.loads(content[8:start])
+        tensors = {}
+        for name, shape in shapes.items():
+            array = np.frombuffer(content, np.int64, math.prod(shape), start).reshape(shape)
+            tensors[name] = torch.from_numpy(array.copy())  # writable, and aligned
+            start += array.nbytes
+        return cls(names=names, **tensors)
 
     def sum_per_document(self, values: Tensor) -> Tensor:
         """Sum over the tokens of each document: (R, T) -> (S,)."""

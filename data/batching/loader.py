@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from functools import cached_property, partial
-from typing import TypeVar
 
 import torch
-from torch.utils.data import DataLoader
 
+from data.background import Watch, never, prefetch
 from data.batching.batch import Batch, SequenceSource, collate
+from data.batching.batch_workers import BatchTask, BatchWorkers, Positions
+from data.batching.packing import PackedSequences
 from data.batching.sampler import ShuffledSampler
-
-T = TypeVar("T")
 
 
 class StepLoader:
@@ -24,6 +21,8 @@ class StepLoader:
     The sequences of a step come from `sampler`, so they depend neither on the number of micro-batches or ranks nor on the number
     of workers. Of the sequences of a step rank r gets every `world_size`-th from the r-th on. All ranks get equally many
     micro-batches, because they synchronize in each: a rank with fewer sequences gets dummy batches.
+
+    Waiting for a batch ends: by StopRequested, or by TrainingError if a worker fails, or if nothing moves for `worker_timeout` seconds (0: no limit).
     """
 
     def __init__(
@@ -35,11 +34,13 @@ class StepLoader:
         pad_id: int,
         packed: bool,
         num_workers: int = 0,
+        worker_timeout: float = 0.0,
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
     ) -> None:
         self.sequences, self.sampler, self.batch_size, self.num_workers = sequences, sampler, batch_size, num_workers
+        self.worker_timeout = worker_timeout
         self.collate = partial(collate, pad_id=pad_id, packed=packed)  # not a lambda: spawned workers unpickle it
         self.rank, self.world_size, self.pin_memory = rank, world_size, pin_memory
 
@@ -47,43 +48,60 @@ class StepLoader:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def iter_epoch(self, epoch: int, skip: int = 0) -> Generator[list[Batch]]:
+    def iter_epoch(self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
         """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its workers."""
-        return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch)
+        return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch, stop_requested)
 
-    def iter_steps(self, start: int, end: int) -> Generator[list[Batch]]:
+    def iter_steps(self, start: int, end: int, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
         """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as `iter_epoch`."""
-        batches = self._load(range(start, end))
-        return batches if self.num_workers else prefetch(batches)  # workers prefetch by themselves
+        steps, positions = range(start, end), Positions(max(1, self.num_workers))
+        task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps))
+        watch = Watch(stop_requested, self.worker_timeout, positions.snapshot)
+        if self.num_workers:
+            return self._from_workers(steps, task, watch, positions)
+        return prefetch(self._from_this_process(steps, task, positions), watch, partial(task.describe, positions, 0))
 
-    def _load(self, steps: range) -> Generator[list[Batch]]:
-        loader: DataLoader = DataLoader(
-            self.sequences,  # type: ignore[arg-type]  # torch documents that __len__ and __getitem__ suffice
-            batch_sampler=(batch for step in steps for batch in self._batch_indices(step)),
-            collate_fn=self.collate,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # without it a DataLoader draws from the global random state of the run
-        )
-        with _signals_blocked():
-            batches = iter(loader)
-        try:
+    def _from_workers(self, steps: range, task: BatchTask, watch: Watch, positions: Positions) -> Generator[list[Batch]]:
+        with closing(BatchWorkers(task, self.num_workers, watch, positions, self._pin)) as batches:
             for step in steps:
-                mine = [next(batches) for _ in self._batch_indices(step)]
-                yield mine + [self._dummy] * (self._num_batches(step) - len(mine))
-        finally:
-            # torch ends workers when the iterator is collected, but a traceback may keep it alive: the process would then wait at
-            # exit for workers which have signals blocked.
-            if self.num_workers:
-                batches._shutdown_workers()  # type: ignore[attr-defined]  # torch has no public method for it
+                yield self._with_dummies([next(batches) for _ in range(self._num_own_batches(step))], step)
+
+    def _from_this_process(self, steps: range, task: BatchTask, positions: Positions) -> Generator[list[Batch]]:
+        if isinstance(self.sequences, PackedSequences):
+            self.sequences.progress = lambda *_: positions.tick(0)
+        for step in steps:
+            yield self._with_dummies([self._pin(task.read(batch, positions, 0)) for batch in self._batch_indices(step)], step)
+
+    def _with_dummies(self, mine: list[Batch], step: int) -> list[Batch]:
+        return mine + [self._dummy] * (self._num_batches(step) - len(mine))
 
     @cached_property
     def _dummy(self) -> Batch:
         return self.collate([self.sequences[0]]).as_dummy()
 
+    @cached_property
+    def _pin(self) -> Callable[[Batch], Batch]:
+        """Function that copies a batch to pinned memory, for the GPU of this rank, in any thread."""
+        if not self.pin_memory:
+            return lambda batch: batch
+        device = torch.cuda.current_device()
+
+        def pin(batch: Batch) -> Batch:
+            with torch.cuda.device(device):  # a new thread has GPU 0
+                return batch.pin_memory()
+
+        return pin
+
+    def _num_rows(self, step: int) -> int:
+        """Return the sequences of a step, over all ranks."""
+        return self.sampler.num_items(*divmod(step, self.steps_per_epoch))
+
     def _num_batches(self, step: int) -> int:
         """Return the number of micro-batches of rank 0, which has the most."""
-        return -(-len(self.sampler.indices(*divmod(step, self.steps_per_epoch))[:: self.world_size]) // self.batch_size)
+        return -(-self._num_rows(step) // (self.world_size * self.batch_size))
+
+    def _num_own_batches(self, step: int) -> int:
+        return -(-max(0, self._num_rows(step) - self.rank) // (self.world_size * self.batch_size))
 
     def _batch_indices(self, step: int) -> list[list[int]]:
         """Return the sequence indices of each micro-batch of this rank, counted through the epochs."""
@@ -91,22 +109,13 @@ class StepLoader:
         mine = (epoch * len(self.sequences) + self.sampler.indices(epoch, step)[self.rank :: self.world_size]).tolist()
         return [mine[i : i + self.batch_size] for i in range(0, len(mine), self.batch_size)]
 
-
-def prefetch(items: Generator[T]) -> Generator[T]:
-    """Yield the same items; a thread computes the next one while the caller uses the current one."""
-    with closing(items), ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
-        pending = thread.submit(next, items, None)
-        while (item := pending.result()) is not None:
-            pending = thread.submit(next, items, None)
-            yield item
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Block stop signals while workers start: they inherit the mask and keep it. Ctrl-C goes to the whole process group; the workers
-    survive it, so that the training process can finish its step."""
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+    def _batches_of_worker(self, steps: range, worker: int, num_workers: int) -> Iterator[list[int]]:
+        """Yield the sequence indices of every `num_workers`th micro-batch of `steps`, from number `worker` on."""
+        number = 0
+        for step in steps:
+            count = self._num_own_batches(step)
+            chosen = range((worker - number) % num_workers, count, num_workers)
+            if chosen:  # the order of a step takes time
+                batches = self._batch_indices(step)
+                yield from (batches[i] for i in chosen)
+            number += count

@@ -40,11 +40,11 @@ class PackedSequences:
         self.rows, self.capacity, self.seed = rows, capacity, seed
         self.fingerprint = hashlib.sha256(f"{rows.fingerprint} {capacity} {PLAN_VERSION}".encode()).hexdigest()
         self.path = cache / f"{self.fingerprint}.packing"
-        self._progress: ProgressCallback = progress
+        self.progress: ProgressCallback = progress
         self._sizes = open_or_build(self.path, self._read_sizes, self._write_sizes, "the packing plan")
         self._num_sequences = sum(self._sizes)
         self._plans = {0: self._stored_plan(0)}
-        self._progress = no_progress
+        self.progress = no_progress
 
     def __len__(self) -> int:
         return self._num_sequences
@@ -61,7 +61,7 @@ class PackedSequences:
         return [self.rows[row] for row in self._plans[epoch].rows_of(number)]
 
     def __getstate__(self) -> dict:
-        return {**vars(self), "_plans": {}}
+        return {**vars(self), "_plans": {}, "progress": no_progress}
 
     def _open_epoch(self, epoch: int) -> None:
         try:
@@ -87,7 +87,7 @@ class PackedSequences:
     def _plan_values(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield int64 values: the row indices of all sequences, then the start of each sequence in them and the end of the last."""
         counts = [np.zeros(1, np.int64)]
-        for part, size in zip(read_slices(self.rows, self._progress), self._sizes, strict=True):
+        for part, size in zip(read_slices(self.rows, self.progress), self._sizes, strict=True):
             sequences = draw_plan(part, self.capacity, size, self.seed, epoch)
             counts.append(np.array([len(sequence) for sequence in sequences]))
             yield part.members[np.concatenate(sequences)]
@@ -116,7 +116,7 @@ class PackedSequences:
 
     def _write_sizes(self) -> None:
         sizes, tokens = [], 0
-        for part in read_slices(self.rows, self._progress):
+        for part in read_slices(self.rows, self.progress):
             sizes.append(count_sequences(part, self.capacity))
             tokens += int(part.lengths.sum())
         write_atomic_file(self.path, dump_sealed_json({"sequences": sizes, "tokens": tokens}))

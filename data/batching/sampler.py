@@ -30,6 +30,14 @@ class ShuffledSampler:
         """Return the item indices of step `step` of the epoch, int64 (n,)."""
         return self._indices_between(epoch, step, step + 1)
 
+    def num_items(self, epoch: int, step: int) -> int:
+        """Return the length of `indices`, without computing them."""
+        return min(self.global_batch_size, self.size - self._first_position(epoch, step))
+
+    def _first_position(self, epoch: int, step: int) -> int:
+        """Return the number of items in the steps of the epoch before this one, as they are divided into steps."""
+        return step * self.global_batch_size
+
     def _indices_between(self, epoch: int, start: int, end: int) -> np.ndarray:
         positions = np.arange(start * self.global_batch_size, min(end * self.global_batch_size, self.size))
         return shuffled_index(positions, self.size, self.seed, epoch)
@@ -48,9 +56,13 @@ class LengthGroupedSampler(ShuffledSampler):
 
     def indices(self, epoch: int, step: int) -> np.ndarray:
         window = step // SORT_WINDOW_STEPS
-        steps = min(SORT_WINDOW_STEPS, self.steps_per_epoch - window * SORT_WINDOW_STEPS)
-        start = int(shuffled_index(np.array([step % SORT_WINDOW_STEPS]), steps, self.seed, epoch)[0]) * self.global_batch_size
+        start = self._first_position(epoch, step) - window * SORT_WINDOW_STEPS * self.global_batch_size
         return self._sorted(epoch, window)[start : start + self.global_batch_size]
+
+    def _first_position(self, epoch: int, step: int) -> int:
+        first = step // SORT_WINDOW_STEPS * SORT_WINDOW_STEPS
+        steps = min(SORT_WINDOW_STEPS, self.steps_per_epoch - first)
+        return (first + int(shuffled_index(np.array([step - first]), steps, self.seed, epoch)[0])) * self.global_batch_size
 
     def _sort(self, epoch: int, window: int) -> np.ndarray:
         rows = self._indices_between(epoch, window * SORT_WINDOW_STEPS, (window + 1) * SORT_WINDOW_STEPS)

@@ -17,6 +17,8 @@ from data.errors import BadRowError
 BOM = b"\xef\xbb\xbf"
 MAX_ROW_BYTES = 64 << 20  # a longer row is a file without line ends, not text
 READ_BYTES = 1 << 20  # bytes per read
+MAX_EXPANSION = 200  # bytes of rows per byte of a compressed file or a table
+MIN_EXPANDED_BYTES = 128 << 20  # that any file may expand to
 COMPRESSION_MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz"}
 BZ2_BLOCK = b"1AY&SY"  # after b"BZh" and a digit, which alone may begin a text
 Items = Iterator[tuple[int, Any]]  # (position, raw row)
@@ -32,7 +34,7 @@ def open_stream(path: Path, seekable: bool = False) -> Iterator[tuple[BinaryIO, 
         if compression is None or (compression == "bz2" and head[4:] != BZ2_BLOCK):
             yield disk, disk
             return
-        with io.BufferedReader(_decompress(disk, compression), READ_BYTES) as file:
+        with io.BufferedReader(_BoundedExpansion(disk, _decompress(disk, compression), path), READ_BYTES) as file:
             if not seekable:
                 yield disk, file
                 return
@@ -51,6 +53,37 @@ def _decompress(disk: BinaryIO, compression: str) -> Any:
     import pyarrow  # reads concatenated frames, and detects a truncated zstd file
 
     return pyarrow.CompressedInputStream(disk, compression)
+
+
+def check_expansion(expanded: int, stored: int, path: str | Path) -> None:
+    """Raise UserError if `stored` bytes of a file have become `expanded` bytes of rows, which no text does."""
+    if expanded > MIN_EXPANDED_BYTES + MAX_EXPANSION * stored:
+        message = f"the file expands to more than {MAX_EXPANSION} times its size: {stored:,} bytes of it are {expanded:,} bytes of rows so far"
+        raise UserError(message, str(path), "if its rows are real, write them as JSON Lines without compression")
+
+
+class _BoundedExpansion(io.RawIOBase):
+    """Decompressed content of a file that must not expand beyond `check_expansion`."""
+
+    def __init__(self, disk: BinaryIO, content: Any, path: Path) -> None:
+        self._disk, self._content, self._path, self._expanded = disk, content, path, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            part = self._content.read(len(buffer))
+        except MemoryError as error:  # a window of gigabytes
+            raise OSError("it needs too much memory") from error
+        buffer[: len(part)] = part
+        self._expanded += len(part)
+        check_expansion(self._expanded, self._disk.tell(), self._path)
+        return len(part)
+
+    def close(self) -> None:
+        self._content.close()
+        super().close()
 
 
 class _StandardLibraryStream(io.RawIOBase):

@@ -109,7 +109,7 @@ class Source:
         bytes read from disk. Raises UserError if the rest of the file cannot be read.
         """
         consumed, position = 0, 0
-        with open_stream(self.path, seekable=self.file_format == "parquet") as (disk, file):
+        with open_stream(self.path, seekable=self.file_format in TABLES) as (disk, file):
             try:
                 for number, (position, raw) in enumerate(READERS[self.file_format](utf8_stream(file, self.encoding), self.where)):
                     if number % 64 == 0:

@@ -28,7 +28,7 @@ def read_jsonl(file: BinaryIO, locate: Locate) -> Items:
 def read_json_array(file: BinaryIO, locate: Locate) -> Items:
     """Yield (index from 0, JSON bytes) of each item of an array; an invalid item leaves the others readable."""
     index = 0
-    for level, part in _split_array(file):
+    for level, part in _split_array(file, locate):
         if level == IN_ROW:
             yield index, row_too_large(locate(index)) if part is None else part
             index += 1
@@ -57,10 +57,11 @@ def _scalars_between(gap: bytes | None, where: str) -> Iterator[Any]:
         yield BadRowError("invalid JSON", f"invalid JSON: {gap[:40]!r} before this row", where, "write one comma between two rows, and nothing else")
 
 
+MAX_UNMATCHED = 10_000  # open brackets; a row that is nested deeper than the parser allows is one bad row, a file of brackets is refused
 OUTSIDE, BETWEEN, IN_ROW, UNCLOSED = range(4)  # nesting levels of a part of the file: outside the array, in it, in one of its rows
 
 
-def _split_array(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
+def _split_array(file: BinaryIO, locate: Locate) -> Iterator[tuple[int, bytes | None]]:
     """Yield (level, bytes) of each row and of the text around rows; None for a part that is too large.
 
     Counts brackets outside of strings only: the JSON of a row is checked when it is parsed.
@@ -75,6 +76,8 @@ def _split_array(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
                 in_string = not token[1]
                 continue
             before, depth = depth, depth + (1 if token[0] in b"[{" else -1)
+            if depth > MAX_UNMATCHED:
+                raise UserError(f"more than {MAX_UNMATCHED:,} brackets are open at once: no JSON of rows", locate(0), "copy the file again")
             if min(before, depth) > 1:
                 continue
             if before == 2:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+from common.limits.memory import allocating_at_most
+from common.limits.parsers import MAX_JSON_VALUES
 from data.errors import BadRowError, not_utf8
-from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, iter_lines
+from data.sources.byte_stream import MAX_ROW_BYTES, READ_BYTES, Items, Locate, check_expansion, iter_lines, row_too_large
 
+BATCH_ROWS = (256, 16, 1)  # read at a time; fewer where they do not fit into memory
+MAX_BATCH_BYTES = 256 << 20  # of memory that reading or converting a batch may need
+ROW_BYTES = 256  # that a row counts at least: of its dict
 UNNAMED = "Unnamed: 0"  # what pandas calls the column without a name that it writes the index of a table to
 
 
 def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> Items:
     """Yield (line number, row) of a CSV file with a header; every value is a string. `arguments` are those of csv.reader."""
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; Python's default is 128 KB
-    reader = csv.reader(_decode_lines(file, locate), strict=True, **arguments)
+    record = _RecordSize()
+    reader = csv.reader(_decode_lines(file, locate, record), strict=True, **arguments)
     try:
         header = next((cells for cells in reader if cells), [])
     except csv.Error as error:
@@ -28,7 +37,7 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
     if len({*header, ""}) <= len(header):
         raise UserError(f"the columns of a CSV file need different names, got {', '.join(header)}", locate(1), "name each column in the first line")
     while True:
-        line = reader.line_num + 1
+        line, record.size = reader.line_num + 1, 0
         try:
             cells = next(reader)
         except StopIteration:
@@ -40,8 +49,18 @@ def read_csv(file: BinaryIO, locate: Locate, arguments: Mapping[str, Any]) -> It
             yield line, _csv_row(header, cells, locate(line))
 
 
-def _decode_lines(file: BinaryIO, locate: Locate) -> Iterator[str]:
-    for _, line in iter_lines(file, locate):
+@dataclass
+class _RecordSize:
+    """Bytes of the lines of the current record: quotes can join any number of lines."""
+
+    size: int = 0
+
+
+def _decode_lines(file: BinaryIO, locate: Locate, record: _RecordSize) -> Iterator[str]:
+    for number, line in iter_lines(file, locate):
+        record.size += len(line) if isinstance(line, bytes) else 0
+        if isinstance(line, bytes) and (record.size > MAX_ROW_BYTES or line.count(b"\t") + line.count(b";") + line.count(b",") > MAX_JSON_VALUES):
+            line = row_too_large(locate(number))
         if isinstance(line, BadRowError):
             raise UserError(line.message, line.setting, line.fix)  # of the file: where the next row begins is unknown
         yield line.decode("utf-8", "surrogateescape")  # an invalid byte makes one row invalid, not the file
@@ -61,44 +80,87 @@ def read_parquet(file: BinaryIO, locate: Locate) -> Items:
     """Yield (index from 0, row), a batch of rows at a time."""
     from pyarrow.parquet import ParquetFile
 
-    def batches() -> Iterator[Any]:
+    def batches(rows: int) -> Iterator[Any]:
         # pre_buffer would hold a whole row group in memory, and threads do not survive a fork.
         table = ParquetFile(file, pre_buffer=False, buffer_size=READ_BYTES)
-        return table.iter_batches(batch_size=256, use_threads=False)
+        return table.iter_batches(batch_size=rows, use_threads=False)
 
-    return _iter_table(batches, locate)
+    return _iter_table(batches, file, locate)
 
 
 def read_arrow(file: BinaryIO, locate: Locate) -> Items:
     """Yield (index from 0, row) of an Arrow stream, the format in which `datasets` caches data sets."""
     import pyarrow
 
-    return _iter_table(lambda: pyarrow.ipc.open_stream(file), locate)
+    def batches(rows: int) -> Iterator[Any]:
+        file.seek(0)
+        for batch in pyarrow.ipc.open_stream(file):
+            batch.validate()  # that its buffers are as long as they say
+            yield from (batch.slice(start, rows) for start in range(0, len(batch), rows))
+
+    return _iter_table(batches, file, locate)
 
 
-def _iter_table(batches: Callable[[], Iterator[Any]], locate: Locate) -> Items:
+def _iter_table(batches: Callable[[int], Iterator[Any]], file: BinaryIO, locate: Locate) -> Items:
+    """Yield the rows of a table. `batches(n)` reads it from its first row on, at most n rows at a time."""
     import pyarrow
 
-    index = 0
+    stored, expanded, index = file.seek(0, os.SEEK_END), 0, 0
     try:
-        for batch in batches():
-            for row in _batch_rows(batch):
-                yield index, {name: _without_nulls(value) for name, value in row.items()} if row else not_utf8(locate(index))
-                index += 1
+        for rows_per_batch in BATCH_ROWS:
+            try:
+                for batch in _bounded_batches(partial(batches, rows_per_batch), index):
+                    expanded += batch.nbytes + ROW_BYTES * len(batch)
+                    check_expansion(expanded, stored, locate(index))
+                    for row in _batch_rows(batch, locate, index):
+                        yield index, row
+                        index += 1
+                return
+            except MemoryError:  # of a batch; read again from its first row on, fewer rows at a time
+                continue
+        fix = "write the table again with shorter rows"
+        raise UserError(f"the row cannot be read within {MAX_BATCH_BYTES >> 20} MB of memory", locate(index), fix)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"the table cannot be read: {str(error).strip()}", locate(index), "copy or write the file again; it may be truncated") from error
 
 
-def _batch_rows(batch: Any) -> Iterator[dict | None]:
-    """Yield the rows of a batch, None for a row that is not UTF-8."""
+def _bounded_batches(open_table: Callable[[], Iterator[Any]], skip: int) -> Iterator[Any]:
+    """Yield the batches of a table without its first `skip` rows. Raises MemoryError if one needs more than MAX_BATCH_BYTES."""
+    with allocating_at_most(MAX_BATCH_BYTES):
+        table = open_table()
+    while True:
+        with allocating_at_most(MAX_BATCH_BYTES):
+            batch = next(table, None)
+        if batch is None:
+            return
+        if skip < len(batch):
+            yield batch.slice(skip)
+        skip = max(0, skip - len(batch))
+
+
+def _batch_rows(batch: Any, locate: Locate, first: int) -> Iterator[dict | BadRowError]:
+    """Yield the rows of a batch, the first of which has the index `first`; of one that is large, or has a row that is not UTF-8, row by row."""
+    if batch.nbytes <= MAX_ROW_BYTES and not isinstance(rows := _to_rows(batch), BadRowError):
+        yield from rows
+        return
+    for i in range(len(batch)):
+        row = batch.slice(i, 1)
+        where = locate(first + i)
+        rows = _to_rows(row, where) if row.nbytes <= MAX_ROW_BYTES else row_too_large(where)
+        yield rows if isinstance(rows, BadRowError) else rows[0]
+
+
+def _to_rows(batch: Any, where: str = "") -> list[dict] | BadRowError:
+    import pyarrow
+
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for i in range(len(batch)):
-            try:
-                yield batch.slice(i, 1).to_pylist()[0]
-            except UnicodeDecodeError:
-                yield None
+        with allocating_at_most(MAX_BATCH_BYTES):
+            batch.validate(full=True)  # offsets of a damaged file would read other memory
+            return [{name: _without_nulls(value) for name, value in row.items()} for row in batch.to_pylist()]
+    except pyarrow.ArrowInvalid as error:
+        return not_utf8(where, str(error))
+    except MemoryError:  # a dictionary whose values are used many times
+        return row_too_large(where)
 
 
 def _without_nulls(value: Any) -> Any:

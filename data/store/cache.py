@@ -7,6 +7,8 @@ import hashlib
 import inspect
 import json
 import os
+import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import UserError
-from common.file_lock import FileLock
+from common.errors import UserError, print_note
+from common.file_lock import FileLock, lock_holder
 from common.filesystem import atomic_path, read_json_object, remove_tree
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
@@ -33,12 +35,15 @@ MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in th
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
 FINGERPRINTED_CODE = (
-    "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/jinja_sandbox.py",
-    "tokenize/tokenizer.py", "tokenize/training_version.py",
+    "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/tokenizer.py", "tokenize/tokenizer_limits.py",
+    "tokenize/templates/*.py",
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps
+CACHE_ENTRY = re.compile(r"(\.tmp-)?[0-9a-f]{64}[\w.@-]*|contents|compiled")  # names in the folder of token stores
 REPORT_EVERY = 0.1  # seconds
+LOCK_POLL_SECONDS = 0.1
+NOTE_WAIT_AFTER = 3.0  # seconds for which a process waits for another one without saying so
 ProgressCallback = Callable[[int, int, int], None]  # (bytes of the file done, its size, rows read)
 T = TypeVar("T")
 
@@ -48,12 +53,18 @@ def no_progress(done: int, total: int, rows: int) -> None:
 
 
 def load_or_build(
-    source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, cache: Path, progress: ProgressCallback = no_progress, num_workers: int | None = None
+    source: Source,
+    encoding: EncodingConfig,
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: ProgressCallback = no_progress,
+    num_workers: int | None = None,
+    worker_timeout: float = 0.0,
 ) -> TokenStore:
     """Return the store of `source` encoded as `encoding` says. A missing one is built in `cache`, by `num_workers` processes (None: by size).
 
-    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. Raises BadRowError for the first bad row if
-    encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
+    `tokenizer` is the one that `encoding` names. `progress` may raise to stop. `worker_timeout`: as in `encode_in_parallel`. Raises BadRowError for
+    the first bad row if encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
     """
     with with_cache_hint(cache):
         cache.mkdir(parents=True, exist_ok=True)
@@ -62,7 +73,7 @@ def load_or_build(
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:
-        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers)
+        _build_store(path, source, encoding, tokenizer, content, progress, default_workers(source) if num_workers is None else num_workers, worker_timeout)
 
     store = open_or_build(path, lambda: TokenStore.open(path), build)
     # A file with the same bytes may have had another name when the store was built.
@@ -75,7 +86,7 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
     with with_cache_hint(path.parent, content):
         if (existing := open_existing()) is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock.acquire(_lock_path(path), wait=True)
+            lock = _wait_for_lock(_lock_path(path), content)
             try:
                 if (existing := open_existing()) is None:  # another process may have built it during the wait
                     _remove_stale_builds(path)
@@ -85,6 +96,30 @@ def open_or_build(path: Path, open_existing: Callable[[], T | None], build: Call
                 lock.release(delete=existing is None)  # e.g. a bad row: a refused file leaves nothing in the cache
     assert existing is not None, f"{path} is not readable after it was built"
     return existing
+
+
+def _wait_for_lock(path: Path, content: str) -> FileLock:
+    """Lock `path` once its holder, which builds the same, has finished or died; say who it is if that takes long."""
+    waited = 0.0
+    while True:
+        try:
+            return FileLock.acquire(path)
+        except BlockingIOError:
+            if waited <= NOTE_WAIT_AFTER < waited + LOCK_POLL_SECONDS:
+                holder = lock_holder(path)
+                print_note(f"waiting for {f'process {holder}' if holder else 'another process'}, which stores {content} in {path.parent}")
+            time.sleep(LOCK_POLL_SECONDS)
+            waited += LOCK_POLL_SECONDS
+
+
+def is_own_cache(folder: Path) -> bool:
+    """Return whether only this user can have written to the folder, and nothing but what this module writes is in it."""
+    try:
+        status = folder.stat()
+        is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+        return is_private and all(CACHE_ENTRY.fullmatch(entry.name) and not entry.is_symlink() for entry in os.scandir(folder))
+    except OSError:
+        return False
 
 
 def _lock_path(path: Path) -> Path:
@@ -124,7 +159,14 @@ def code_fingerprint(schema: str) -> str:
 
 
 def _build_store(
-    path: Path, source: Source, encoding: EncodingConfig, tokenizer: Tokenizer, content: str, progress: ProgressCallback, num_workers: int
+    path: Path,
+    source: Source,
+    encoding: EncodingConfig,
+    tokenizer: Tokenizer,
+    content: str,
+    progress: ProgressCallback,
+    num_workers: int,
+    worker_timeout: float,
 ) -> None:
     metadata = {
         "name": source.name,
@@ -136,7 +178,7 @@ def _build_store(
     largest_id = max(tokenizer.vocab_size - 1, *tokenizer.control_ids.values())
     with write_store(path, sequences_per_row(encoding.data_format), largest_id, metadata) as writer:
         last_report = time.monotonic()
-        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers):
+        for block, bytes_read in encode_in_parallel(source, encoding, tokenizer.fingerprint, _source_chunks(source), num_workers, worker_timeout):
             writer.append(block)
             if time.monotonic() - last_report >= REPORT_EVERY:
                 last_report = time.monotonic()

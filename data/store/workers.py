@@ -1,11 +1,12 @@
 """Encodes the rows of a file on several cores: blocks in file order, few of them in memory at a time.
 
 Not a multiprocessing pool: its spawned processes import the main module again, which may be a training command with torch or a
-notebook, and they survive a killed parent. These processes import this module only, and end when the pipe they read from closes.
+notebook, and they survive a killed parent. These processes import this module only, and end when the pipe they read from closes, or with the parent.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import pickle
 import signal
@@ -15,12 +16,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import lru_cache
 from queue import SimpleQueue
 from typing import IO, Any
 
 from common.errors import UserError
 from common.plugins import import_inherited_plugins
+from data.background import Watch, describe_exit, describe_state, kill_with_parent
 from data.sources.files import Source
 from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
@@ -28,15 +31,17 @@ from data.types import EncodingConfig
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread per process: there is a process per core
+EXIT_SECONDS = 1.0  # for a process that was killed, or has closed its pipe, to be gone
 Chunk = list[tuple[int, Any]]  # (position in the source, item)
 
 
 def encode_in_parallel(
-    source: Source, encoding: EncodingConfig, tokenizer: str, chunks: Iterable[tuple[Chunk, int]], num_workers: int
+    source: Source, encoding: EncodingConfig, tokenizer: str, chunks: Iterable[tuple[Chunk, int]], num_workers: int, timeout: float = 0.0
 ) -> Iterator[tuple[EncodedBlock, int]]:
     """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the first in file order is raised.
 
-    One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`.
+    One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`. Raises UserError if a process dies, or if
+    no process finishes a chunk for `timeout` seconds (0: no limit).
     """
     if num_workers == 1:
         encoder = _load_encoder(encoding, tokenizer)
@@ -44,15 +49,16 @@ def encode_in_parallel(
             yield encoder.encode(source, chunk), bytes_read
         return
     pool = _Pool(source, encoding, num_workers)
-    pending: deque[tuple[Future[EncodedBlock], int]] = deque()
+    watch = Watch(timeout=timeout, progress=lambda: pool.num_encoded)
+    pending: deque[tuple[_Job, int]] = deque()
     try:
         for submitted in _submit(pool, chunks):
             pending.append(submitted)
             if len(pending) > 2 * num_workers:  # for each worker one chunk to encode and one to continue with
-                future, bytes_read = pending.popleft()
-                yield future.result(), bytes_read
-        for future, bytes_read in pending:
-            yield future.result(), bytes_read
+                job, bytes_read = pending.popleft()
+                yield pool.result(job, watch), bytes_read
+        for job, bytes_read in pending:
+            yield pool.result(job, watch), bytes_read
     finally:
         pool.close()
 
@@ -63,14 +69,23 @@ def _load_encoder(encoding: EncodingConfig, tokenizer: str) -> Encoder:
     return Encoder(encoding)
 
 
-def _submit(pool: _Pool, chunks: Iterable[tuple[Chunk, int]]) -> Iterator[tuple[Future[EncodedBlock], int]]:
+def _submit(pool: _Pool, chunks: Iterable[tuple[Chunk, int]]) -> Iterator[tuple[_Job, int]]:
     try:
         for chunk, bytes_read in chunks:
             yield pool.submit(chunk), bytes_read
     except Exception as error:  # raised in its turn, after the results of the chunks before it
-        failed: Future[EncodedBlock] = Future()
-        failed.set_exception(error)
+        failed = _Job([])
+        failed.future.set_exception(error)
         yield failed, 0
+
+
+@dataclass
+class _Job:
+    """A chunk, its block once it is encoded, and the process that encodes it."""
+
+    chunk: Chunk
+    future: Future[EncodedBlock] = field(default_factory=Future)
+    process: subprocess.Popen[bytes] | None = None
 
 
 class _Pool:
@@ -78,33 +93,74 @@ class _Pool:
 
     def __init__(self, source: Source, encoding: EncodingConfig, num_workers: int) -> None:
         self.source = source
+        self.num_encoded = 0  # chunks
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(num_workers)
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         # Workers inherit the blocked signals: Ctrl-C goes to the whole process group, and the parent handles it.
         previous = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         try:
-            self._processes = [_start_worker(encoding, source) for _ in range(num_workers)]
+            for _ in range(num_workers):
+                self._processes.append(_start_worker(encoding, source))
+        except OSError as error:
+            self.close()
+            message = f"{num_workers} tokenizing processes cannot be started: {error.strerror or error}"
+            raise UserError(message, str(source.path), "raise the limits of this shell (ulimit -n, ulimit -u), or end other processes") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         for process in self._processes:
             self._idle.put(process)
 
-    def submit(self, chunk: Chunk) -> Future[EncodedBlock]:
-        return self._threads.submit(self._encode, chunk)
+    def submit(self, chunk: Chunk) -> _Job:
+        job = _Job(chunk)
+        self._threads.submit(self._run, job)
+        return job
 
-    def _encode(self, chunk: Chunk) -> EncodedBlock:
-        process = self._idle.get()
+    def result(self, job: _Job, watch: Watch) -> EncodedBlock:
+        """Wait for the block of a job. Raises UserError if nothing moves."""
+        watch.wait_for(lambda seconds: bool(concurrent.futures.wait([job.future], seconds).done), lambda seconds: self._stuck_error(job, seconds))
+        return job.future.result()
+
+    def _run(self, job: _Job) -> None:
         try:
-            _send(_pipe(process.stdin), chunk)
+            job.future.set_result(self._encode(job))
+        except BaseException as error:  # raised where the block is requested
+            job.future.set_exception(error)
+
+    def _encode(self, job: _Job) -> EncodedBlock:
+        process = job.process = self._idle.get()
+        try:
+            _send(_pipe(process.stdin), job.chunk)
             reply = pickle.load(_pipe(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(EXIT_SECONDS)
             fix = "read its last output above; if the machine is out of memory, run fewer other processes"
-            raise UserError(f"a tokenizing process ended early, exit code {process.poll()}", str(self.source.path), fix) from error
+            raise UserError(f"{self._name(process)} {describe_exit(process.poll())}", self._rows(job), fix) from error
         finally:
             self._idle.put(process)
+        self.num_encoded += 1
+        if isinstance(reply, OSError):  # not to be taken for one of the cache
+            fix = "raise the limits of this shell (ulimit -n), or end other processes"
+            raise UserError(f"{self._name(process)} failed: {reply}", self._rows(job), fix) from reply
         if isinstance(reply, Exception):
             raise reply
         return reply
+
+    def _stuck_error(self, job: _Job, seconds: float) -> UserError:
+        worker = "the tokenizing processes" if job.process is None else self._name(job.process)
+        state = "" if job.process is None else describe_state(job.process.pid)
+        message = f"{worker} stuck: no rows encoded for {seconds:.1f} s (data.worker_timeout){state}"
+        return UserError(message, self._rows(job), "look at these rows and at the regular expressions of the tokenizer; or a larger data.worker_timeout")
+
+    def _name(self, process: subprocess.Popen[bytes]) -> str:
+        return f"tokenizing process {self._processes.index(process)} of {len(self._processes)} (pid {process.pid})"
+
+    def _rows(self, job: _Job) -> str:
+        if not job.chunk:
+            return str(self.source.path)
+        first, last = (job.chunk[end][0] for end in (0, -1))
+        return self.source.where(first) + (f" to {last}" if last > first else "")
 
     def close(self) -> None:
         """Kill the workers, whatever they are doing."""
@@ -112,7 +168,8 @@ class _Pool:
             process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # only while it waits in the kernel for a disk
+                process.wait(EXIT_SECONDS)
             _pipe(process.stdout).close()
             with suppress(BrokenPipeError):  # flushing the rest of a chunk that the worker did not read
                 _pipe(process.stdin).close()
@@ -139,6 +196,7 @@ def _send(pipe: IO[bytes], message: object) -> None:
 
 def _worker_main() -> None:
     """Body of a worker process: reply to each chunk with its block, or with the exception it raises."""
+    kill_with_parent(os.getppid())
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that prints must not garble the replies
     try:

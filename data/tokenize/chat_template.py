@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,11 +24,22 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.jinja_sandbox import BEGIN, BREAK, END, appears_in, compile_template, mask_control_tokens, unmask_control_tokens
+from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END, appears_in, mask_control_tokens, unmask_control_tokens
+from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, open_template
+from data.tokenize.templates.training_version import (
+    TurnEnd,
+    apply_edits,
+    close_turns,
+    find_turn_end,
+    leading_token,
+    possible_end_tokens,
+    training_version,
+)
 from data.tokenize.tokenizer import Tokenizer
-from data.tokenize.training_version import TurnEnd, apply_edits, close_turns, find_turn_end, leading_token, possible_end_tokens, training_version
 
 CHATML = Path(__file__).with_name("chatml.jinja")
+MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
+MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
 MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
 EncodedChat = tuple[list[int], list[bool]]  # (ids, loss_mask)
 # render(n) is the text of the first n messages; render(n, prompt=True) adds the generation prompt: the header of the answer.
@@ -54,16 +65,21 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise UserError("the tokenizer has no chat template", self._where, f"add one, e.g. a copy of data/tokenize/{CHATML.name}")
         self.tokenizer = tokenizer
-        stock = _default_template(tokenizer.chat_template)
+        stock = _default_template(tokenizer.chat_template, self._where)
+        if len(stock) > MAX_TEMPLATE_CHARACTERS:
+            message = f"the chat template has {len(stock):,} characters, allowed are {MAX_TEMPLATE_CHARACTERS:,}"
+            raise UserError(message, self._where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
         self.training_version = training_version(stock)
         self._source = apply_edits(stock, self.training_version) if self.training_version else stock
-        self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?#}", "", self._source, flags=re.DOTALL)))
+        self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?(#}|\Z)", "", self._source, flags=re.DOTALL)))
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
         self._boundaries = _any_of([BEGIN, END, *tokenizer.control_ids])
         self._control, self._special = _any_of(_maskable(tokenizer.control_ids)), _any_of(_maskable(tokenizer.special_tokens))
+        self._ahead: dict[int, tuple[list[dict], tuple[ConversationRenderer, list[dict]]]] = {}  # by the id of the messages
         self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
-            self._stock_template, self._template = compile_template(stock), compile_template(self._source)
+            is_known = self.training_version is not None
+            self._stock_template, self._template = open_template(stock, is_known), open_template(self._source, is_known)
         except TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}", self._where, "correct the template of the tokenizer") from error
 
@@ -79,10 +95,10 @@ class ChatTemplate:
         conversation, drops a part of it, or does not show which text is the assistant's. A conversation without assistant has no
         loss; the caller decides what to do with it.
         """
-        render, masked = self._renderer(messages, tools, where)
+        turns = _assistant_turns(messages)
+        render, masked = self._renderer(messages, tools, where, turns=self._marked_turns(messages, loss_on))
         whole = render(len(messages))
         self._check_contents(whole, masked, where)
-        turns = _assistant_turns(messages)
         unweighted = [turn for turn in turns if messages[turn].get("weight") == 0]
         weighted = [turn for turn in turns if turn not in unweighted]
         if loss_on == "all":
@@ -97,6 +113,16 @@ class ChatTemplate:
             message = "the chat template marks no text of this conversation as the assistant's"
             raise BadRowError("no text marked by the template", message, where, f"{self._where}: put {MARKS_HINT}")
         return segments
+
+    def render_ahead(self, chats: list[tuple[list[dict], list[dict] | None, str]], loss_on: str) -> None:
+        """Render conversations (messages, tools, where) for the calls of `segments` that follow: faster together if the template is not known."""
+        self._ahead.clear()
+        if isinstance(self._template, KnownTemplate):
+            return
+        for messages, tools, where in chats:
+            with suppress(BadRowError):  # raised again by `segments`
+                self._ahead[id(messages)] = (messages, self._conversation(messages, tools, where, turns=self._marked_turns(messages, loss_on)))
+        ConversationRenderer.render_together([conversation for _, (conversation, _) in self._ahead.values()])
 
     def encode_segments(self, chats: list[list[TemplateSegment]]) -> list[EncodedChat]:
         """Return (ids, loss_mask) of each conversation, with one call of the tokenizer. loss_mask[0] is False: nothing predicts token 0."""
@@ -184,11 +210,31 @@ class ChatTemplate:
             is_merged = end is None
         return ends
 
-    def _renderer(self, messages: list[dict], tools: list[dict] | None, where: str, stock: bool = False) -> tuple[Render, list[dict]]:
+    def _renderer(
+        self, messages: list[dict], tools: list[dict] | None, where: str, stock: bool = False, turns: Sequence[int] = ()
+    ) -> tuple[Render, list[dict]]:
         """Return a function that renders prefixes of the conversation, and the masked messages that the template gets.
 
-        `stock`: with the template of the tokenizer, also where rows are encoded with a training version of it.
+        `stock`: with the template of the tokenizer, also where rows are encoded with a training version of it. `turns`: those to be marked.
         """
+        known, prepared = self._ahead.pop(id(messages), (None, None))
+        if prepared is None or known is not messages or stock:
+            prepared = self._conversation(messages, tools, where, stock, turns)
+        conversation, masked = prepared
+
+        def render(count: int, prompt: bool = False, **options: bool) -> str:
+            try:
+                return conversation.render(count, add_generation_prompt=prompt, **options)
+            except TemplateError as error:
+                part = "" if count == len(messages) else f" when it gets the first {count} of {len(messages)} messages"
+                message = f"the chat template rejects the conversation{part}: {error}"
+                raise BadRowError("rejected by the chat template", message, where, f"change the conversation, or {self._where}") from error
+
+        return render, masked
+
+    def _conversation(
+        self, messages: list[dict], tools: list[dict] | None, where: str, stock: bool = False, turns: Sequence[int] = ()
+    ) -> tuple[ConversationRenderer, list[dict]]:
         for field in ("tools", "tool_calls"):
             if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
                 raise self._dropped_error(field, where)
@@ -196,18 +242,16 @@ class ChatTemplate:
         present = [{key: value for key, value in message.items() if value or key == "content"} for message in messages]
         # The assistant may write its own tags (<think>), but no message may open or end a turn.
         masked = [mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where) for message in present]
-        masked_tools = mask_control_tokens(tools, self._control, where)
+        variables = {"messages": masked, "tools": mask_control_tokens(tools, self._control, where), "documents": None, **self.tokenizer.named_tokens}
+        expected: list[Rendering] = [(len(messages), {"add_generation_prompt": False})]
+        if not self._has_marks and len(turns) <= MAX_EXPECTED_TURNS:
+            expected += _expected_renderings(turns, len(messages))
+        return ConversationRenderer(self._stock_template if stock else self._template, variables, expected), masked
 
-        def render(count: int, prompt: bool = False, **options: bool) -> str:
-            variables = {"messages": masked[:count], "tools": masked_tools, "documents": None, "add_generation_prompt": prompt}
-            try:
-                return (self._stock_template if stock else self._template)(**variables, **options, **self.tokenizer.named_tokens)
-            except TemplateError as error:
-                part = "" if count == len(messages) else f" when it gets the first {count} of {len(messages)} messages"
-                message = f"the chat template rejects the conversation{part}: {error}"
-                raise BadRowError("rejected by the chat template", message, where, f"change the conversation, or {self._where}") from error
-
-        return render, masked
+    @staticmethod
+    def _marked_turns(messages: list[dict], loss_on: str) -> list[int]:
+        turns = _assistant_turns(messages)
+        return turns[-1:] if loss_on == "last_assistant" else turns
 
     def _check_contents(self, whole: str, messages: list[dict], where: str) -> None:
         """Require that the content of every message is in the rendered text. Earlier reasoning may be missing: many templates drop it on purpose."""
@@ -312,10 +356,20 @@ def _assistant_turns(messages: list[dict]) -> list[int]:
     return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _default_template(template: Any) -> str:
+def _expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
+    """Return the prefixes that `_insert_marks` compares."""
+    prompts: list[Rendering] = [(turn, {"add_generation_prompt": True}) for turn in turns]
+    return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
+
+
+def _default_template(template: Any, where: str) -> str:
     """Return the template; of a list of named templates, the one named default, else the first."""
-    named = {each["name"]: each["template"] for each in template} if isinstance(template, list) else {"default": template}
-    return named.get("default", next(iter(named.values())))
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    named = {each.get("name"): each.get("template") for each in entries if isinstance(each, dict)}
+    chosen = named.get("default", next(iter(named.values()), None))
+    if not isinstance(chosen, str):
+        raise UserError("the chat template is neither a text nor a list of named texts", where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
+    return chosen
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from data.errors import BadRowError
 from data.schemas.augment import augment_example
 from data.schemas.columns import unused_fields, unused_message_fields
 from data.schemas.messages import CHECKED_FIELDS
-from data.schemas.registry import SCHEMAS, Example, PreferencePair, TextExample
+from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats, SpanPair
@@ -21,6 +22,9 @@ from data.types import EncodingConfig
 
 T = TypeVar("T")
 
+ChatRow = tuple[int, float, list[list[TemplateSegment]]]  # (position, weight, the segments of its conversations)
+ROWS_RENDERED_TOGETHER = 32
+MAX_BATCH_CHARACTERS = 1 << 23  # rendered text that is encoded at once
 TOO_LONG_REASON = "longer than data.max_length"
 NO_ANSWER_REASON = "all tokens with loss are beyond data.max_length"
 NO_DIFFERENCE_REASON = "chosen and rejected differ only beyond data.max_length"
@@ -40,28 +44,48 @@ class Encoder:
         if self.template is None:
             self._add_texts(source, list(self._usable_rows(source, chunk, stats, _text_of)), stats, builder)
         else:
-            self._add_chats(source, list(self._usable_rows(source, chunk, stats, self._render)), stats, builder)
+            for rows in _limited_batches(self._usable_rows(source, chunk, stats, self._render)):
+                self._add_chats(source, rows, stats, builder)
         return builder.build(stats)
 
     def _usable_rows(
         self, source: Source, chunk: Iterable[tuple[int, object]], stats: RowStats, prepare: Callable[[Example, int, str], T]
     ) -> Iterator[tuple[int, float, T]]:
         """Yield (position, weight, prepared example) of each row that is not bad."""
-        for position, raw in chunk:
-            stats.read += 1
-            try:
-                row, where = source.parse(position, raw), source.where(position)
-                example = self.schema.read(row, where)
-                stats.unused.update(self._unused_fields(row, example))
-                yield position, example_weight(row, where), prepare(example, position, where)
-            except BadRowError as error:
-                self._handle_bad_row(error, stats)
+        for rows in _groups(chunk, ROWS_RENDERED_TOGETHER):
+            read = [self._read_row(source, position, raw, stats) for position, raw in rows]
+            if self.template is not None:
+                chats = [(chat.messages, chat.tools, where) for row in read if isinstance(row, tuple) for where in row[1:2] for chat in _chats_of(row[3])]
+                self.template.render_ahead(chats, self.encoding.loss_on)
+            for row in read:
+                try:
+                    if isinstance(row, BadRowError):
+                        raise row
+                    position, where, weight, example = row
+                    yield position, weight, prepare(example, position, where)
+                except BadRowError as error:
+                    self._handle_bad_row(error, stats)
+
+    def _read_row(self, source: Source, position: int, raw: object, stats: RowStats) -> tuple[int, str, float, Example] | BadRowError:
+        """Return (position, where it is, weight, example), or why the row is bad."""
+        encoding = self.encoding
+        stats.read += 1
+        try:
+            row, where = source.parse(position, raw), source.where(position)
+            example = self.schema.read(row, where)
+            stats.unused.update(self._unused_fields(row, example))
+            weight = example_weight(row, where)
+            if not isinstance(example, TextExample):
+                example = augment_example(example, encoding.system_prob, encoding.system_prompts, encoding.empty_think_prob, encoding.seed, position)
+            return position, where, weight, example
+        except BadRowError as error:
+            return error
 
     def _unused_fields(self, row: dict, example: Example) -> list[str]:
         """Return the fields of a row that no token depends on, and those of its messages that the chat template does not name."""
         unused = unused_fields(row, self.schema.fields)
         if self.template is not None and not isinstance(example, TextExample):
-            chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+            chats = _chats_of(example)
             names = set().union(*(unused_message_fields(chat.messages, CHECKED_FIELDS) for chat in chats))
             unused += [f"messages[].{name}" for name in names if not self.template.names(name)]
         return unused
@@ -74,11 +98,8 @@ class Encoder:
 
     def _render(self, example: Example, position: int, where: str) -> list[list[TemplateSegment]]:
         """Render a conversation; chosen and rejected for a preference."""
-        encoding, template = self.encoding, self.template
-        assert template is not None and not isinstance(example, TextExample), "the schema is one of conversations"
-        example = augment_example(example, encoding.system_prob, encoding.system_prompts, encoding.empty_think_prob, encoding.seed, position)
-        chats = (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
-        return [template.segments(chat.messages, chat.tools, where, encoding.loss_on) for chat in chats]
+        assert self.template is not None, "the schema is one of conversations"
+        return [self.template.segments(chat.messages, chat.tools, where, self.encoding.loss_on) for chat in _chats_of(example)]
 
     def _add_texts(self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder) -> None:
         size = self.encoding.max_length
@@ -101,7 +122,7 @@ class Encoder:
                 part = ids[start : min(start + size, last) + 1]
                 builder.add(position, weight, [(part, [(1, len(part))])])
 
-    def _add_chats(self, source: Source, rows: list[tuple[int, float, list[list[TemplateSegment]]]], stats: RowStats, builder: BlockBuilder) -> None:
+    def _add_chats(self, source: Source, rows: list[ChatRow], stats: RowStats, builder: BlockBuilder) -> None:
         assert self.template is not None
         encoded = iter(self.template.encode_segments([chat for _, _, chats in rows for chat in chats]))
         for position, weight, chats in rows:
@@ -155,6 +176,32 @@ class Encoder:
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = [t + 1 for t, token in enumerate(ids) if token == self.tokenizer.eos_id]
         return max((end for end in ends if end <= max_ids), default=max_ids)
+
+
+def _chats_of(example: Example) -> tuple[ChatExample, ...]:
+    """Return the conversation of an example; chosen and rejected of a preference."""
+    assert not isinstance(example, TextExample), "the schema is one of conversations"
+    return (example.chosen, example.rejected) if isinstance(example, PreferencePair) else (example,)
+
+
+def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    remaining = iter(items)
+    while group := list(itertools.islice(remaining, size)):
+        yield group
+
+
+def _limited_batches(rows: Iterable[ChatRow]) -> Iterator[list[ChatRow]]:
+    """Yield the rows in lists of about MAX_BATCH_CHARACTERS: a template may write far more text than a row has."""
+    batch: list[ChatRow] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(segment.text) for chat in row[2] for segment in chat)
+        if size > MAX_BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _text_of(example: Example, position: int, where: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError, did_you_mean_path
-from common.filesystem import remove_tree, sync_tree, temp_name
+from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
 from common.guarded_files import check_own_files, copy_source_file, read_source_file
 from common.limits.parsers import parse_json
 from data.config import DataConfig
@@ -152,12 +152,12 @@ def _difference(first: Tokenizer, second: Tokenizer) -> str:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch."""
-    new = target.with_name(temp_name("tmp", target.name))
-    new.mkdir(parents=True)
-    for file in (source / name for name in COPIED_FILES):
-        if os.path.lexists(file):
-            copy_source_file(file, new / file.name)
-    sync_tree(new)
-    if target.exists():
-        remove_tree(target)
-    new.rename(target)
+    make_dirs(target.parent)
+    with atomic_path(target) as new:
+        new.mkdir()
+        for file in (source / name for name in COPIED_FILES):
+            if os.path.lexists(file):
+                copy_source_file(file, new / file.name)
+        sync_tree(new)
+        if target.exists():
+            remove_tree(target)

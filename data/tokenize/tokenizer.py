@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -13,6 +15,8 @@ from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
+from common.limits.parsers import parse_json
+from data.tokenize.tokenizer_limits import check_stored_tokenizer
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "chat_template.jinja", "special_tokens_map.json", "generation_config.json"
@@ -75,14 +79,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
     def encode_rendered(self, text: str) -> list[int]:
         """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered."""
         return self._full.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+        try:
+            return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+        except BaseException as error:
+            raise _panic_error(error, self.folder) from None
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
@@ -94,9 +101,19 @@ def _build_tokenizer(
 ) -> Tokenizer:
     """The arguments are the contents of the files. chat_template.jinja takes precedence over the field chat_template, as in transformers."""
     stored, config = _parse_json(tokenizer_json, folder / "tokenizer.json"), _parse_json(config_json, folder / "tokenizer_config.json")
+    with _reporting_form(folder):
+        return _assemble(folder, stored, config, template_file, special_tokens_map, generation_config)
+
+
+def _assemble(folder: Path, stored: dict, config: dict, template_file: str | None, special_tokens_map: str | None, generation_config: str | None) -> Tokenizer:
+    """Raises KeyError, TypeError or AttributeError for a file of another form."""
+    if stored["model"]["type"] != "BPE":
+        message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
+        raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
+    check_stored_tokenizer(stored, folder / "tokenizer.json")
     # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    full, plain = _build_engine(stored, folder), _build_engine(_without_control_tokens(stored, folder), folder)
+    full, plain = _build_engine(stored, folder), _build_engine(_without_control_tokens(stored), folder)
     named = _named_tokens(config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full)
     eos_id = _token_id(full, named, "eos_token", folder)
     bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -129,11 +146,8 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
     return named
 
 
-def _without_control_tokens(stored: dict, folder: Path) -> dict:
+def _without_control_tokens(stored: dict) -> dict:
     """Return the same BPE without the added tokens, in the vocabulary too: the library rejects merges whose result is missing, so no merge makes one."""
-    if stored["model"]["type"] != "BPE":
-        message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
-        raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
     control = {token["content"] for token in stored["added_tokens"]}
     vocab = {token: token_id for token, token_id in stored["model"]["vocab"].items() if token not in control}
     return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": vocab}}
@@ -144,6 +158,8 @@ def _build_engine(stored: dict, folder: Path) -> Engine:
         engine = Engine.from_str(json.dumps(stored))
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"the tokenizer cannot be loaded: {error}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT) from error
+    except BaseException as error:
+        raise _panic_error(error, folder) from None
     engine.no_truncation()
     engine.no_padding()
     return engine
@@ -166,11 +182,32 @@ def _read_text(path: Path) -> str:
         raise UserError(f"not UTF-8: {error}", str(path), COPY_AGAIN_HINT) from error
 
 
+def _panic_error(error: BaseException, folder: Path) -> BaseException:
+    """Return a UserError for a panic of the library, which is no Exception: a regular expression that gave up, for example. Else `error`."""
+    if type(error).__name__ != "PanicException":
+        return error
+    return UserError(f"the tokenizer fails: {str(error)[:200]}", f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
+
+
+@contextmanager
+def _reporting_form(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        message = f"a field of the tokenizer is missing or has another type: {error}"
+        raise UserError(message, f"{folder}/tokenizer.json or tokenizer_config.json", COPY_AGAIN_HINT) from error
+
+
 def _parse_json(text: str, path: Path) -> dict:
     try:
-        return json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise UserError(f"invalid JSON: {error}", str(path), COPY_AGAIN_HINT) from error
+    if not isinstance(content, dict):
+        raise UserError(f"expected a JSON object, got {type(content).__name__}", str(path), COPY_AGAIN_HINT)
+    return content
 
 
 def _token_text(token: str | dict) -> str:

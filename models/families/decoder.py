@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
-from models.config import ModelConfig, register_model
+from models.config import ModelConfig, ModelSize, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
 
@@ -101,6 +101,18 @@ class DecoderConfig(ModelConfig):
                 f"model.num_experts_per_tok={self.num_experts_per_tok}",
                 "e.g. model.num_experts_per_tok=1",
             )
+
+    def size(self) -> ModelSize:
+        D, queries, keys = self.hidden_size, self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = 2 * D * queries + 2 * D * keys + 2 * self.head_dim * self.qk_norm
+        attention += (queries + 2 * keys) * self.attention_bias + D * self.attention_out_bias
+        width = self.moe_intermediate_size if self.num_experts else self.intermediate_size
+        network, networks = 3 * D * width + (2 * width + D) * self.mlp_bias, self.num_experts or 1
+        router = D * self.num_experts
+        layer = attention + networks * network + router + 2 * D
+        tensors = 6 + 2 * self.qk_norm + 3 * self.attention_bias + self.attention_out_bias + networks * (3 + 3 * self.mlp_bias) + bool(self.num_experts)
+        head = 0 if self.tie_word_embeddings else 1
+        return ModelSize((1 + head) * self.vocab_size * D + self.num_hidden_layers * layer + D, 2 + head + self.num_hidden_layers * tensors)
 
     def mathematics(self) -> dict[str, Any]:
         unread = {"attention", "dropout", "router_aux_loss_coef"}

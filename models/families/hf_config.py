@@ -193,8 +193,8 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
     if window is None and (others := set(fields.get("layer_types") or ()) - {"full_attention"}):
         raise UnsupportedVariantError(f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX)
     layers, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval")
-    has_rope = fields.get("no_rope_layers") or [not interval or (layer + 1) % interval for layer in range(layers)]
-    if not all(has_rope[:layers]):
+    listed = fields.get("no_rope_layers")
+    if not all(listed[:layers]) if listed else interval and layers >= abs(interval):
         raise UserError(f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX)
 
 

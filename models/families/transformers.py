@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Optional, Self
 
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_choice
-from models.config import ModelConfig, register_model
+from models.config import ModelConfig, ModelSize, register_model
 
 ATTENTION_KERNELS = ("auto", "own", "sdpa", "eager")
 # Fields of config.json that name code or kernels to download, or how a file was written: nothing of them is used.
@@ -48,6 +48,17 @@ class TransformersConfig(ModelConfig):
         if not isinstance(self.config.get("model_type"), str):
             raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
 
+    def size(self) -> ModelSize:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise UserError(f"the model has {self.num_hidden_layers:,} layers, at most {MAX_LAYERS:,} are allowed", "model.config", FIX)
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(create_hf_config(self.config, "model.config"), trust_remote_code=False)
+        parameters = list(hf.parameters())
+        return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
+
     def mathematics(self) -> dict[str, Any]:
         return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
 
@@ -70,6 +81,7 @@ class TransformersConfig(ModelConfig):
         )
 
 
+MAX_LAYERS = 1000  # the modules of more layers take minutes to create
 UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_sou
 from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
+NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -53,13 +55,30 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
         raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
     raw = read_json_file(path)
     with reporting_missing_fields(path):
-        if family is not None:
-            return MODELS.get(family).from_hf_config(raw, path)
-        for candidate in MODELS.entries().values():
-            if raw["model_type"] in candidate.hf_model_types:
-                with suppress(UnsupportedVariantError):
-                    return candidate.from_hf_config(raw, path)
-        return MODELS.get("transformers").from_hf_config(raw, path)
+        return _checked(_config_of(raw, path, family))
+
+
+def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConfig:
+    if family is not None:
+        return MODELS.get(family).from_hf_config(raw, path)
+    for candidate in MODELS.entries().values():
+        if raw["model_type"] in candidate.hf_model_types:
+            with suppress(UnsupportedVariantError):
+                return candidate.from_hf_config(raw, path)
+    return MODELS.get("transformers").from_hf_config(raw, path)
+
+
+def _checked(cfg: ModelConfig) -> ModelConfig:
+    check_number_types(cfg)
+    return cfg
+
+
+def check_number_types(cfg: Any) -> None:
+    """Raise TypeError if a field of a config class that is declared as int, float or bool has a value of another type."""
+    for field in dataclasses.fields(cfg):
+        value, allowed = getattr(cfg, field.name), NUMBER_TYPES.get(str(field.type), ())
+        if allowed and type(value) not in allowed:
+            raise TypeError(f"{field.name} must be of type {field.type}, got {str(value)[:60]!r}")
 
 
 def read_config_of_weights(source: Path, family: str | None = None) -> ModelConfig:

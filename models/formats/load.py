@@ -12,6 +12,7 @@ from models.families.transformers import TransformersConfig
 from models.formats.json_files import base_model_of, is_adapter_dir, model_dir, read_json_file, read_model_config
 from models.formats.minimind import read_pth
 from models.formats.peft import merge_adapter_into, read_adapter
+from models.formats.stored_size import check_size_of_weights, weight_files
 from models.formats.tensor_files import read_tensors
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
@@ -27,14 +28,20 @@ def load_model(source: Path) -> LanguageModel:
     if is_adapter_dir(folder):
         model = load_model(base_model_of(folder))
         merge_adapters(model)  # if the base model is itself an adapter of another base model
-        cfg, state = read_adapter(folder)
-        add_lora(model, cfg)
+        lora, adapter = read_adapter(folder)
+        weights = dict(model.named_parameters())
         try:
-            load_adapter(model, {f"{path}.lora.default.{matrix}": tensor for (path, matrix), tensor in state.items()})
+            for (path, matrix), tensor in adapter.items():  # before anything of their size is allocated
+                if tensor.shape[matrix == "A"] != weights[f"{path}.weight"].shape[matrix == "A"]:
+                    raise KeyError(f"{path}.lora_{matrix} of shape {tuple(tensor.shape)} is not of its layer")
+            add_lora(model, lora)
+            load_adapter(model, {f"{path}.lora.default.{matrix}": tensor for (path, matrix), tensor in adapter.items()})
         except KeyError as error:
             raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
     else:
-        model = create_model(read_model_config(folder))
+        cfg = read_model_config(folder)
+        check_size_of_weights(cfg, folder)
+        model = create_model(cfg)
         load_into(model, load_weights(folder), str(folder))
     return model.eval()
 
@@ -54,7 +61,7 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         from models.transformers_adapter.load import load_transformers_weights
 
         return load_transformers_weights(folder, cfg)
-    files = sorted(folder.glob("model*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
     state = {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,15 @@ MINIMIND_SETTINGS: dict[str, Any] = {
     "attention": "auto",
     "num_experts_per_tok": 1,
 }
+SLACK_BYTES = 1 << 20  # by which the tensors of a file, a tied one counted twice, may be larger than the file
 HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
 AUX_LOSS_COEF = 5e-4  # per layer
 FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")  # in torch's message: the name of what unpickling would import
 # What torch raises for damaged files, measured by changing bytes of one
-DAMAGED = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, struct.error)
+DAMAGED = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
+    *(struct.error, zipfile.BadZipFile, OSError),
+)
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
@@ -76,7 +81,9 @@ def read_pth_config(path: Path) -> DecoderConfig:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    """Raises UserError for a file that holds anything but weights, or whose tensors are larger than the file."""
     try:
+        _check_not_compressed(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the cause has it
@@ -85,4 +92,15 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise UserError(f"not a file of weights: {reason}", str(path), "give a MiniMind .pth file of weights") from None
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise UserError("the file holds more than weights", str(path), "give MiniMind's file of weights, not its resume file")
+    is_dense = all(tensor.layout == torch.strided for tensor in state.values())
+    if not is_dense or sum(tensor.nbytes for tensor in state.values()) > 2 * path.stat().st_size + SLACK_BYTES:
+        raise UserError("not a file of weights: its tensors are sparse, or larger than the file", str(path), "give a MiniMind .pth file of weights")
     return state
+
+
+def _check_not_compressed(path: Path) -> None:
+    """Raise ValueError for an archive whose content is larger than the file: torch writes archives without compression."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                raise ValueError("a compressed archive")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.config import LoraConfig, check_required_values
-from models.formats.json_files import base_model_of, read_json_file, reporting_missing_fields
+from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
 from models.formats.tensor_files import read_tensors
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
@@ -38,19 +38,25 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tensor
         state[linear, matrix] = tensor.float()
     targets = sorted({linear.rsplit(".", 1)[-1] for linear, _ in state})
     with reporting_missing_fields(path):
-        return LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets), state
+        cfg = LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets)
+        check_number_types(cfg)
+    for (linear, matrix), tensor in state.items():
+        if tensor.ndim != 2 or tensor.shape[matrix == "B"] != cfg.rank or (linear, "B" if matrix == "A" else "A") not in state:
+            message = f"{linear}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
+            raise UserError(message, str(path), "write or download the folder again")
+    return cfg, state
 
 
 def merge_adapter_into(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Add the adapter in `folder` to the base weights in place: W + alpha / rank * B A."""
     cfg, state = read_adapter(folder)
     for linear in {linear for linear, _ in state}:
-        weight, delta = weights.get(f"{linear}.weight"), cfg.alpha / cfg.rank * state[linear, "B"] @ state[linear, "A"]
-        if weight is None or weight.shape != delta.shape:
+        weight, A, B = weights.get(f"{linear}.weight"), state[linear, "A"], state[linear, "B"]
+        if weight is None or weight.shape != (len(B), A.shape[1]):
             raise UserError(
-                f"the adapter does not fit its base model: {linear}.weight is not {tuple(delta.shape)}",
+                f"the adapter does not fit its base model: {linear}.weight is not {(len(B), A.shape[1])}",
                 str(folder),
                 f"correct base_model_name_or_path, now {base_model_of(folder)}",
             )
-        weight += delta
+        weight += cfg.alpha / cfg.rank * B @ A
     return weights

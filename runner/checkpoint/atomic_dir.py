@@ -7,6 +7,7 @@ fsync of the parent commit it. Readers trust the checksums only.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import stat
@@ -16,14 +17,16 @@ from typing import Any
 
 from common import filesystem
 from common.filesystem import (
+    FULL_DISK_ERRORS,
     Chunks,
     as_chunks,
     atomic_path,
+    describe_disk_error,
     dump_sealed_json,
     load_sealed_json,
-    make_dirs,
+    make_dir,
     read_bounded,
-    remove_tree,
+    remove_quietly,
     sha256_of,
     sync_path,
     temp_name,
@@ -39,17 +42,11 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 
 
 class SaveError(OSError):
-    """A folder could not be committed, and no part of it remains. `need` and `free` in bytes (free: None if unknown)."""
+    """A folder could not be committed, and no part of it remains. `need`: its size in bytes."""
 
     def __init__(self, cause: OSError, folder: Path, need: int) -> None:
-        try:
-            self.free: int | None = filesystem.fs.free(folder.parent)
-        except OSError:
-            self.free = None
         self.need = need
-        free = "an unknown number of" if self.free is None else f"{self.free:,}"
-        reason = cause.strerror or cause
-        super().__init__(cause.errno, f"{folder.name} was not saved: {reason}; it needs {need:,} bytes, {free} bytes are free in {folder.parent}")
+        super().__init__(cause.errno, f"{folder.name} was not saved: {describe_disk_error(cause, folder.parent, need)}")
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -64,7 +61,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
     written, if the disk is full, read-only or broken.
     """
     assert all(FILE_NAME.fullmatch(file) and file != MANIFEST_FILE for file in files), f"file names that could not be read back: {list(files)}"
-    assert not manifest.keys() & {"files", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
+    assert not manifest.keys() & {"files", "name", "sha256"}, f"reserved fields of the manifest: {list(manifest)}"
     target = parent / name
     written, need = 0, max(expected, sum(_payload_bytes(data) for data in files.values() if not callable(data)))
     try:
@@ -73,7 +70,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 sync_path(parent)  # its writer may have been killed between the rename and the sync
                 return
             discard_dir(target)
-        make_dirs(parent)
+        make_dir(parent)  # not its parents: a run directory that has been moved is not created again
         _require_space(parent, need)
         with atomic_path(target) as temp:
             filesystem.fs.mkdir(temp)
@@ -85,7 +82,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
                 need = max(need, written)
                 _require_space(parent, _payload_bytes(data))
                 entries[file] = write_new_file(temp / file, data)
-            write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "files": entries}))
+            write_new_file(temp / MANIFEST_FILE, dump_sealed_json({**manifest, "name": name, "files": entries}))
             sync_path(temp)
         _verified[str(target)] = _stat_signature(target)  # so that pruning does not read it back
     except OSError as error:
@@ -93,15 +90,17 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
 
 
 def verify_dir(folder: Path) -> str | None:
-    """Return None if the folder is byte for byte what was committed, otherwise the reason why not."""
+    """Return None if every file that was committed is there, byte for byte, otherwise the reason why not.
+
+    Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nobody reads them.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return "not a folder"
-        entries = _load_entries(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        entries = _read_entries(folder)
         present = set(os.listdir(folder)) - {MANIFEST_FILE}
-        for problem, names in (("missing", entries.keys() - present), ("unexpected", present - entries.keys())):
-            if names:
-                return f"{problem}: {', '.join(sorted(names)[:4])!r}"
+        if missing := entries.keys() - present:
+            return f"missing: {', '.join(sorted(missing)[:4])!r}"
         for file, entry in sorted(entries.items()):
             if sha256_of(folder / file, entry["size"]) != entry["sha256"]:
                 return f"{file}: wrong checksum"
@@ -112,10 +111,25 @@ def verify_dir(folder: Path) -> str | None:
     return None
 
 
+def read_verified(folder: Path, file: str, limit: int) -> bytes:
+    """Return the content of one file of a step folder. Raises OSError or ValueError unless it has the checksum of the manifest."""
+    entry = _read_entries(folder).get(file)
+    content = read_bounded(folder / file, limit)
+    if entry is None or hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise ValueError(f"{file}: wrong checksum")
+    return content
+
+
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names in a valid step folder that are no part of it."""
+    entries = _read_entries(folder)
+    return sorted(set(os.listdir(folder)) - {MANIFEST_FILE, *entries})
+
+
 def newest_valid(parent: Path) -> tuple[Path | None, list[tuple[str, str]]]:
     """Return the newest valid step folder in `parent`, and (name, reason) of every newer one that was skipped."""
     skipped: list[tuple[str, str]] = []
-    for name in _step_names(parent):
+    for name in step_names(parent):
         reason = verify_dir(parent / name)
         if reason is None:
             return parent / name, skipped
@@ -128,49 +142,77 @@ def prune_dirs(parent: Path, keep: int, protect: set[str]) -> list[str]:
 
     Invalid folders are neither counted nor deleted.
     """
-    valid = [name for name in _step_names(parent) if _verified_cached(parent / name)]
+    valid = valid_names(parent)
     surplus = [name for name in valid[max(keep, 2) :] if name not in protect]
     for name in reversed(surplus):  # oldest first: an interruption leaves the newer ones
         discard_dir(parent / name)
     return surplus
 
 
+def valid_names(parent: Path) -> list[str]:
+    """Return the names of the valid step folders, newest first."""
+    return [name for name in step_names(parent) if _verified_cached(parent / name)]
+
+
 def discard_dir(folder: Path) -> None:
-    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name."""
+    """Delete a step folder. It is renamed durably first, so that no partly deleted folder ever has its name.
+
+    What cannot be deleted after that, e.g. `.nfs*` files that NFS keeps while a reader has them open, is left to `remove_temp`.
+    """
     trash = folder.parent / temp_name("del", folder.name)
-    filesystem.fs.rename(folder, trash)
-    sync_path(folder.parent)
+    try:
+        filesystem.fs.rename(folder, trash)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, *FULL_DISK_ERRORS):  # EXDEV: a folder of a lower layer of overlayfs
+            raise
+        filesystem.fs.unlink(folder / MANIFEST_FILE)  # invalid from here on
+        trash = folder
+    else:
+        sync_path(folder.parent)
     _verified.pop(str(folder), None)
-    remove_tree(trash)
+    remove_quietly(trash)
 
 
-def remove_temp(parent: Path) -> list[str]:
-    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same."""
-    leftovers = sorted(name for name in os.listdir(parent) if name.startswith((".tmp-", ".del-")))
+def remove_temp(parent: Path, kinds: tuple[str, ...] = (".tmp-", ".del-")) -> list[str]:
+    """Remove temporary files of interrupted writers; return their names. The caller must hold the lock: a running writer's files look the same.
+
+    Files that cannot be deleted are left: they have no effect, and the next call tries again.
+    """
+    leftovers = sorted(name for name in os.listdir(parent) if name.startswith(kinds))
     for name in leftovers:
-        remove_tree(parent / name)
+        remove_quietly(parent / name)
     return leftovers
 
 
 def write_pointer(parent: Path, kind: str, name: str) -> None:
     """Write `name` to the file `parent/kind` (latest, best). For users: no code of this program reads it."""
-    write_atomic_file(parent / kind, f"{name}\n".encode())
+    try:
+        write_atomic_file(parent / kind, f"{name}\n".encode())
+    except OSError as error:
+        raise SaveError(error, parent / kind, 0) from error
 
 
-def _load_entries(raw: bytes) -> dict[str, dict[str, Any]]:
-    """Return the field `files` of a manifest. Raises ValueError if the manifest is damaged or not one of `write_atomic_dir`."""
-    body = load_sealed_json(raw)
+def _read_entries(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the field `files` of the manifest. Raises ValueError if it is damaged, of another folder, or not one of `write_atomic_dir`."""
+    body = load_sealed_json(read_bounded(folder / MANIFEST_FILE, MAX_MANIFEST_BYTES))
     try:
         entries = {file: {"size": int(entry["size"]), "sha256": str(entry["sha256"])} for file, entry in body["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError("not a manifest") from error
     if not all(FILE_NAME.fullmatch(file) for file in entries):
         raise ValueError("contains file names outside its folder")
+    if (name := body.get("name", folder.name)) != folder.name:  # manifests of earlier versions have no name
+        raise ValueError(f"it is that of {name!r}: the folder was renamed, or the file copied")
     return entries
 
 
+def missing_bytes(parent: Path, need: int) -> int:
+    """Return how many bytes must become free before `need` bytes are written to `parent`; 0: there is enough space."""
+    return max(0, int(need * 1.1) + RESERVED_BYTES - filesystem.fs.free(parent))
+
+
 def _require_space(parent: Path, need: int) -> None:
-    if filesystem.fs.free(parent) < need * 1.1 + RESERVED_BYTES:
+    if missing_bytes(parent, need):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -201,7 +243,7 @@ def _stat_signature(folder: Path) -> list[tuple[Any, ...]] | None:
         return None
 
 
-def _step_names(parent: Path) -> list[str]:
+def step_names(parent: Path) -> list[str]:
     """Return the names of all step folders, newest first."""
     names = os.listdir(parent) if parent.is_dir() else []
     return sorted((name for name in names if STEP_NAME.fullmatch(name)), reverse=True)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from common.filesystem import Chunks, make_dirs
+from common.filesystem import Chunks, read_bounded
 from runner.checkpoint import atomic_dir
-from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state
+from runner.checkpoint.format import TENSOR_FILES, checkpoint_name, read_state, step_of
 
 BEST_DIR = re.compile(r"best-[0-9]{8}")
 BEST_POINTER = "best"  # file with the name of the folder that holds the best weights
@@ -22,12 +22,10 @@ def best_dirname(step: int) -> str:
     return f"best-{step:08d}"
 
 
-def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Callable[[], Chunks], size: int, keep_newest: int) -> None:
-    """Commit the weights of `step` (`size` bytes) as a folder of their own; delete those that no checkpoint refers to. Raises SaveError."""
-    make_dirs(checkpoints)
+def write_best_weights(checkpoints: Path, step: int, loss: float, weights: Callable[[], Chunks], size: int) -> None:
+    """Commit the weights of `step` (`size` bytes) as a folder of their own. Raises OSError."""
     atomic_dir.write_atomic_dir(checkpoints, best_dirname(step), {TENSOR_FILES["model"]: weights}, {"step": step, "loss": loss}, expected=size)
     point_to_best(checkpoints, step)
-    prune_best_dirs(checkpoints, {step, *referenced_best_steps(checkpoints, keep_newest)})
 
 
 def find_best_weights(checkpoints: Path, step: int) -> Path | None:
@@ -50,12 +48,20 @@ def point_to_best(checkpoints: Path, step: int | None) -> bool:
     return name is not None
 
 
-def referenced_best_steps(checkpoints: Path, keep_newest: int) -> set[int]:
-    """Return the best step of each of the newest checkpoints: a resume from any of them needs these weights."""
+def pointed_best_step(checkpoints: Path) -> int | None:
+    """Return the step of the folder that the file `best` names, or None."""
+    try:
+        return step_of(read_bounded(checkpoints / BEST_POINTER, 64).decode().strip())
+    except (OSError, ValueError):
+        return None
+
+
+def referenced_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
+    """Return the best step of each of the `newest` checkpoints (None: all): a resume from any of them needs these weights."""
     steps = set()
-    for checkpoint in sorted(checkpoints.glob("step-*"), reverse=True)[: max(keep_newest, 2)]:
+    for name in atomic_dir.step_names(checkpoints)[:newest]:
         try:
-            steps.add(read_state(checkpoint)["progress"].get("best_step"))
+            steps.add(read_state(checkpoints / name)["progress"].get("best_step"))
         except (OSError, ValueError, LookupError, AttributeError, TypeError):  # damaged: no resume starts from it
             continue
     return {step for step in steps if isinstance(step, int)}
@@ -64,17 +70,18 @@ def referenced_best_steps(checkpoints: Path, keep_newest: int) -> set[int]:
 def prune_best_dirs(checkpoints: Path, needed: Iterable[int]) -> None:
     """Delete the folders of best weights except those of the steps `needed`."""
     kept = {best_dirname(step) for step in needed}
-    for folder in _best_dirs(checkpoints):
+    for folder in best_dirs(checkpoints):
         if folder.name not in kept:
             atomic_dir.discard_dir(folder)
 
 
 def discard_best_after(checkpoints: Path, step: int) -> None:
     """Delete best weights of later steps than `step`, which a run resumes from: these steps are trained again, perhaps with other settings."""
-    for folder in _best_dirs(checkpoints):
+    for folder in best_dirs(checkpoints):
         if folder.name > best_dirname(step):
             atomic_dir.discard_dir(folder)
 
 
-def _best_dirs(checkpoints: Path) -> list[Path]:
+def best_dirs(checkpoints: Path) -> list[Path]:
+    """Return the folders of best weights, oldest first."""
     return [folder for folder in sorted(checkpoints.glob("best-*")) if BEST_DIR.fullmatch(folder.name)]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import TrainingError, UserError
 from common.filesystem import Chunks, read_bounded
 from common.limits.parsers import parse_json
+from runner.checkpoint import atomic_dir
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
     """Return the newest state.json of a run that can be parsed, or None. Checksums are not verified; loading a checkpoint does that."""
-    for checkpoint in sorted((run_dir / CHECKPOINTS_DIR).glob("step-*"), reverse=True):
+    checkpoints = run_dir / CHECKPOINTS_DIR
+    for checkpoint in (checkpoints / name for name in atomic_dir.step_names(checkpoints)):
         if checkpoint.is_symlink():
             continue
         try:
@@ -70,6 +72,19 @@ def read_newest_state(run_dir: Path) -> dict[str, Any] | None:
             raise
         except (OSError, ValueError, AttributeError):  # an incomplete checkpoint; the previous one will be loaded
             continue
+    return None
+
+
+def read_proven_state(run_dir: Path) -> dict[str, Any] | None:
+    """Return the newest state.json of a run that has the checksum of its manifest, or None. Other files of the checkpoint may be damaged."""
+    checkpoints = run_dir / CHECKPOINTS_DIR
+    for name in atomic_dir.step_names(checkpoints):
+        try:
+            state = parse_json(atomic_dir.read_verified(checkpoints / name, STATE_FILE, MAX_STATE_BYTES))
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict) and state.get("format") == CHECKPOINT_FORMAT:
+            return state
     return None
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TrainingError, UserError
-from common.filesystem import Chunks, make_dirs
+from common.filesystem import Chunks, describe_disk_error, retry_disk
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.async_writer import AsyncWriter, SaveResult
-from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best, prune_best_dirs, referenced_best_steps, write_best_weights
+from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best, write_best_weights
 from runner.checkpoint.compatibility import diff_facts
 from runner.checkpoint.format import (
     CHECKPOINTS_DIR,
@@ -26,6 +26,7 @@ from runner.checkpoint.format import (
     safetensors_chunks,
     step_of,
 )
+from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints, save_freeing_space
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,14 +57,16 @@ class Messages(Protocol):
 
 
 @dataclass(frozen=True)
-class RetentionPolicy:
-    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best ones that the newest refer to."""
+class BestWeights:
+    """Weights of the best evaluation that are not on disk yet."""
 
-    keep_newest: int
-    keep_every: int
+    step: int
+    loss: float
+    weights: Mapping[str, Tensor]  # in host memory
 
-    def protects(self, step: int, best_steps: Collection[int]) -> bool:
-        return step in best_steps or (self.keep_every > 0 and step % self.keep_every == 0)
+    def write(self, checkpoints: Path) -> None:
+        size = sum(tensor.nbytes for tensor in self.weights.values())
+        write_best_weights(checkpoints, self.step, self.loss, partial(safetensors_chunks, self.weights), size)
 
 
 class CheckpointManager:
@@ -82,15 +85,26 @@ class CheckpointManager:
         """`update_metadata` writes fields of run.json; `broadcast_flag` returns rank 0's flag on every rank."""
         self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
         self.saved_step = 0  # the newest step handed to the writer
-        self._retention, self._max_failed_saves, self._messages, self._update_metadata = retention, max_failed_saves, messages, update_metadata
+        self.retention, self._max_failed_saves, self._messages, self._update_metadata = retention, max_failed_saves, messages, update_metadata
         self._is_rank_zero, self._broadcast_flag = is_rank_zero, broadcast_flag
+        self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
         self._writer = AsyncWriter()
+        self._writer_warnings: deque[str] = deque()  # filled by the writer thread
         self._failed_saves = 0  # consecutive
-        self._awaited_best: int | None = None  # step of the best evaluation, while its checkpoint is being written
+        self._weights_in_flight: Mapping[str, Tensor] = {}  # of the checkpoint that is being written
+        self._awaited_best: BestWeights | None = None  # of the checkpoint that is being written
+        self._unsaved_best: BestWeights | None = None  # could not be written; tried again with the next save
         self._stall = 0.0
+
+    def move_to(self, run_dir: Path) -> None:
+        """Follow a run directory that was moved."""
+        self.run_dir, self.dir = run_dir, run_dir / CHECKPOINTS_DIR
 
     def save_async(self, step: int, source: Stateful) -> None:
         """Copy the state to rank 0's host memory and hand it to the writer thread. A step that is saved already is skipped."""
+        if self._is_rank_zero:
+            self.check_run_dir()
+            self._submit_best(self._unsaved_best)
         if self._broadcast_flag(step == self.saved_step):
             return None
         started = time.perf_counter()
@@ -102,8 +116,8 @@ class CheckpointManager:
         if not self._is_rank_zero:
             return None
         files, size = checkpoint_files(tensors, state), sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        self._writer.submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size, self._retention))
-        self.saved_step = step
+        self._submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size))
+        self.saved_step, self._weights_in_flight = step, tensors["model"]
         self._stall += time.perf_counter() - started
 
     def save_best(self, step: int, loss: float, source: Stateful) -> None:
@@ -112,25 +126,34 @@ class CheckpointManager:
         The checkpoint of this step holds them where there is one; otherwise the weights alone are copied, and written in the background.
         """
         if self._broadcast_flag(step == self.saved_step):
-            self._awaited_best = step if self._is_rank_zero else None
-            self._point_to_awaited_best()
+            if self._is_rank_zero:
+                self._unsaved_best = None  # a former one: written again, it would be pointed to
+                self._awaited_best = BestWeights(step, loss, self._weights_in_flight)
+                self._point_to_awaited_best()
             return
         started = time.perf_counter()
         weights = _copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
         if not self._is_rank_zero:
             return
-        size = sum(tensor.nbytes for tensor in weights.values())
-        content = partial(safetensors_chunks, weights)
-        self._writer.submit(best_dirname(step), partial(write_best_weights, self.dir, step, loss, content, size, self._retention.keep_newest))
         self._awaited_best = None
+        self._submit_best(BestWeights(step, loss, weights))
         self._stall += time.perf_counter() - started
 
+    def _submit_best(self, best: BestWeights | None) -> None:
+        self._unsaved_best = best  # until it is reported as saved
+        if best is not None:
+            self._submit(best_dirname(best.step), partial(best.write, self.dir))
+
+    def _submit(self, name: str, write: Callable[[], None]) -> None:
+        self._writer.submit(name, partial(_save, self.dir, write, self.retention, self._writer_warnings.append))
+
     def save_blocking(self, step: int, source: Stateful) -> None:
-        """Save and wait until it is on disk; retry until it succeeds or TrainingError is raised."""
+        """Save and wait until it is on disk, with the best weights so far; retry until it succeeds or TrainingError is raised."""
         while True:
             self.save_async(step, source)
             self.wait_for_save()
-            if self._broadcast_flag(self.saved_step == step):
+            self._point_to_awaited_best()
+            if self._broadcast_flag(self.saved_step == step and self._unsaved_best is None and self._awaited_best is None):
                 return
 
     def report_finished(self) -> None:
@@ -159,6 +182,7 @@ class CheckpointManager:
         checkpoint, skipped = atomic_dir.newest_valid(self.dir)
         for name, reason in skipped:
             self._messages.warning(f"checkpoint {name} skipped: {reason}")
+            self._update_metadata(recovered=[f"checkpoint {name} skipped: {reason}"])
         if checkpoint is None:
             if skipped:
                 raise UserError(
@@ -170,6 +194,8 @@ class CheckpointManager:
             return False
         saved = read_state(checkpoint)
         self.saved_step = saved["progress"]["step"]
+        if self.saved_step != step_of(checkpoint.name):  # manifests of earlier versions do not name their folder
+            raise UserError(f"this is the checkpoint of step {self.saved_step}, renamed", str(checkpoint), f"rename it to {checkpoint_name(self.saved_step)}")
         if self.saved_step > total_steps:
             raise UserError(
                 f"the run is already at step {self.saved_step}", f"train.max_steps={total_steps}", f"give at least {self.saved_step}; a run cannot go back"
@@ -183,9 +209,8 @@ class CheckpointManager:
     def _forget_later_best(self, step: int, best_step: int | None) -> None:
         """Delete the best weights that were saved after the checkpoint of `step`, which is resumed from: metrics.jsonl is cut back, too."""
         if self._is_rank_zero and self.dir.is_dir():
-            discard_best_after(self.dir, step)
-            with suppress(OSError):
-                point_to_best(self.dir, best_step)
+            retry_disk(partial(discard_best_after, self.dir, step))
+            retry_disk(partial(point_to_best, self.dir, best_step))
 
     def _check_compatible(self, differences: Mapping[str, list[str]], checkpoint: Path) -> None:
         if differences["incompatible"]:
@@ -204,35 +229,47 @@ class CheckpointManager:
             self._update_metadata(changed=differences["changes_training"])
 
     def _handle_results(self, results: list[SaveResult]) -> None:
+        while self._writer_warnings:
+            self._messages.warning(self._writer_warnings.popleft())
         for result in results:
             step, is_checkpoint = step_of(result.name), result.name == checkpoint_name(step_of(result.name))
             if result.error is None:
                 self._failed_saves = 0
+                if is_checkpoint:
+                    self._weights_in_flight = {}
+                elif self._unsaved_best is not None and step == self._unsaved_best.step:
+                    self._unsaved_best = None
                 self._messages.info(f"saved {result.name} in {result.seconds:.2f} s")
                 self._update_metadata(degraded=None, **({"checkpoint": result.name, "step": step} if is_checkpoint else {}))
                 self._point_to_awaited_best()
             elif isinstance(result.error, OSError):
-                if not is_checkpoint or step == self._awaited_best:
-                    self._messages.warning(f"the weights of the best evaluation, step {step}, could not be saved")
+                if is_checkpoint and self._awaited_best is not None and step == self._awaited_best.step:
+                    self._unsaved_best, self._awaited_best = self._awaited_best, None
                 self._handle_failure(step, result.error, is_checkpoint)
             else:
                 raise result.error
 
     def _point_to_awaited_best(self) -> None:
         """Update the file `best`, for users, once the checkpoint that it names is on disk."""
-        with suppress(OSError):
-            if self._awaited_best is not None and point_to_best(self.dir, self._awaited_best):
+        if (best := self._awaited_best) is None:
+            return
+        try:
+            if retry_disk(partial(point_to_best, self.dir, best.step)):
                 self._awaited_best = None
+        except OSError as error:
+            self._handle_failure(best.step, error, is_checkpoint=False)
 
     def _handle_failure(self, step: int, error: OSError, is_checkpoint: bool = True) -> None:
         """Continue with the previous checkpoint after a write error, unless too many saves have failed."""
+        self.check_run_dir()
         self._failed_saves += 1
         if is_checkpoint:
             self.saved_step = 0
-        self._messages.warning(str(error))
-        self._update_metadata(degraded=f"step {step}: {error}")
+        reason = str(error) if isinstance(error, atomic_dir.SaveError) else f"step {step} was not saved: {describe_disk_error(error, self.run_dir)}"
+        self._messages.warning(reason)
+        self._update_metadata(degraded=f"step {step}: {reason}")
         if self._failed_saves >= self._max_failed_saves:
-            raise TrainingError(f"{self._failed_saves} consecutive saves failed, the last one with: {error}")
+            raise TrainingError(f"{self._failed_saves} consecutive saves failed (train.max_failed_saves), the last one with: {reason}")
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
@@ -243,15 +280,18 @@ def newest_checkpoint(run_dir: Path) -> Path:
     return checkpoint
 
 
-def _write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int, retention: RetentionPolicy) -> None:
-    """Runs on the writer thread. `latest` is updated, and older checkpoints are deleted, only once this one is on disk."""
-    make_dirs(checkpoints)
+def _save(checkpoints: Path, write: Callable[[], None], retention: RetentionPolicy, warn: Callable[[str], None]) -> None:
+    """Runs on the writer thread. Older checkpoints are deleted once the new one is on disk; before that, only if the disk is full."""
+    save_freeing_space(write, checkpoints, retention, warn)
+    try:
+        prune_checkpoints(checkpoints, retention)
+    except OSError as error:
+        warn(f"older checkpoints could not be deleted: {error}")
+
+
+def _write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int) -> None:
     atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
     atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
-    best_steps = referenced_best_steps(checkpoints, retention.keep_newest)
-    protected = {path.name for path in checkpoints.glob("step-*") if retention.protects(step_of(path.name), best_steps)}
-    atomic_dir.prune_dirs(checkpoints, retention.keep_newest, protected)
-    prune_best_dirs(checkpoints, best_steps)
 
 
 def _copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from runner.config.unread import check_typed_are_read
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch import preflight, torchrun
 from runner.launch.subprocesses import run_then_hard_exit
+from runner.recovery.recover import recover_run
 from runner.run_dir import resolve, resume
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.command import RunHydra, resume_sweep, start_sweep
@@ -111,7 +112,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
     from runner.launch.run import run
 
     extra, runtime = hydra_runtime.typed_settings(extra)
-    with RunMetadata.open(folder, resume=True) as metadata:
+    with RunMetadata.open(folder, resume=True, recover=recover_run) as metadata:
         plan = resume.plan_resume(folder, extra, has_started=metadata.attempt > 0)
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             resume.print_notes(plan)
@@ -123,6 +124,6 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             raise UserError(message, " ".join(extra), f"add train.max_steps=N with N > {step}, or start a new run with init_from={folder}")
         preflight.check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
-        with resume.persisting_overrides(plan) as config:
+        with metadata.reopened(), resume.persisting_overrides(plan) as config:
             loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
     print_safely(f"{folder}: completed, loss {loss:.4f}")

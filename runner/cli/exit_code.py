@@ -10,18 +10,23 @@ from contextlib import contextmanager
 
 from common import exit_codes
 from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
+from common.filesystem import DISK_ERRORS
+from runner.launch.signals import INTERRUPTED_MESSAGE
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
 
 @contextmanager
 def exiting_with_code() -> Iterator[None]:
-    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1.
+    """Turn an exception into its message on stderr and SystemExit with its code. A bug shows its traceback and exits with 1, Ctrl-C with 130.
 
     With HYDRA_FULL_ERROR=1 every exception shows its traceback.
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        print_safely(f"\n{INTERRUPTED_MESSAGE}", sys.stderr)
+        raise SystemExit(exit_codes.INTERRUPTED_BY_USER) from error
     except Exception as error:
         raise SystemExit(_report(error)) from error
 
@@ -35,6 +40,9 @@ def _report(error: Exception) -> int:
             return exit_codes.INTERRUPTED
         if isinstance(error, TrainingError):
             print_safely(f"error: {error}", sys.stderr)
+            return exit_codes.FAILED
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            print_safely(f"error: {error.filename or 'a file'} could not be written or read: {error.strerror}", sys.stderr)
             return exit_codes.FAILED
     print_safely("".join(traceback.format_exception(error)).rstrip("\n"), sys.stderr)
     return exit_codes.FAILED

@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, read_write
 
-from common.errors import print_note
+from common.errors import print_note, stripping_stdout
 from common.paths import CONF_DIR
 from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import register_configs, to_config, without_hydra
@@ -46,7 +46,7 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
         parser = get_args_parser()
         args = parser.parse_args(flags)
         args.overrides = typed
-        with translating_hydra_errors(typed):
+        with stripping_stdout(), translating_hydra_errors(typed):
             return _run_hydra(args=args, args_parser=parser, task_function=task, config_path=conf, config_name=config_name)
     try:
         # _run_hydra would compose a second time to learn hydra.mode, which --multirun alone decides here
@@ -107,4 +107,5 @@ def train_in_run_dir(cfg: DictConfig) -> float:
     searchpath = [override for override in hydra_config.overrides.hydra if key_of(override) == SEARCHPATH_KEY]
     with RunMetadata.opened(Path(hydra_config.runtime.output_dir)) as metadata:
         complete_hydra_dir(metadata.folder, cfg, [*searchpath, *hydra_config.overrides.task])
+        metadata.record_created()
         return run(to_config(cfg), metadata)

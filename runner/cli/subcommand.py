@@ -31,6 +31,7 @@ from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
+from runner.launch.signals import CtrlC
 from runner.run_dir.initial_weights import adopt_model, resolve_start
 from runner.run_dir.resolve import init_from_best_job
 from runner.tracking.progress import ignore_broken_pipe
@@ -38,15 +39,16 @@ from runner.tracking.progress import ignore_broken_pipe
 T = TypeVar("T")
 
 
-def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False) -> None:
+def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False, passes_overrides: bool = False) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
 
+    `passes_overrides`: with the checked overrides of train.py instead of their config.
     Exits with the code of common/exit_codes.py unless the action returns.
     """
     set_passive_omp_wait()
     ignore_broken_pipe()
     kinds = value_kinds(schema)
-    with exiting_with_code():
+    with exiting_with_code(), CtrlC():
         typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
         if has_flag(flags, "--help"):
             return print(help.subcommand_help(name, schema, with_train_config))
@@ -62,7 +64,8 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
             return action(to_schema(compose_command(name, own), schema, own))
         if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
             raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
-        action(to_schema(compose_command(name, own), schema, own), resolve_start(_compose_start(others)))
+        start = _compose_start(others)
+        action(to_schema(compose_command(name, own), schema, own), others if passes_overrides else resolve_start(start))
 
 
 def _compose_start(typed: list[str]) -> Config:

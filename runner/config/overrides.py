@@ -27,6 +27,8 @@ OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)  # key=value: no flag, no group@package, no interpolated key
+OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program
+RESOLVER = re.compile(r"\$\{[^}]*[:$]")  # ${oc.env:HOME}, ${oc.${x}:HOME}; ${train.max_steps} refers to a setting
 RENAMED_SETTINGS = {  # former key, or key=value, and what replaces it
     "stage.rows": "stage.data_format",
     "stage.after": "stage.init_from_stage",
@@ -64,13 +66,15 @@ def is_hydra_override(override: str) -> bool:
 
 
 def is_storable(override: str) -> bool:
-    """Return whether a file of a run or sweep may hold the override. A flag of the command line, for example, may execute a file."""
-    return STORED_OVERRIDE.fullmatch(override) is not None
+    """Return whether a file of a run or sweep may hold the override. A flag may execute a file, a resolver may read the environment."""
+    is_override = STORED_OVERRIDE.fullmatch(override) is not None
+    return is_override and (is_hydra_override(override) or RESOLVER.search(OWN_RESOLVER.sub("", override)) is None)
 
 
 def check_stored(stored: Iterable[str], path: Path) -> None:
     """Raise UserError unless all overrides read from `path` are storable: called by whatever reads them, before anything uses them."""
-    if refused := next((override for override in stored if not is_storable(override)), None):
+    refused = next((override for override in stored if not is_storable(override)), None)
+    if refused is not None:  # it may be empty
         fix = "remove the override from the file, and type it with resume= if you need it"
         raise UserError(f"{path.name} holds an override that it may not hold", f"{path}: {refused}", fix)
 

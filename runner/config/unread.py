@@ -32,6 +32,18 @@ RULES = (
         "add distributed=ddp or distributed=fsdp, or leave it out",
     ),
     Rule(
+        ("distributed.max_restarts",),
+        lambda config: config.train.supervise,
+        "train.supervise=true restarts by its own settings",
+        "e.g. supervise.max_restarts=3, or leave it out",
+    ),
+    Rule(
+        ("supervise.max_restarts", "supervise.delay", "supervise.hang_timeout", "supervise.halve_batch"),
+        lambda config: not config.train.supervise,
+        "train.supervise=false restarts nothing",
+        "add train.supervise=true, or leave it out",
+    ),
+    Rule(
         ("distributed.shard", "distributed.replicate", "distributed.reshard_after_forward", "distributed.cpu_offload"),
         lambda config: config.distributed.name != "fsdp",
         "only distributed=fsdp shares the weights between ranks",

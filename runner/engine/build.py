@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import StopRequested, UserError
+from common.errors import UserError
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
 from models.formats.load import load_into, load_weights
+from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
 from runner.checkpoint.environment import rank_differences
 from runner.checkpoint.format import read_newest_state
-from runner.checkpoint.manager import CheckpointManager, RetentionPolicy
+from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
@@ -30,6 +32,7 @@ from runner.engine.device.distributed import DistributedContext, init_distribute
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
+from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
@@ -41,24 +44,27 @@ from runner.tracking.logger import RunLogger
 def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callable[..., None], stop_requested: Callable[[], bool] = lambda: False) -> TrainState:
     """Build all parts of a run. `cfg.init_from` is a path or "scratch", `update_metadata` writes fields of run.json.
 
-    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()` while data is tokenized.
+    Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()` on some rank.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     if dist.device.type == "cpu":
         disable_malloc_trim()
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
+    cfg.model.check_memory()
     tokenizer = load_tokenizer(cfg, run_dir)
-    pipeline = load_data(cfg, tokenizer, dist, stop_requested)
+    stop = as_stop_requests(stop_requested)
+    pipeline = do_unless_stopped(dist, stop, "before the first step", partial(build_data_pipeline, cfg, tokenizer))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
     saved = read_newest_state(run_dir)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
 
-    model, objective, frozen = prepare_model(cfg, dist.device, load_initial_weights=saved is None)
-    compatibility = describe_run(
-        cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, data=pipeline.fingerprint, tokenizer=tokenizer.fingerprint, frozen=frozen
-    )
+    build = partial(prepare_model, cfg, dist.device, load_initial_weights=saved is None)
+    model, objective, frozen = do_unless_stopped(dist, stop, "before the first step", build)
+    fingerprints = {"data": pipeline.fingerprint, "tokenizer": tokenizer.fingerprint}
+    facts = partial(describe_run, cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, frozen=frozen, **fingerprints)
+    compatibility = do_unless_stopped(dist, stop, "before the first step", facts)
     distribute(cfg, dist, precision, (model, *objective.extra_models))
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
@@ -91,16 +97,6 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         update_metadata=update_metadata,
         compatibility=compatibility,
     )
-
-
-def load_data(cfg: Config, tokenizer: Tokenizer, dist: DistributedContext, stop_requested: Callable[[], bool]) -> DataPipeline:
-    """Tokenize the data. Raises StopRequested on every rank if some rank was stopped."""
-    pipeline = None
-    with suppress(StopRequested):
-        pipeline = build_data_pipeline(cfg, tokenizer, stop_requested)
-    if dist.any(pipeline is None) or pipeline is None:
-        raise StopRequested
-    return pipeline
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
@@ -143,9 +139,12 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
 
     A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
     """
+    source = Path(cfg.init_from) if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference) else None
+    if source:
+        check_size_of_weights(cfg.model, source)
     model = create_model(cfg.model)
-    if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora is not None or cfg.stage.needs_reference):
-        load_into(model, load_weights(Path(cfg.init_from), cfg.model.family), cfg.init_from)
+    if source:
+        load_into(model, load_weights(source, cfg.model.family), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 

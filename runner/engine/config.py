@@ -56,6 +56,7 @@ class TrainConfig:
     compile: str = field(metadata=CHANGES_ROUNDING)  # auto (if the run is long enough to gain from it), off, default, reduce-overhead or max-autotune
     activation_checkpointing: str = field(metadata=CHANGES_ROUNDING)  # recompute in the backward pass: none, selective (all but matmuls and attention) or full
     verify_resume: bool  # instead of training: check that a run that is stopped and resumed gives the same bits
+    supervise: bool  # train in a child process that is restarted from the newest checkpoint after a crash, a lack of memory or a hang
 
     def __post_init__(self) -> None:
         for key in ("batch_size", "accumulation_steps", "epochs", "log_every", "sample_tokens", "max_nonfinite_steps", "max_failed_saves"):
@@ -77,6 +78,23 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_choice("export.weights", self.weights, ("auto", "best", "last"))
+
+
+@dataclass
+class SuperviseConfig:
+    """Restarts of train.supervise=true."""
+
+    ON_RESUME = "ignored"
+
+    max_restarts: int  # restarts in a row without a newer checkpoint, at least 1; after that the fault counts as permanent
+    delay: float  # seconds before the first restart of a row; doubled with every further one, up to 300
+    hang_timeout: float  # minutes without a sign of life (a micro-batch, an evaluation batch) after which a process is ended; 0: never
+    halve_batch: bool  # after a lack of memory: half of train.batch_size and twice train.accumulation_steps, the same rows per step
+
+    def __post_init__(self) -> None:
+        check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)
+        for key in ("delay", "hang_timeout"):
+            check_at_least(f"supervise.{key}", getattr(self, key), 0, 5)
 
 
 @dataclass
@@ -106,6 +124,7 @@ class Config:
     tracker: TrackerConfig
     train: TrainConfig
     export: ExportConfig
+    supervise: SuperviseConfig
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
     device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda or cuda:<number>

@@ -6,12 +6,11 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import StopRequested, UserError
+from common.errors import UserError
 from data.config import DataConfig
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
@@ -41,8 +40,8 @@ class DataPipeline:
     evaluation: dict[str, Any] | None = None  # what identifies the rows of `val`, as JSON values; None without evaluation
 
 
-def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, stop_requested: Callable[[], bool] = lambda: False) -> DataPipeline:
-    """Raises UserError if a row, a file or their combination cannot be trained on, StopRequested between two chunks of rows."""
+def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
+    """Raises UserError if a row, a file or their combination cannot be trained on."""
     from data.batching.mixture import MixedRows, mix_sources
     from data.batching.validation import separate_validation
     from data.schemas.registry import missing_columns
@@ -52,8 +51,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer, stop_requested: Calla
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
-    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer, stop_requested) for source in group] for group in data_files.train]
-    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer, stop_requested) for source in data_files.validation]
+    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in data_files.train]
+    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in data_files.validation]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     files = [describe_source(part) for group in [*groups, held_out] for part in group]
     truncated = truncation_warning((part.store.stats for group in groups for part in group), cfg.data.max_length, cfg.model.max_position_embeddings)
@@ -115,21 +114,15 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
     )
 
 
-def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, stop_requested: Callable[[], bool]) -> WeightedSource:
+def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer) -> WeightedSource:
     """Return the file as token ids, from the cache if it was tokenized before."""
     from data.batching.mixture import WeightedSource
     from data.schemas.registry import schema_of_source
     from data.store.cache import load_or_build
 
     encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
-    with ProgressMeter(f"tokenizing {source.name}") as meter:
-
-        def progress(done: int, total: int, rows: int) -> None:
-            if stop_requested():
-                raise StopRequested
-            meter(done, total, rows)
-
-        store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress)
+    with ProgressMeter(f"tokenizing {source.name}") as progress:
+        store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout)
     check_row_stats(store.stats, source, data)
     return WeightedSource(source, store)
 
@@ -229,6 +222,7 @@ def build_loader(
         pad_id=tokenizer.pad_id,
         packed=cfg.data.packing == "best_fit",
         num_workers=cfg.data.num_workers,
+        worker_timeout=cfg.data.worker_timeout,
         rank=rank,
         world_size=world_size,
         pin_memory=pin_memory,

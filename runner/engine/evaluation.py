@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 
 import torch
 
 from common.errors import StopRequested
 from models.generate import generate
+from runner.engine.device.heartbeat import enter
 from runner.engine.objectives.objective import mask_dummy_batch
-from runner.engine.state import TrainState, finite_or_none
+from runner.engine.state import TrainState, announcing_failures, finite_or_none
 
 SAMPLE_SEED = 0x5A3D  # samples have a generator of their own, so that the run's random state does not change
 
@@ -24,12 +26,16 @@ def evaluate_if_due(state: TrainState) -> None:
         return
     means = evaluate_loss(state) if is_evaluation_due(state) else None
     samples = generate_samples(state) if train.sample_prompts and state.is_due(train.sample_every) else None
+    loss = None if means is None else finite_or_none(means["loss"])
+    is_best = loss is not None and (progress.best_loss is None or loss < progress.best_loss)
+    if loss is not None and is_best:
+        state.checkpoints.save_best(progress.step, loss, state)
+    # Nothing below raises: all of the evaluation is recorded, or nothing.
     if means is not None:
-        progress.eval_loss = finite_or_none(means["loss"])
+        progress.eval_loss = loss
         state.logger.log("eval", progress.step, loss_tokens=progress.loss_tokens, tokens=progress.tokens, **means)
-        if progress.eval_loss is not None and (progress.best_loss is None or progress.eval_loss < progress.best_loss):
-            progress.best_loss, progress.best_step, progress.evals_since_best = progress.eval_loss, progress.step, 0
-            state.checkpoints.save_best(progress.step, progress.best_loss, state)
+        if is_best:
+            progress.best_loss, progress.best_step, progress.evals_since_best = loss, progress.step, 0
         else:
             progress.evals_since_best += 1
     if samples is not None:
@@ -47,28 +53,60 @@ def is_evaluation_due(state: TrainState) -> bool:
 @torch.no_grad()
 def evaluate_loss(state: TrainState) -> dict[str, float]:
     """Return the means of the objective over the held-out rows, and its evaluation metrics."""
-    assert state.val_loader
-    state.model.eval()
-    count = 0
-    sums: dict[str, torch.Tensor] = {}
-    with closing(state.val_loader.iter_epoch(0)) as steps:
-        for batches in steps:
-            for batch in batches:
-                state.check_stop()
-                state.dist.arm_watchdog()
-                with state.precision.autocast():
-                    parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
-                count += state.objective.count(batch)
-                for name, part in parts.items():
-                    sums[name] = sums[name] + part.double() if name in sums else part.double()  # fetched once, at the end
+    with state.stop.working_on("after this evaluation batch, then saving"), ending_together(state):
+        count, sums = sum_losses(state)
+    state.check_stop()
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # the load-balancing loss of experts is a means of training
     return means | state.objective.eval_metrics(means)
 
 
+def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
+    """Return (items, sums of the objective) over this rank's share of the held-out rows."""
+    assert state.val_loader
+    state.model.eval()
+    count = 0
+    sums: dict[str, torch.Tensor] = {}
+    with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
+        for batches in announcing_failures(steps, state.check_stop):
+            for batch in batches:
+                state.check_stop()
+                enter("in an evaluation", state.progress.step)
+                state.dist.arm_watchdog()
+                with state.precision.autocast():
+                    parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
+                count += state.objective.count(batch)
+                for name, part in parts.items():
+                    sums[name] = sums[name] + part.double() if name in sums else part.double()  # fetched once, at the end
+    return count, sums
+
+
+@contextmanager
+def ending_together(state: TrainState) -> Iterator[None]:
+    """If the block fails on this rank, end all ranks at their next `check_stop`. Not under fsdp, where the others may wait in a forward pass."""
+    try:
+        yield
+    except Exception:
+        if not state.has_joined and not state.dist.sharded:
+            state.check_stop(has_failed=True)
+        raise
+
+
 def generate_samples(state: TrainState) -> list[dict[str, str]]:
     """Return the model's answers to train.sample_prompts, as a function of weights and step. Raises StopRequested on every rank if some rank is stopped."""
+    answers: list[list[int]] = []
+    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
+    autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
+    with state.stop.working_on("after this token, then saving"), ending_together(state), autocast, suppress(StopRequested):
+        enter("while it generates samples", state.progress.step)
+        answers = generate_answers(state)
+    state.check_stop()
+    return [{"prompt": prompt, "answer": state.tokenizer.decode(ids)} for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)]
+
+
+def generate_answers(state: TrainState) -> list[list[int]]:
+    """Return the token ids of the answers. Raises StopRequested before a token."""
     from data.tokenize.chat_template import ChatTemplate
 
     cfg, tokenizer = state.cfg, state.tokenizer
@@ -81,24 +119,19 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
         prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
 
     def check_stop_of_rank() -> None:
-        if state.stop_requested():
+        if state.stop():
             raise StopRequested
 
-    # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the end.
-    before_token = state.check_stop if state.dist.sharded else check_stop_of_rank
-    # Sharded weights are gathered in the dtype of the computation, so the inputs need it too.
-    with state.precision.autocast() if state.dist.sharded else nullcontext(), suppress(StopRequested):
-        answers = generate(
-            state.model,
-            prompts,
-            max_new_tokens=cfg.train.sample_tokens,
-            temperature=0.7,
-            top_k=0,
-            top_p=0.9,
-            repetition_penalty=1.0,
-            stop_ids=stop_ids,
-            generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
-            before_token=before_token,
-        )
-    state.check_stop()
-    return [{"prompt": prompt, "answer": tokenizer.decode(ids)} for prompt, ids in zip(cfg.train.sample_prompts, answers, strict=True)]
+    return generate(
+        state.model,
+        prompts,
+        max_new_tokens=cfg.train.sample_tokens,
+        temperature=0.7,
+        top_k=0,
+        top_p=0.9,
+        repetition_penalty=1.0,
+        stop_ids=stop_ids,
+        generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
+        # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the end.
+        before_token=state.check_stop if state.dist.sharded else check_stop_of_rank,
+    )

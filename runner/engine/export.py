@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from common.filesystem import sync_path, sync_tree
+from common.errors import TrainingError
+from common.filesystem import describe_disk_error, sync_path, sync_tree
 from data.tokenize.chat_template import ChatTemplate
 from models.formats import save
 from models.language_model import LanguageModel
 from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
+from runner.checkpoint.retention import save_freeing_space
 from runner.engine.build import build_model
 from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due
@@ -51,9 +56,23 @@ def choose_weights(state: TrainState) -> ExportedWeights:
 def export_model(state: TrainState, exported: ExportedWeights) -> None:
     """Write `model/` on rank 0: a Hugging Face folder, or a PEFT adapter folder under LoRA. It replaces the previous one only once it is on disk.
 
-    The run's last checkpoint must have been saved: sharded weights are read from it.
+    The run's last checkpoint must have been saved: sharded weights are read from it. Raises TrainingError if the disk refuses.
     """
     model = state.model if exported.source is None else _load_unsharded_model(state, exported.source)
+    try:
+        save_freeing_space(partial(_write_folder, state, model), state.checkpoints.dir, state.checkpoints.retention, state.logger.warning)
+    except OSError as error:
+        need = sum(tensor.nbytes for tensor in model.state_dict().values())
+        raise TrainingError(
+            f"model/ was not written: {describe_disk_error(error, state.run_dir, need)}; step {state.progress.step} is saved, and resume= writes model/"
+        ) from error
+    state.update_metadata(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
+    loss = "" if exported.loss is None else f", evaluation loss {exported.loss:.4f}"
+    state.logger.info(f"model/ has the {exported.weights} weights: step {exported.step}{loss}")
+
+
+def _write_folder(state: TrainState, model: LanguageModel) -> None:
+    """Write `model` to `model/` of the run. If that raises OSError, the previous folder is there as before."""
     target, new, old = (state.run_dir / name for name in ("model", ".tmp-model", ".del-model"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -64,13 +83,24 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
         save.save_model(new, model, state.cfg.model, state.tokenizer.folder, stop_ids)
     sync_tree(new)
     if target.exists():
-        target.rename(old)
-    new.rename(target)
+        _move_away(target, old)
+    try:
+        new.rename(target)
+    except OSError:
+        with suppress(OSError):
+            old.rename(target)
+        raise
     sync_path(state.run_dir)
     shutil.rmtree(old, ignore_errors=True)
-    state.update_metadata(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
-    loss = "" if exported.loss is None else f", evaluation loss {exported.loss:.4f}"
-    state.logger.info(f"model/ has the {exported.weights} weights: step {exported.step}{loss}")
+
+
+def _move_away(folder: Path, to: Path) -> None:
+    try:
+        folder.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # overlayfs does not rename a folder of a lower layer
+            raise
+        shutil.rmtree(folder)
 
 
 def _load_unsharded_model(state: TrainState, source: Path) -> LanguageModel:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+import traceback
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError
+from common.errors import DivergedError, Interrupted, StopRequested, TrainingError, UserError, resume_command
+from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
+from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, set_rng_state
+from runner.engine.device.stop import as_stop_requests
 from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
-from runner.engine.state import StepOutput, TrainState
+from runner.engine.state import StepOutput, TrainState, announcing_failures
 from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush
 from runner.tracking.data_report import data_table
 
@@ -26,28 +31,30 @@ if TYPE_CHECKING:
     from data.batching.batch import Batch
     from runner.engine.objectives.objective import LossSums
 
+STEP_TOTALS = 4  # numbers that the ranks sum first in a step: items, tokens with loss, tokens, examples
 DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
     """Train from the newest checkpoint to the last step, and export the model; return the loss of the exported weights, which a sweep compares.
 
-    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; TrainingError if training fails.
+    Raises Interrupted, after the last completed step is saved, if `stop_requested()` on some rank; StopRequested if there is no step to save yet;
+    TrainingError if training fails. Whatever is raised, the last completed step is saved first if that is possible (`save_before_failure`).
     """
-    state.stop_requested = stop_requested
+    state.stop = as_stop_requests(stop_requested)
     try:
         start_or_resume(state)
         try:
-            train_steps(state, lambda: state.dist.any(stop_requested()))
+            train_steps(state)
+            return finish(state)
         except StopRequested:
             save_and_interrupt(state)
-        return finish(state)
     except BaseException as error:
-        if state.dist.size == 1:  # fetching results needs all ranks, and others may have exited
-            with suppress(Exception):  # `error` is the one to report
-                flush_steps(state)
+        save_before_failure(state, error)
         if isinstance(error, DamagedStoreError):
             raise TrainingError(str(error).splitlines()[-1]) from error  # the other lines are the traceback of a data worker
+        if isinstance(error, UserError) and state.progress.step > state.first_step:  # exit code 2 means that nothing was trained
+            raise TrainingError(f"{error.message} ({error.setting}); {error.fix}") from error
         raise
     finally:
         state.dist.disarm_watchdog()
@@ -56,7 +63,9 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
 
 def start_or_resume(state: TrainState) -> None:
     """Load the newest checkpoint if there is one, and open the logs at the position that it names."""
-    state.checkpoints.load_newest(state, state.compatibility, run_rules(state.cfg), state.total_steps)
+    with state.stop.interrupting("before the first step") if state.dist.size == 1 else nullcontext():
+        state.checkpoints.load_newest(state, state.compatibility, run_rules(state.cfg), state.total_steps)
+    state.first_step = state.progress.step
     check_ranks_agree(state)
     if not state.finished and state.dist.is_rank_zero:
         shutil.rmtree(state.run_dir / "model", ignore_errors=True)  # an earlier, shorter run may have exported it
@@ -73,7 +82,7 @@ def start_or_resume(state: TrainState) -> None:
     if recovered:
         state.update_metadata(recovered=recovered)
     state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
-    for warning in state.pipeline.warnings:
+    for warning in (*state.pipeline.warnings, *weaker_promises()):
         state.logger.warning(warning)
 
 
@@ -91,38 +100,38 @@ def check_ranks_agree(state: TrainState) -> None:
             )
 
 
-def train_steps(state: TrainState, stop_requested: Callable[[], bool]) -> None:
+def train_steps(state: TrainState) -> None:
     """Run the remaining steps, and everything that is due between them."""
     cfg, progress, checkpoints = state.cfg, state.progress, state.checkpoints
     evaluate_if_due(state)  # a resumed run may have been stopped before the evaluation of its last step
     throughput = Throughput(state.dist.is_device_idle)
-    with closing(state.loader.iter_steps(progress.step, state.total_steps)) as steps:
-        for batches in throughput.timed(steps):
+    with state.stop.working_on("after this micro-batch, then saving"), closing(state.loader.iter_steps(progress.step, state.total_steps, state.stop)) as steps:
+        for batches in throughput.timed(announcing_failures(steps, partial(state.sum_or_end, [0.0] * STEP_TOTALS))):
             if state.finished:  # early stopping
                 break
             epoch = progress.step // state.loader.steps_per_epoch
             lr = lr_at(progress.step, state.total_steps, cfg.optimizer.lr, cfg.schedule)
-            throughput.count(step_with_retries(state, batches, lr, stop_requested).tokens)
+            throughput.count(step_with_retries(state, batches, lr).tokens)
             if state.is_due(cfg.train.log_every):
                 log_metrics(state, flush_steps(state)[-1], lr, epoch, throughput)
             elif should_flush(state):
                 flush_steps(state)
+            state.is_consistent = True
             checkpoints.report_finished()
-            if stop_requested():
-                save_and_interrupt(state)
+            state.check_stop()
             with throughput.paused():
                 if state.is_due(cfg.train.save_every):
                     checkpoints.save_async(progress.step, state)
                 evaluate_if_due(state)
 
 
-def step_with_retries(state: TrainState, batches: list[Batch], lr: float, stop_requested: Callable[[], bool]) -> StepOutput:
+def step_with_retries(state: TrainState, batches: list[Batch], lr: float) -> StepOutput:
     """Run one optimizer step, repeated with a smaller loss scale while fp16 overflows. Its results stay on the device."""
     progress = state.progress
     while state.precision.should_retry((output := train_step(state, batches, lr)).gradients):
         progress.overflows += 1
-        if stop_requested():
-            save_and_interrupt(state)  # the update was skipped, so the run is at the previous step
+        state.is_consistent = True  # the update was skipped, so the run is at the previous step
+        state.check_stop()
     progress.step += 1
     progress.examples += output.examples
     progress.loss_tokens += output.loss_tokens
@@ -135,26 +144,31 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     """Update the parameters once, with gradient accumulation. The loss is normalized over the step: the items of all micro-batches and ranks are counted first, then every loss is divided by that count.
 
     The host does not wait for the device, except with experts (their numbers of tokens determine shapes) and fp16.
-    Raises StopRequested between two micro-batches: the step is abandoned, and the random state is that of its start.
+    Raises StopRequested between two micro-batches. Whatever is raised before the update abandons the step: the random state is that of its start.
     """
     dist, objective, precision = state.dist, state.objective, state.precision
-    rng_at_start = get_rng_state() if len(batches) > 1 else {}
-    state.wrapped.train()
-    counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
-    items, loss_tokens, tokens, examples = map(int, dist.all_reduce_sum([sum(column) for column in zip(*counts, strict=True)]))
+    rng_at_start = get_rng_state()
     sums: LossSums = {}
-    for number, batch in enumerate(batches, start=1):
-        if number > 1 and dist.any(state.stop_requested()):
-            set_rng_state(rng_at_start)
-            raise StopRequested
-        dist.arm_watchdog()
-        with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
-            with precision.autocast():
-                parts = mask_dummy_batch(batch, objective.loss(state.wrapped, batch.to(dist.device)))
-            precision.backward(parts["loss"] / (items / dist.size))  # DDP and FSDP average gradients over ranks; the sum is needed
-        for name, part in parts.items():
-            sums[name] = sums[name] + part.detach() if name in sums else part.detach()
-    state.optimizers.set_lr(lr)
+    try:
+        state.wrapped.train()
+        counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
+        items, loss_tokens, tokens, examples = map(int, state.sum_or_end([sum(column) for column in zip(*counts, strict=True)]))
+        for number, batch in enumerate(batches, start=1):
+            if number > 1:
+                state.check_stop()
+            enter("in a training step", state.progress.step)
+            dist.arm_watchdog()
+            with dist.no_sync_until_last(state.wrapped, is_last=number == len(batches)):
+                with precision.autocast():
+                    parts = mask_dummy_batch(batch, objective.loss(state.wrapped, batch.to(dist.device)))
+                precision.backward(parts["loss"] / (items / dist.size))  # DDP and FSDP average gradients over ranks; the sum is needed
+            for name, part in parts.items():
+                sums[name] = sums[name] + part.detach() if name in sums else part.detach()
+        state.optimizers.set_lr(lr)
+    except BaseException:
+        set_rng_state(rng_at_start)
+        raise
+    state.is_consistent = False  # until the step is counted and logged
     gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
     names = [name for batch in batches for name in batch.names]
     return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, gradients)
@@ -185,6 +199,31 @@ def save_and_interrupt(state: TrainState) -> NoReturn:
     raise Interrupted(state.progress.step, state.run_dir)
 
 
+def save_before_failure(state: TrainState, error: BaseException) -> None:
+    """Save the last completed step before `error` ends the run, so that a fault costs the step in which it happens, not `train.save_every` steps.
+
+    Nothing is saved of a diverged run, if the error came while the optimizer updated the weights, and if one of several ranks failed at a place
+    where the others cannot know it: a checkpoint needs the random state of each. Weights that are not finite are refused by the writer.
+    """
+    with suppress(Exception):  # what went wrong here is a consequence of `error`, which is the one to report
+        state.follow_run_dir()
+        traceback.clear_frames(error.__traceback__)  # frees the tensors of the failed step: memory may be what is missing
+        can_save = state.dist.size == 1 or state.has_joined  # otherwise the others wait in a collective, or have exited
+        if can_save:
+            flush_steps(state)
+        step = state.progress.step
+        if isinstance(error, (DivergedError, Interrupted, StopRequested)) or step == state.first_step:
+            return
+        if not (can_save and state.is_consistent):
+            reason = "the update of the weights was not finished" if can_save else "the other ranks wait in the step"
+            return state.logger.warning(f"step {step} cannot be saved, {reason}: a resume continues from the newest checkpoint")
+        try:
+            state.checkpoints.save_blocking(step, state)
+        except Exception as failure:
+            return state.logger.warning(f"step {step} could not be saved, {failure}: a resume continues from the newest checkpoint")
+        state.logger.info(f"step {step} is saved; continue with: {resume_command(state.run_dir)}")
+
+
 def finish(state: TrainState) -> float:
     """Save the last checkpoint and export the model; return the evaluation loss of the exported weights, or the last training loss if there was no evaluation."""
     progress = state.progress
@@ -195,7 +234,8 @@ def finish(state: TrainState) -> float:
         raise DivergedError(f"diverged: the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}; use a smaller optimizer.lr")
     exported = choose_weights(state)
     if state.dist.is_rank_zero:
-        export_model(state, exported)
+        with state.stop.interrupting("the export, the run is saved"):
+            export_model(state, exported)
     if state.stopped_early:
         state.logger.info(
             f"stopped early: no better evaluation in the last {state.cfg.train.patience} (best {progress.best_loss:.4f} at step {progress.best_step})"

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from common.errors import StopRequested, UserError
+from common.errors import PeerLostError, StopRequested, UserError
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.distributed import DistributedContext
+from runner.engine.device.heartbeat import enter
 from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
+from runner.engine.device.stop import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
 from runner.tracking.log_recovery import LogProof
 from runner.tracking.logger import RunLogger
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from models.language_model import LanguageModel
     from runner.checkpoint.manager import CheckpointManager
     from runner.engine.objectives.objective import LossSums, Objective
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -91,14 +95,30 @@ class TrainState:
     pending_steps: list[StepOutput] = field(default_factory=list)  # the newest steps, whose losses are still on the device
     log_position: dict[str, int] | None = None  # bytes of each log at the checkpoint that was loaded
     log_proof: LogProof | None = None  # what that checkpoint knows of the logs
+    follow_run_dir: Callable[[], None] = lambda: None  # lets the last save of a run whose directory was moved go to where it is now
     run_record: Callable[[], dict[str, Any]] = dict  # the field `run` of state.json: what the run directory is restored from
     tracker_id: str | None = None
-    stop_requested: Callable[[], bool] = lambda: False  # whether a stop signal has reached this rank
+    stop: StopRequests = field(default_factory=StopRequests)  # of this rank
+    first_step: int = 0  # steps that were done when this attempt began
+    is_consistent: bool = True  # weights, optimizer state, counters and logs are those after the same step: it can be saved
+    has_joined: bool = False  # a rank failed or was stopped, and all ranks have left their loops at the same place
 
-    def check_stop(self) -> None:
-        """Raise StopRequested if some rank has received a stop signal. Every rank must call it."""
-        if self.dist.any(self.stop_requested()):
+    def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
+        """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see `sum_or_end`."""
+        self.sum_or_end([], has_stopped, has_failed)
+
+    def sum_or_end(self, numbers: Sequence[float], has_stopped: bool = False, has_failed: bool = False) -> list[float]:
+        """Return the sum over all ranks of each number. Raises StopRequested if some rank has received a stop signal.
+
+        `has_failed`: this rank cannot go on and will raise the error; the others raise PeerLostError.
+        """
+        *sums, stopped, failed = self.dist.all_reduce_sum([*numbers, has_stopped or self.stop(), has_failed])
+        self.has_joined = bool(stopped or failed)
+        if failed and not has_failed:
+            raise PeerLostError("another rank cannot go on; its log has the cause")
+        if stopped and not has_failed:
             raise StopRequested
+        return sums
 
     @property
     def total_steps(self) -> int:
@@ -150,7 +170,7 @@ class TrainState:
         else:  # the checkpoint was saved by fewer ranks
             rng.seed_all((self.cfg.seed + rank + self.progress.step * self.dist.size) % 2**32)
         self.log_position, self.tracker_id = saved["log"], saved["tracker_id"]
-        self.log_proof = LogProof(self.progress.step, self.progress.recent_losses, saved.get("log_sha256", {}))
+        self.log_proof = LogProof.of_state(saved)
 
     def best_step_so_far(self) -> int | None:
         """Return the step of the best evaluation on the rows that the run is evaluated on now."""
@@ -161,6 +181,7 @@ class TrainState:
 
         Every rank must call each function, in this order: under fsdp it gathers the shards.
         """
+        enter("in a save")
         self.dist.reshard(self.model)  # after a forward pass without a backward pass a layer may still be gathered, and rounded
         files = {"model": trainable_parameters(self.model), "optimizer": self.optimizers.state_dict()}
         return {file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()} for file, tensors in files.items()}
@@ -169,6 +190,22 @@ class TrainState:
         """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of another shape."""
         load_strict(trainable_parameters(self.model), files["model"], source)
         self.optimizers.load_state_dict(files["optimizer"])
+
+
+def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], object]) -> Iterator[T]:
+    """Yield what a loader of this rank yields. Before an error of it is raised, call `announce(has_stopped, has_failed)`, which takes part in the
+    collective in which the other ranks wait for this one's batch."""
+    while True:
+        enter("while it waits for data")
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except BaseException as error:
+            is_stop = isinstance(error, StopRequested)
+            announce(is_stop, not is_stop)
+            raise
+        yield batch
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -14,23 +14,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from common.errors import AlreadyReported, Interrupted, Outcome, TrainingError, print_safely
 from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST, USER_ERROR
 from common.filesystem import make_dirs, remove_quietly, temp_name, write_new_file
 from common.paths import REPO_ROOT
+from data.background import describe_state
 from runner.config.hydra_runtime import rank_environment
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
+from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged
+from runner.supervise.liveness import Liveness
+from runner.supervise.supervisor import Supervisor
 
 FAILURE_GRACE = 20.0  # seconds for the other ranks to exit after a failure
 HANG_GRACE = 5.0  # the same after a timeout of a collective
+STACKS_GRACE = 2.0  # seconds for a rank that hangs to write its stacks
+KILL_SECONDS = 10.0  # for a killed rank to be gone
 FORCED_STOP_GRACE = 1.0  # the same after a second stop signal
+REFUSED_RESTART = "a restart was refused, the settings or the data have changed meanwhile: see the message above"
 
 
 def count_local_ranks(config: Config) -> int:
@@ -47,27 +54,32 @@ def count_local_ranks(config: Config) -> int:
 
 
 def train_on_ranks(config: Config, metadata: RunMetadata, count: int) -> float:
-    """Train in `count` processes, restarted from the newest checkpoint up to distributed.max_restarts times; return the final loss."""
+    """Train in `count` processes, restarted from the newest checkpoint as the supervisor decides; return the final loss."""
     metadata.allow_ranks()
-    with SignalForwarder() as forwarder, _config_file(config, metadata.folder) as config_file:
-        for restart in range(config.distributed.max_restarts + 1):
-            group = RankGroup(metadata.folder, metadata.attempt, count)
+    supervisor = Supervisor(config, metadata)
+    with SignalForwarder() as forwarder:
+        while True:
+            group = RankGroup(metadata.folder, metadata.attempt, count, supervisor.watch(count))
             try:
-                group.start(config_file)
-                metadata.set_rank_pids([process.pid for process in group.processes])
-                forwarder.forward_to(group.processes)
-                failed = group.watch(forwarder)
+                with _config_file(supervisor.config, metadata.folder) as config_file:
+                    group.start(config_file)
+                    metadata.set_rank_pids([process.pid for process in group.processes])
+                    forwarder.forward_to(group.processes)
+                    failed = group.watch(forwarder)
+                metadata.reread()
+                if failed is None:
+                    return _final_loss(group, metadata)
+                code, stacks = group.exit_codes()[failed] or 0, group.stacks(failed)
+                error = _failure_of(group, failed, metadata, config)
+            except AlreadyReported as refusal:
+                if not supervisor.restarts:
+                    raise
+                metadata.finish(Outcome.FAILED, REFUSED_RESTART)  # unlike a launch that is refused, this one has trained
+                raise TrainingError(REFUSED_RESTART) from refusal
             finally:
                 group.kill()
-            metadata.reread()
-            if failed is None:
-                return _final_loss(group, metadata)
-            error = _failure_of(group, failed, metadata, config.distributed.timeout)
-            if restart == config.distributed.max_restarts or forwarder.is_stopping() or has_diverged(metadata.fields):
-                raise error
-            print_safely(f"{error}; restart {restart + 1} of {config.distributed.max_restarts} from the last checkpoint", sys.stderr)
+            supervisor.handle(supervisor.describe(code, failed, error, group.hanging == failed), stacks, forwarder.is_stopping)
             metadata.mark_running()
-    raise AssertionError("the last restart returns or raises")
 
 
 @contextmanager
@@ -84,8 +96,11 @@ def _config_file(config: Config, folder: Path) -> Iterator[Path]:
 class RankGroup:
     """The rank processes of one attempt."""
 
-    def __init__(self, folder: Path, attempt: int, count: int) -> None:
+    def __init__(self, folder: Path, attempt: int, count: int, liveness: Liveness | None = None) -> None:
         self.folder, self.count = folder, count
+        self.hanging: int | None = None  # the rank that has given no sign of life, or that a collective waited for
+        self.hang = ""  # what is known of it
+        self._liveness = liveness
         self.processes: list[subprocess.Popen] = []
         self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
         self._rendezvous_file = folder / temp_name("tmp", "rendezvous")
@@ -109,8 +124,9 @@ class RankGroup:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self.count),
                 RENDEZVOUS_ENV: f"file://{self._rendezvous_file}",
-                "OMP_NUM_THREADS": threads_per_rank(self.count),
             }
+            | ({"OMP_NUM_THREADS": threads_per_rank(self.count)} if self.count > 1 else {})  # one rank computes as a process without a launcher does
+            | (self._liveness.environment(rank) if self._liveness else {})
         )
         program = [str(REPO_ROOT / "runner" / "launch" / "worker.py"), str(config_file), str(os.getpid())]
         if rank == 0:
@@ -121,21 +137,55 @@ class RankGroup:
     def watch(self, forwarder: SignalForwarder) -> int | None:
         """Wait until every rank has exited; return the rank that failed first, or None."""
         failed, deadline, was_killed = None, float("inf"), False
-        while running := [process for process in self.processes if process.poll() is None]:
+        while running := self._running():
             previous, failed = failed, self._first_failure(failed)
             if previous is None and failed is not None:
                 deadline = time.monotonic() + (HANG_GRACE if any(log.stacks() for log in self.logs) else FAILURE_GRACE)
                 for process in running:
                     process.send_signal(signal.SIGTERM)
+            if self._liveness and failed is None and (failed := self._liveness.hanging_rank(self.processes)) is not None:
+                self.hanging, deadline = failed, time.monotonic() + HANG_GRACE
+                self.hang = self._describe_hang(failed)
+                self._liveness.request_stacks(running)
+            if deadline == float("inf") and INTERRUPTED in self.exit_codes() and not self._have_begun(running):
+                deadline = time.monotonic() + FAILURE_GRACE  # some were stopped before they had met the others
             if forwarder.is_forced():
                 deadline = min(deadline, time.monotonic() + FORCED_STOP_GRACE)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and self.hanging is None and failed is not None and self.processes[failed].returncode == PEER_LOST:
+                # The ranks that waited have ended, with an error of their collective. This one has not: it is the one they waited for.
+                self.hanging = failed = self._last_in(running)
+                self.hang, deadline = self._describe_hang(failed), time.monotonic() + STACKS_GRACE
+                if self._liveness:
+                    self._liveness.request_stacks([self.processes[failed]])
+            elif time.monotonic() > deadline:
                 was_killed = True
-                self.kill()
+                self._kill_running()
             time.sleep(subprocesses.POLL_SECONDS)
         if forwarder.is_forced() and self._first_failure(None) is not None:
             os._exit(128 + forwarder.last)  # as a single process exits on a second signal; the last checkpoint is intact
         return failed if was_killed else self._first_failure(failed)
+
+    def _have_begun(self, running: list[subprocess.Popen]) -> bool:
+        """Return whether one of the running ranks has taken part in a step or evaluation."""
+        signs = self._liveness.signs() if self._liveness else []
+        return any(sign.activity for sign, process in zip(signs, self.processes, strict=False) if process in running)
+
+    def _running(self) -> list[subprocess.Popen]:
+        return [process for process in self.processes if process.poll() is None]
+
+    def _last_in(self, running: list[subprocess.Popen]) -> int:
+        """Return which of the running ranks has made the least progress."""
+        ranks = [rank for rank, process in enumerate(self.processes) if process in running]
+        signs = self._liveness.signs() if self._liveness else []
+        return min(ranks, key=lambda rank: signs[rank][:2]) if signs else ranks[0]
+
+    def _describe_hang(self, rank: int) -> str:
+        """Return what a rank that hangs did last, and what the kernel says of its process."""
+        pid = self.processes[rank].pid
+        sign = self._liveness.signs()[rank] if self._liveness else Sign(0, 0.0, 0, "")
+        where = f" {sign.activity}, after step {sign.step}" if sign.activity else " before its first step"
+        since = f" for {time.monotonic() - sign.time:.0f} s" if sign.time else ""
+        return f"hangs{where} (pid {pid}, no progress{since}{describe_state(pid)})"
 
     def _first_failure(self, known: int | None) -> int | None:
         """Return the rank to blame. `known` stays unless it only lost a peer: then the rank that caused it may exit later.
@@ -145,7 +195,8 @@ class RankGroup:
         codes = self.exit_codes()
         if known is not None and codes[known] != PEER_LOST:
             return known
-        failures = [(rank, code) for rank, code in enumerate(codes) if code not in (None, OK, INTERRUPTED)]
+        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if INTERRUPTED in codes else []))  # a rank that was stopped is lost to the others
+        failures = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in no_failures]
         return min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if failures else None
 
     def exit_codes(self) -> list[int | None]:
@@ -153,12 +204,21 @@ class RankGroup:
         return [process.returncode for process in self.processes]
 
     def kill(self) -> None:
-        """Kill the ranks that are left, with their data workers."""
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        """Kill the ranks that are left, with their data workers, and remove temporary files."""
+        self._kill_running()
         remove_quietly(self._rendezvous_file)
+        if self._liveness:
+            self._liveness.close()
+
+    def _kill_running(self) -> None:
+        for process in self._running():
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # only while it waits in the kernel for a disk
+                process.wait(KILL_SECONDS)
+
+    def stacks(self, rank: int) -> list[str]:
+        """Return the stacks that a rank has written when it crashed or hung."""
+        return self._liveness.stacks(rank) if self._liveness else []
 
 
 def threads_per_rank(count: int) -> str:
@@ -172,6 +232,8 @@ def threads_per_rank(count: int) -> str:
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     """Return the loss of ranks that all exited without failure."""
     if INTERRUPTED in group.exit_codes():
+        if metadata.fields["status"] == "running":  # stopped before the ranks had met
+            metadata.finish(Outcome.INTERRUPTED)
         raise Interrupted(metadata.fields["step"], metadata.folder)
     if metadata.fields["status"] != "completed":
         raise TrainingError("the ranks exited without recording an outcome")
@@ -179,7 +241,7 @@ def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:
     return 0.0 if loss is None else float(loss)
 
 
-def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, timeout: float) -> TrainingError:
+def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Config) -> TrainingError:
     """Return the error for run.json and print what the ranks wrote about it. Raises AlreadyReported for a user error, which a rank has printed."""
     codes = group.exit_codes()
     hanging = [log.rank for log in group.logs if log.stacks()]
@@ -191,10 +253,19 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, timeout: fl
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
     causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]
-    if set(codes) != {FAILED} or len({*causes}) > 1:  # otherwise all ranks failed alike, and none is named
+    for line in group.stacks(first):
+        print_safely(line, sys.stderr)
+    if group.hanging == first:
+        timeout = f"{config.supervise.hang_timeout:g} minutes (supervise.hang_timeout)"
+        error = f"no sign of life for {timeout}, the stacks are printed above: it {group.hang}"
+        if PEER_LOST in codes:  # not found by the supervisor
+            lost = codes.index(PEER_LOST)
+            waited = f"waited for {config.distributed.timeout:g} minutes (distributed.timeout)" if "imed out" in causes[lost] else f"says: {causes[lost]}"
+            error = f"{group.hang}, the stacks are printed above; rank {lost} {waited}"
+    if group.count > 1 and (set(codes) != {FAILED} or len({*causes}) > 1):  # otherwise all ranks failed alike, and none is named
         error = f"rank {first}: {error}"
-        if hanging and "imed out" in error:
-            error = f"no step for {timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
+        if group.hanging is None and hanging and "imed out" in error:
+            error = f"no step for {config.distributed.timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
         elif first:
             rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
     metadata.finish(Outcome.DIVERGED if has_diverged(metadata.fields) else Outcome.FAILED, error)

@@ -12,10 +12,14 @@ from data.sources.splits import resolve_data_files
 from runner.engine.config import Config
 from runner.launch import torchrun
 
+TORCHRUN_RESTARTS = "torchrun --max-restarts=3 restarts them after the loss of a rank or node; leave train.supervise out"
+
 
 def check_inputs(config: Config) -> None:
     """Raise UserError if the config does not fit the processes that torchrun has started, needs a tracker that is not installed, or names a missing file."""
     torchrun.check_world(config.distributed)
+    if config.train.supervise and torchrun.under_torchrun():
+        raise UserError("train.supervise=true starts the ranks itself, and torchrun has started them", "train.supervise=true", TORCHRUN_RESTARTS)
     config.tracker.check_installed()
     check_data(config.data, config.stage.data_format)
 

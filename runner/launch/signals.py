@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the training loop reads between batches, or are forwarded to the ranks."""
+"""Stop requests: SIGTERM, SIGINT, SIGUSR1 and SIGHUP set a flag that the engine reads between batches, or are forwarded to the ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
+from common.errors import StopRequested
+from common.exit_codes import INTERRUPTED_BY_USER
+from runner.engine.device.heartbeat import beat
+from runner.engine.device.stop import StopRequests
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
-
-
 STDERR = 2
+C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
+INTERRUPTED_MESSAGE = "interrupted"
+END = 0  # in place of a signal: the end of a _SignalWatcher
 
 
 def handled_signals() -> list[signal.Signals]:
@@ -23,10 +30,10 @@ def handled_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
-def _announce(number: int) -> None:
+def _acknowledge(number: int, pending_work: str) -> None:
     """Acknowledge a stop request on stderr, past its buffer: the signal may have interrupted a write to it."""
     with suppress(OSError):  # e.g. the terminal was closed
-        os.write(STDERR, f"\n{signal.Signals(number).name}: stopping after this batch, then saving; again to stop now\n".encode())
+        os.write(STDERR, f"\n{signal.Signals(number).name}: stopping {pending_work}; again to stop now\n".encode())
 
 
 class _SignalHandler:
@@ -49,28 +56,133 @@ class _SignalHandler:
         raise NotImplementedError
 
 
-class StopFlag(_SignalHandler):
+class _SignalWatcher:
+    """A thread that receives stop signals while the main thread is in C code, where Python runs no handler: a compilation, a long backward pass."""
+
+    def __init__(self, receive: Callable[[int], None]) -> None:
+        """`receive(number)` is called in the thread."""
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # as set_wakeup_fd wants it
+        self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._is_open = True
+        os.register_at_fork(after_in_child=self._detach)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a signal goes to the main thread, whose system calls it interrupts
+        try:
+            self._thread = threading.Thread(target=self._run, args=(receive,), name="signal watcher", daemon=True)
+            self._thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _run(self, receive: Callable[[int], None]) -> None:
+        while (number := os.read(self._reader, 1)[0]) != END:
+            if number in STOP_SIGNALS:  # others have handlers, too, e.g. SIGCHLD
+                receive(number)
+
+    def _detach(self) -> None:
+        """In a forked data worker: its signals are not those of the run."""
+        if self._is_open:
+            signal.set_wakeup_fd(-1)
+
+    def close(self) -> None:
+        self._is_open = False
+        signal.set_wakeup_fd(self._previous)
+        os.write(self._writer, bytes([END]))
+        self._thread.join()
+        for end in (self._reader, self._writer):
+            os.close(end)
+
+
+class StopFlag(_SignalHandler, StopRequests):
     """`with StopFlag() as stop:` then `stop()` is true once a stop signal has arrived. A second signal ends the process at once, without saving.
 
-    `announces`: the first signal is acknowledged on stderr.
+    `announces`: the first signal is acknowledged on stderr, with what it waits for.
     """
 
     def __init__(self, announces: bool = False) -> None:
-        super().__init__()
+        _SignalHandler.__init__(self)
+        StopRequests.__init__(self)
         self._announces = announces
         self.signal: signal.Signals | None = None
-        self._time = 0.0
+        self._time = 0.0  # of the first signal
+        self._interrupts = False
+        self._watcher: _SignalWatcher | None = None
 
     def __call__(self) -> bool:
+        beat()
         return self.signal is not None
 
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._watcher = _SignalWatcher(self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    @contextmanager
+    def interrupting(self, pending_work: str) -> Iterator[None]:
+        with super().interrupting(pending_work):
+            self._interrupts = True
+            try:
+                yield
+            finally:
+                self._interrupts = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread, as soon as it executes Python code. The watcher counts the signals."""
         if self.signal is None:
-            self.signal, self._time = signal.Signals(number), time.monotonic()
+            self.signal = signal.Signals(number)
+        if self._interrupts:
+            self._interrupts = False
+            raise StopRequested
+
+    def _receive(self, number: int) -> None:
+        """Runs in the watcher thread, within milliseconds."""
+        now = time.monotonic()
+        if not self._time:
+            self._time = now
+            self.signal = self.signal or signal.Signals(number)
             if self._announces:
-                _announce(number)
-        elif time.monotonic() - self._time > DUPLICATE_SIGNAL_WINDOW:
+                _acknowledge(number, self.pending_work)
+        elif now - self._time > DUPLICATE_SIGNAL_WINDOW:
             os._exit(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
+
+
+class CtrlC(_SignalHandler):
+    """`with CtrlC():` for a command that saves nothing: Ctrl-C raises KeyboardInterrupt, and where the main thread does not leave C code, e.g. that
+    of the training of a tokenizer, it ends the process after a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handled = 0.0  # when the main thread last ran the handler
+        self._watcher: _SignalWatcher | None = None
+
+    def __enter__(self) -> Self:
+        self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._handle)
+        self._watcher = _SignalWatcher(self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled = time.monotonic()
+        raise KeyboardInterrupt
+
+    def _receive(self, number: int) -> None:
+        """Runs in the watcher thread."""
+        arrived = time.monotonic() - DUPLICATE_SIGNAL_WINDOW
+        deadline = arrived + C_CODE_SECONDS
+        while self._handled < arrived and number == signal.SIGINT:
+            if time.monotonic() > deadline:
+                with suppress(OSError):
+                    os.write(STDERR, f"\n{INTERRUPTED_MESSAGE}\n".encode())
+                os._exit(INTERRUPTED_BY_USER)
+            time.sleep(0.05)
 
 
 class SignalForwarder(_SignalHandler):
@@ -102,7 +214,7 @@ class SignalForwarder(_SignalHandler):
         self._times.append(now)
         self.last = number
         if len(self._times) == 1:
-            _announce(number)
+            _acknowledge(number, "after this micro-batch, then saving")
         self._send(number)
 
     def _send(self, number: int) -> None:

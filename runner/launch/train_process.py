@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from common import exit_codes
-from common.errors import Interrupted, Outcome, StopRequested, TrainingError, UserError, print_safely, report_user_error
+from common.errors import Interrupted, Outcome, PeerLostError, StopRequested, TrainingError, UserError, print_safely, report_user_error
+from common.filesystem import DISK_ERRORS, describe_disk_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.engine.config import Config
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
+from runner.recovery.run_record import record_run_dir
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
@@ -26,13 +29,9 @@ from runner.tracking.next_commands import next_commands
 PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
 
 
-class PeerLostError(TrainingError):
-    """Another rank died; its log has the cause."""
-
-
 def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a sweep compares."""
-    return _verify_resume(config, metadata) if config.train.verify_resume else _train(config, metadata, stop)
+    return _verify_resume(config, metadata, stop) if config.train.verify_resume else _train(config, metadata, stop)
 
 
 def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:
@@ -70,24 +69,29 @@ def _report_failure(error: str, metadata: RunMetadata, outcome: Outcome = Outcom
 
 
 def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
-    from runner.engine.build import build_run
-    from runner.engine.loop import train
-
     git = GitReader() if metadata.is_writer else None
     try:
-        with _peer_errors(config):
+        with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():  # other ranks would wait for this one
+            from runner.engine.build import build_run
+            from runner.engine.loop import train
+        with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
     except StopRequested:
-        metadata.finish(Outcome.INTERRUPTED)
-        raise Interrupted(metadata.fields["step"], metadata.folder) from None
+        raise _interrupted_at_start(metadata) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
+    state.run_record = record_run_dir(metadata)
+    state.checkpoints.check_run_dir = state.logger.check_run_dir = metadata.check_owned
+    state.follow_run_dir = partial(_follow_run_dir, state, metadata)
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
-        with _peer_errors(config):
+        with _peer_errors(config), _disk_errors(metadata.folder):
             loss = train(state, stop)
+            state.logger.flush()
     except UserError:
         raise
+    except StopRequested:
+        raise _interrupted_at_start(metadata) from None
     except (Interrupted, TrainingError) as error:
         _record_end(state, metadata, error.outcome, None if isinstance(error, Interrupted) else str(error))
         raise
@@ -96,6 +100,12 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         raise
     _record_end(state, metadata, Outcome.COMPLETED)
     return loss
+
+
+def _interrupted_at_start(metadata: RunMetadata) -> Interrupted:
+    """Record a stop request that came before the first step of this attempt; return the exception to raise."""
+    metadata.finish(Outcome.INTERRUPTED)
+    return Interrupted(metadata.fields["step"], metadata.folder)
 
 
 def _record_attempt(state: TrainState, metadata: RunMetadata, git: GitReader) -> None:
@@ -122,6 +132,25 @@ def _peer_errors(config: Config) -> Iterator[None]:
         raise PeerLostError(f"another rank does not answer ({text}); logs/rank<k>.log may have the cause") from error
 
 
+def _follow_run_dir(state: TrainState, metadata: RunMetadata) -> None:
+    """Let the last save and record of a run whose directory was moved go to where it is now."""
+    if folder := metadata.follow_move():
+        state.run_dir = folder
+        state.checkpoints.move_to(folder)
+        state.logger.move_to(folder)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise TrainingError for errors of the disk that no retry has mended."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise TrainingError(f"{error.filename or 'a file'} could not be written or read: {describe_disk_error(error, folder)}") from error
+
+
 def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, error: str | None = None) -> None:
     """Write how training ended to the console, the trackers and run.json."""
     progress = state.progress
@@ -135,7 +164,7 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
         Outcome.FAILED if outcome == Outcome.DIVERGED else outcome,
         {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {}),
     )
-    counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens}
+    counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}  # 0: nothing was loaded
     metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
     if outcome == Outcome.COMPLETED and not is_sweep_dir(state.run_dir.parent):
         with suppress(OSError):  # e.g. the current directory was deleted; the run is complete
@@ -150,12 +179,15 @@ def _next_commands(state: TrainState) -> str:
     )
 
 
-def _verify_resume(config: Config, metadata: RunMetadata) -> float:
-    """Run the proof of train.verify_resume instead of a training."""
-    from runner.engine.verify_resume import verify_resume
+def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
+    """Run the proof of train.verify_resume instead of a training. A stop request ends it wherever it is."""
+    try:
+        with stop.interrupting("the verification"), _peer_errors(config):
+            from runner.engine.verify_resume import verify_resume
 
-    with _peer_errors(config):
-        differences = verify_resume(config, metadata.folder)
+            differences = verify_resume(config, metadata.folder)
+    except StopRequested:
+        raise _interrupted_at_start(metadata) from None
     if differences:
         raise TrainingError("a stopped and resumed run differs from an uninterrupted one: " + "; ".join(differences))
     print("verified: a run that is stopped half way and resumed is bitwise equal to an uninterrupted run")

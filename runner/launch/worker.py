@@ -12,14 +12,17 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+from common.exit_codes import INTERRUPTED
 from common.filesystem import read_bounded
 from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
+from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.lock import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
+from runner.supervise.liveness import write_stacks_at_a_crash
 from runner.tracking.progress import ignore_broken_pipe
 
 PARENT_POLL_SECONDS = 0.2
@@ -27,6 +30,8 @@ PARENT_POLL_SECONDS = 0.2
 
 def main(config_file: Path, parent: int) -> int:
     ignore_broken_pipe()
+    write_stacks_at_a_crash()
+    start_heartbeat()
     for number in handled_signals():
         signal.signal(number, _ignore_signal)  # StopFlag restores it: a signal during shutdown does not change the exit code
     with StopFlag() as stop:
@@ -37,11 +42,13 @@ def main(config_file: Path, parent: int) -> int:
 def _ignore_signal(number: int, frame: FrameType | None) -> None: ...
 
 
-def _exit_if_orphaned(parent: int) -> None:
-    """Exit if the launcher dies while this rank waits for the others: it may not have started them, and the wait hears no signal."""
+def _exit_while_ranks_meet(parent: int, stop: StopFlag) -> None:
+    """Exit if the launcher dies, or if a stop is requested, while this rank waits for the others: the wait hears no signal, and there is nothing to save."""
     while not RENDEZVOUS_DONE.wait(PARENT_POLL_SECONDS):
         if os.getppid() != parent:
             os._exit(128 + signal.SIGTERM)
+        if stop():
+            os._exit(INTERRUPTED)
 
 
 def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
@@ -49,7 +56,7 @@ def run_rank(config_file: Path, parent: int, stop: StopFlag) -> int:
         if os.getppid() != parent:  # the launcher died before this rank held its lock: another launch may own the folder
             return 128 + signal.SIGTERM
         restore_hydra_config()
-        threading.Thread(target=_exit_if_orphaned, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_while_ranks_meet, args=(parent, stop), daemon=True).start()
         return train_as_rank(config_from_json(json.loads(read_bounded(config_file, MAX_JSON_BYTES)), config_file), metadata, stop)
 
 

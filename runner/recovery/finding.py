@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,3 +25,11 @@ class Finding:
     state: str  # e.g. "sound", "missing", "model.safetensors: wrong checksum"
     consequence: str = ""
     repair: str | None = None  # None: nothing to repair, or not without the user
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A finding, and what repairs the file; `apply` does nothing where there is nothing to repair."""
+
+    finding: Finding
+    apply: Callable[[], None] = lambda: None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
 from common.errors import UserError, did_you_mean_path, print_safely, strip_control
-from common.filesystem import write_atomic_file
+from common.filesystem import retry_disk, write_atomic_file
+from common.guarded_files import check_own_files
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
@@ -34,8 +36,8 @@ class ReportConfig:
 def update_report(folder: Path) -> None:
     """Write leaderboard.csv and report.html of the sweep in `folder` again. Each file is replaced atomically."""
     sweep = read_sweep_results(folder.absolute())
-    write_atomic_file(folder / LEADERBOARD_FILE, leaderboard_csv(sweep).encode("utf-8", "backslashreplace"))
-    write_atomic_file(folder / REPORT_FILE, sweep_page(sweep).encode("utf-8", "backslashreplace"))
+    for name, text in ((LEADERBOARD_FILE, leaderboard_csv(sweep)), (REPORT_FILE, sweep_page(sweep))):
+        retry_disk(partial(write_atomic_file, folder / name, text.encode("utf-8", "backslashreplace")))
 
 
 def print_report(cfg: ReportConfig) -> None:
@@ -57,6 +59,7 @@ def resolve_sweep(name: str) -> Path:
         raise UserError("there is no such file or directory", f"sweep={name}", did_you_mean_path(name))
     for parent in (path, *path.parents):
         if (parent / "sweep.json").is_file():
+            check_own_files(parent, ("sweep.json", LEADERBOARD_FILE, REPORT_FILE))
             return parent
     raise UserError("this is not a sweep directory: there is no sweep.json", f"sweep={name}", "give a sweep directory, or sweep=last")
 

@@ -102,10 +102,15 @@ def _read_snapshot(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     root = folder / SNAPSHOT_DIR
     if not root.is_dir() or root.is_symlink():
         return {}
-    names = sorted(str(path.relative_to(root)) for path in root.rglob("*.yaml"))
+    names = sorted(name for path in root.rglob("*.yaml") if not is_hidden(name := str(path.relative_to(root))))
     if invalid := next((name for name in names if not CONFIG_FILE_NAME.fullmatch(name)), None if len(names) <= MAX_FILES else f"{len(names)} files"):
         raise UserError("the run's copy of conf/ was not written by this program", f"{root}: {invalid}", REFUSED_HINT)
     return {name: _read_file(root / name) for name in names}
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file is one of the file system's or desktop's own, e.g. `._linear.yaml` or `.nfs0001.yaml`: Hydra reads none of that name."""
+    return any(part.startswith(".") for part in Path(name).parts)
 
 
 def _read_file(path: Path) -> tuple[str, dict[str, Any]]:

@@ -7,38 +7,138 @@ descriptor of `.lock` frees the lock.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
+from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
-from common.filesystem import read_json_object
-from runner.run_dir import provenance
-from runner.run_dir.naming import create_dirs
+from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
+from common.ownership import processes
+from runner.run_dir.naming import claim, create_dirs, remove_dir
 
 LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
 MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
 
 
-def acquire_run(folder: Path) -> FileLock:
+class RunLock:
+    """A lock of the run directory `folder`, and what identifies the directory: its inode, kept open, and its owner."""
+
+    def __init__(self, folder: Path, lock: FileLock, owner: Mapping[str, Any]) -> None:
+        """`owner`: what `process_id` returned in the process that has locked the whole directory; {} if unknown."""
+        self._folder, self._lock, self._owner = folder, lock, owner
+        self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._seen_owner_file: tuple[int, int] | None = None  # inode and time of the owner file that was compared last
+        self._lost: LostRunDirError | None = None
+
+    def shrink(self, length: int) -> None:
+        self._lock.shrink(length)
+
+    def release(self) -> None:
+        self._lock.release()
+        os.close(self._fd)
+
+    def check(self) -> None:
+        """Raise LostRunDirError unless the directory is the one that was locked, and no other launch has taken it.
+
+        A lock file that was deleted is created and locked again. What cannot be checked, e.g. on a broken disk, is left to the next write.
+        """
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._check()
+        except LostRunDirError as error:
+            self._lost = error
+            raise
+
+    def follow_move(self) -> Path | None:
+        """Return where the directory is now, if `check` has found that it was moved. It is checked there from now on."""
+        if self._lost is None or (folder := self._lost.moved_to) is None:
+            return None
+        self._lock.move_to(folder)
+        self._folder, self._lost = folder, None
+        return folder
+
+    def _check(self) -> None:
+        try:
+            if not os.path.samestat(os.stat(self._folder), os.fstat(self._fd)):
+                raise self._lost_error(f"another directory is at {self._folder} now")
+            if not self._lock.is_intact():
+                self._restore()
+            self._check_owner()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            if not self._folder.is_dir():
+                raise self._lost_error(f"{self._folder} is gone") from error
+        except OSError:
+            return
+
+    def owns_owner_file(self) -> bool:
+        return processes.is_same_process(read_json_object(self._folder / OWNER_FILE), self._owner)
+
+    def _check_owner(self) -> None:
+        status = os.stat(self._folder / OWNER_FILE, follow_symlinks=False)
+        if (seen := (status.st_ino, status.st_mtime_ns)) == self._seen_owner_file:
+            return
+        owner = read_json_object(self._folder / OWNER_FILE)
+        if owner and self._owner and not processes.is_same_process(owner, self._owner):
+            raise LostRunDirError(f"{self._folder} is being trained by process {owner.get('pid')} on {owner.get('host')} now; this process has stopped writing")
+        self._seen_owner_file = seen
+
+    def _restore(self) -> None:
+        try:
+            self._lock.restore()
+        except BlockingIOError as error:
+            raise LostRunDirError(f"the lock of {self._folder} was deleted, and another launch holds it now; this process has stopped writing") from error
+        print_note(f"warning: the lock of {self._folder} was deleted or replaced; it is locked again")
+
+    def _lost_error(self, message: str) -> LostRunDirError:
+        """Return the error that says where the directory has gone."""
+        try:
+            path, is_deleted = Path(os.readlink(f"/proc/self/fd/{self._fd}")), os.fstat(self._fd).st_nlink == 0
+        except OSError:
+            return LostRunDirError(f"{message}: the run directory was moved or deleted; this process has stopped writing")
+        if is_deleted or path.name.endswith(" (deleted)"):
+            return LostRunDirError(f"{message}: the run directory was deleted, or moved to another file system; this process has stopped writing")
+        return LostRunDirError(f"{message}: the run directory was moved to {path}; resume={path} continues", path)
+
+
+def acquire_run(folder: Path) -> RunLock:
     """Lock `folder`, which is created if needed. Raises UserError, which names the owner, if it is locked."""
     try:
         create_dirs(folder)
-        return FileLock.acquire(folder / LOCK_FILE)
+        lock = retry_disk(partial(FileLock.acquire, folder / LOCK_FILE))
     except BlockingIOError as error:
         raise busy_error(folder) from error
     except OSError as error:
+        if claim(folder):
+            remove_dir(folder)
         raise unusable_error(folder, error) from error
+    if _has_living_owner(read_json_object(folder / OWNER_FILE)):  # the lock file that it holds was deleted
+        lock.release()
+        raise busy_error(folder)
+    return RunLock(folder, lock, processes.process_id())
 
 
-def acquire_rank(folder: Path, rank: int) -> FileLock:
+def acquire_rank(folder: Path, rank: int) -> RunLock:
     """Lock the byte of `rank`, of the launch that holds the lock of `folder`."""
     try:
-        return FileLock.acquire(folder / LOCK_FILE, start=rank + 1, length=1)
+        return RunLock(folder, FileLock.acquire(folder / LOCK_FILE, start=rank + 1, length=1), read_json_object(folder / OWNER_FILE))
     except BlockingIOError as error:
         raise busy_error(folder) from error
     except OSError as error:
         raise unusable_error(folder, error) from error
+
+
+def _has_living_owner(owner: Mapping[str, Any]) -> bool:
+    """Return whether another process of this host, which `owner` names, is alive."""
+    with suppress(AttributeError, TypeError):  # a damaged file
+        return any(
+            processes.is_alive_here(one) and not processes.is_same_process(one, processes.process_id()) for one in (owner, *owner.get("ranks", [])) if one
+        )
+    return False
 
 
 def busy_error(folder: Path) -> UserError:
@@ -48,12 +148,25 @@ def busy_error(folder: Path) -> UserError:
 
 
 def unusable_error(folder: Path, error: OSError) -> UserError:
-    return UserError(f"the run directory cannot be used: {error.strerror or error}", str(folder), "place the run in another directory with hydra.run.dir=DIR")
+    return UserError(
+        f"the run directory cannot be used: {describe_disk_error(error, folder)}", str(folder), "place the run in another directory with hydra.run.dir=DIR"
+    )
+
+
+@contextmanager
+def refusing_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError for errors of the disk before anything is trained in `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise unusable_error(folder, error) from error
 
 
 def describe_processes(pids: list[int]) -> list[dict[str, Any]]:
-    """Return what `provenance.process_id` returns, for child processes."""
-    return [{**provenance.process_id(), "pid": pid, "start_ticks": provenance.start_ticks(pid)} for pid in pids]
+    """Return what `process_id` returns, for child processes."""
+    return [{**processes.process_id(), "pid": pid, "start_ticks": processes.start_ticks(pid)} for pid in pids]
 
 
 def is_locked(folder: Path) -> bool:
@@ -65,9 +178,9 @@ def describe_holder(folder: Path) -> str:
     owner = read_json_object(folder / OWNER_FILE)
     since = f"on {owner.get('host')} since {owner.get('since')}"
     try:
-        if owner and provenance.is_alive(owner):
+        if owner and processes.is_alive(owner):
             return f"process {owner.get('pid')} {since}"
-        ranks = [str(rank["pid"]) for rank in owner.get("ranks", []) if provenance.is_alive(rank)]
+        ranks = [str(rank["pid"]) for rank in owner.get("ranks", []) if processes.is_alive(rank)]
     except (AttributeError, TypeError, KeyError):
         ranks = []
     return f"process {', '.join(ranks)} {since}, ranks whose launcher has died; they save and exit" if ranks else "another process"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import socket
 import subprocess
 import threading
 from collections.abc import Mapping
@@ -19,33 +18,6 @@ RECORDED_LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "transforme
 MAX_ATTEMPTS = 200  # newest attempts that run.json keeps
 RECORDED_AT_THE_END = ("outcome", "error", "ended", "step")  # fields of run.json that its newest attempt gets, too
 GIT_SECONDS = 1.0  # that a run waits for git after everything else is built
-
-
-def process_id() -> dict[str, Any]:
-    """Return what identifies this process, also after its pid has been reused."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "boot_id": boot_id(), "start_ticks": start_ticks(os.getpid())}
-
-
-def is_alive(process: dict[str, Any]) -> bool:
-    """Return whether the process that `process_id` described is alive. Of a process on another host nothing is known: True."""
-    if process.get("host") != socket.gethostname():
-        return True
-    return process.get("boot_id") == boot_id() and process.get("start_ticks") == start_ticks(process.get("pid"))
-
-
-def boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
-
-
-def start_ticks(pid: Any) -> int | None:
-    """Return when the process started (clock ticks since boot), None if there is no such process or no /proc."""
-    try:
-        return int(Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, TypeError, IndexError):
-        return None
 
 
 def git_state(root: Path = REPO_ROOT) -> dict[str, str | None]:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
 from common.paths import outputs_dir
-from runner.checkpoint.atomic_dir import verify_dir
+from runner.checkpoint.atomic_dir import step_names, verify_dir
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.config.literals import quote_path
 from runner.inference.best_job import find_best_job, model_score
 from runner.run_dir import saved_config
-from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_started
+from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_started, holds_run
 from runner.run_dir.naming import find_runs
 
 SWEEP_FILE = "sweep.json"
@@ -39,8 +39,8 @@ def resolve_run(name: str) -> Path:
     if not path.exists():
         raise UserError(f"{path} does not exist", f"resume={name}", did_you_mean_path(name))
     if (folder := enclosing_run(path)) is None:
-        raise UserError(f"{path} is not in a run directory: there is no run.json", f"resume={name}", "give a run directory, e.g. resume=last")
-    if (folder / RUN_FILE).is_file():
+        raise _no_run_error(path, name)
+    if not is_sweep_dir(folder):
         check_run_files(folder)
     _check_checkpoint(folder, path)
     return folder
@@ -88,7 +88,7 @@ def sweep_of(run: Path) -> Path:
 
 def enclosing_run(path: Path) -> Path | None:
     """Return the innermost run or sweep directory that is `path` or contains it."""
-    return next((folder for folder in (path, *path.parents) if (folder / RUN_FILE).is_file() or is_sweep_dir(folder)), None)
+    return next((folder for folder in (path, *path.parents) if holds_run(folder) or is_sweep_dir(folder)), None)
 
 
 def _last_start(run: Path) -> float:
@@ -99,6 +99,19 @@ def _last_start(run: Path) -> float:
         return (run / RUN_FILE).stat().st_mtime
 
 
+def _no_run_error(path: Path, name: str) -> UserError:
+    """Return the error for a path outside of any run; a launch may have been killed before its settings were stored there."""
+    if not (path / saved_config.OVERRIDES_FILE).parent.is_dir():
+        return UserError(f"{path} is not in a run directory: there is no run.json", f"resume={name}", "give a run directory, e.g. resume=last")
+    message = f"{path} has no run.json and no checkpoints: its launch was stopped before the settings were stored, or they were deleted"
+    try:
+        typed = shlex.join(saved_config.load_overrides(path))
+        fix = f"start it again: python runner/train.py {typed} hydra.run.dir={shlex.quote(str(path))}".replace("  ", " ")
+    except UserError:
+        fix = f"type its command again, with hydra.run.dir={shlex.quote(str(path))}"
+    return UserError(message, f"resume={name}", fix)
+
+
 def _check_checkpoint(run: Path, path: Path) -> None:
     """Raise UserError if `path` is in a checkpoint that is damaged or not the newest: a run resumes from the newest valid one."""
     inside = path.relative_to(run).parts
@@ -107,7 +120,7 @@ def _check_checkpoint(run: Path, path: Path) -> None:
     checkpoint = run / "checkpoints" / inside[1]
     if reason := verify_dir(checkpoint):
         raise UserError(f"this checkpoint is damaged: {reason}", str(checkpoint), f"resume={run} continues from the newest valid checkpoint")
-    newer = sorted(other.name for other in checkpoint.parent.glob("step-*") if other.name > checkpoint.name)
+    newer = sorted(other for other in step_names(checkpoint.parent) if other > checkpoint.name)
     if newer:
         raise UserError(
             f"a run resumes from its newest checkpoint, and there are newer ones: {', '.join(newer)}",

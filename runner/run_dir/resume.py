@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError
 
 from common.errors import UserError, print_note
-from common.filesystem import write_atomic_file
-from common.paths import CONF_DIR
+from common.filesystem import atomic_path, make_dirs, write_atomic_file
+from common.paths import CONF_DIR, workspace_dir
 from common.plugins import check_imported
 from runner.config import overrides, schema
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
@@ -29,6 +30,7 @@ from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
+CACHE_KEY = "data.cache"
 FIXED_KEYS = ("stage", "model", "data", "experiment")  # groups whose options cannot change in a run
 
 
@@ -66,6 +68,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
         for key in missing:
             _copy_value(tree, key, fresh(), folder)
             notes.append(f"{key}={OmegaConf.select(tree, key)} is taken from conf/: the setting is newer than the run")
+        notes += _replace_foreign_cache(tree, extra)
         before = to_config(tree)
         groups = schema.config_groups(conf)
         for override in parsed:
@@ -119,6 +122,19 @@ def _merge_into_schema(saved: dict[str, Any], folder: Path) -> DictConfig:
             f"{folder / saved_config.CONFIG_FILE}: {error.full_key}",
             f"resume with the version that started the run{f': git checkout {commit}' if commit else ''}",
         ) from error
+
+
+def _replace_foreign_cache(tree: DictConfig, extra: list[str]) -> list[str]:
+    """Use the cache of this program, unless the saved or typed one is a cache of this user: token stores are read from and deleted in it."""
+    saved, own = str(tree.data.cache), str(workspace_dir() / ".cache")
+    if saved == own or any(overrides.key_of(override) == CACHE_KEY for override in extra):
+        return []
+    from data.store.cache import is_own_cache
+
+    if is_own_cache(Path(saved)):
+        return []
+    OmegaConf.update(tree, CACHE_KEY, own)
+    return [f"{CACHE_KEY}={own} is used: the saved one, {saved}, is missing or no token cache of this user; to use it, type {CACHE_KEY}={saved}"]
 
 
 def _saved_commit(folder: Path) -> str | None:
@@ -181,10 +197,13 @@ def persisting_overrides(plan: ResumePlan) -> Iterator[Config]:
 def _save_plan(plan: ResumePlan) -> Path:
     """Write the config and overrides of this launch; return the folder the former ones were moved to."""
     parent = plan.folder / ".hydra" / "history"
-    history = parent / f"{len(list(parent.glob('*'))):03d}"
-    history.mkdir(parents=True)
-    for path in SAVED_FILES:
-        shutil.copy2(plan.folder / path, history / path.name)
+    make_dirs(parent)
+    numbers = [int(name) for name in os.listdir(parent) if name.isascii() and name.isdigit()]
+    history = parent / f"{max(numbers, default=-1) + 1:03d}"
+    with atomic_path(history) as new:
+        new.mkdir()
+        for path in SAVED_FILES:
+            write_atomic_file(new / path.name, (plan.folder / path).read_bytes())
     config = saved_config.freeze_values(OmegaConf.to_container(plan.tree, resolve=True), saved_config.load_saved_config(plan.folder))
     _write_yaml(plan.folder / saved_config.CONFIG_FILE, config)
     _write_yaml(plan.folder / saved_config.OVERRIDES_FILE, [override for override in plan.overrides if not overrides.is_hydra_override(override)])

@@ -22,7 +22,7 @@ def load_saved_config(folder: Path) -> dict[str, Any]:
     """Return the content of the saved config.yaml."""
     config = _read_saved(folder / CONFIG_FILE, folder)
     if not isinstance(config, dict):  # killed before Hydra wrote it
-        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), f"start it again with its overrides and hydra.run.dir={folder}")
+        raise UserError("the run has no saved config", str(folder / CONFIG_FILE), _restore_hint(folder))
     return config
 
 
@@ -35,12 +35,16 @@ def load_overrides(folder: Path) -> list[str]:
     return [override for override in typed if not is_hydra_override(override)]
 
 
+def _restore_hint(folder: Path) -> str:
+    return f"resume={folder} restores it if a checkpoint is whole; otherwise start the run again with its overrides and another hydra.run.dir=DIR"
+
+
 def _read_saved(path: Path, folder: Path) -> Any:
     check_own_files(folder, (), shallow=(path.parent.relative_to(folder).name,))
     try:
         return load_yaml(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"the saved config cannot be read: {error}", str(path), f"start the run again with its overrides and hydra.run.dir={folder}") from error
+        raise UserError(f"the saved config cannot be read: {error}", str(path), _restore_hint(folder)) from error
 
 
 def load_yaml(path: Path) -> Any:

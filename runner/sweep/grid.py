@@ -22,6 +22,7 @@ from runner.config.schema import config_groups
 from runner.engine.config import Config
 from runner.run_dir.initial_weights import adopt_model
 
+MAX_SWEPT_VALUES = 100_000  # of one key
 GridPoint = dict[str, str]  # swept key -> value, as Hydra writes it: 1e-4 and 0.0001 are one value
 
 
@@ -60,10 +61,18 @@ def split_swept(overrides: list[str], conf: Path = paths.CONF_DIR, expand_ranges
             if not swept[key]:
                 raise UserError(f"no option of {key} matches the pattern", text, f"list the values: {key}=<value>,<value>")
         elif override.is_discrete_sweep() and (expand_ranges or not override.is_range_sweep()):
-            swept[key] = canonicalize(key, [str(value) for value in override.sweep_string_iterator()])
+            swept[key] = canonicalize(key, [str(value) for value in listed_values(override.sweep_string_iterator(), text)])
         else:
             swept[key], is_finite = [override.get_value_string()], False
     return shared, swept, is_finite
+
+
+def listed_values(values: Iterable[Any], text: str) -> list[Any]:
+    """Return the values of the override `text`. Raises UserError for more than MAX_SWEPT_VALUES, e.g. of range(0,1e12)."""
+    listed = list(itertools.islice(values, MAX_SWEPT_VALUES + 1))
+    if len(listed) > MAX_SWEPT_VALUES:
+        raise UserError(f"the override has more than {MAX_SWEPT_VALUES:,} values", text, "list fewer values, or a range with a larger step")
+    return listed
 
 
 def split_override(override: str) -> tuple[str, str]:

@@ -16,18 +16,20 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
-from common.filesystem import write_atomic_file
+from common.filesystem import read_bounded, write_atomic_file
 from common.guarded_files import read_from
+from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.sweep.backends.base import check_installed
-from runner.sweep.grid import GridPoint, SweeperOptions
+from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 
 if TYPE_CHECKING:
     from runner.sweep.state import SweepJob, SweepState
 
 STUDY_NAME, JOURNAL_FILE, RESULTS_FILE = "sweep", "optuna.jsonl", "optimization_results.yaml"
+MAX_JOURNAL_BYTES = 64 << 20  # of the journal of a study; a trial has 1 KB
 SAMPLERS = ("tpe", "random", "nsgaii", "grid", "qmc")  # not cmaes: it stores pickles in the study
 DIRECTIONS = ("minimize", "maximize")
 
@@ -113,7 +115,7 @@ def parse_axis(key: str, values: Sequence[str]) -> Axis:
         sweep = OverridesParser.create().parse_override(text).value()
     is_int = schema.config_schema().get(key) is int
     if isinstance(sweep, RangeSweep) and len(values) == 1:
-        numbers = list(sweep.range())
+        numbers = listed_values(sweep.range(), text)
         is_int = all(isinstance(number, int) for number in numbers)
         return Axis(key, low=min(numbers), high=max(numbers), step=abs(sweep.step), is_int=is_int)
     if not isinstance(sweep, IntervalSweep):
@@ -265,5 +267,21 @@ def _drop_partial_line(path: Path) -> None:
     if path.is_symlink():
         raise UserError("the study must be a file of the sweep directory", str(path), "restore the file, or start another sweep")
     if path.exists():
-        content = read_from(path, 0)
-        os.truncate(path, content.rfind(b"\n") + 1)
+        content = read_bounded(path, MAX_JOURNAL_BYTES)
+        end = content.rfind(b"\n") + 1
+        _check_journal(content[:end], path)
+        os.truncate(path, end)
+
+
+def _check_journal(content: bytes, path: Path) -> None:
+    """Raise UserError unless every line is a record that Optuna can read. It writes NaN and infinities as Python does."""
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            check_json_size(line)
+            record = json.loads(line)
+            check_nesting(record)
+            if not isinstance(record, dict) or type(record.get("op_code")) is not int:
+                raise ValueError("no record of a study")
+        except (ValueError, RecursionError) as error:
+            fix = "restore the file; without it the sweep starts another study"
+            raise UserError(f"the study is damaged: {error}", f"{path}:{number}", fix) from error

@@ -71,7 +71,7 @@ class SweepScheduler:
 
     def run(self) -> bool:
         """Run all jobs; return whether a signal has stopped the sweep. Then every running job has saved."""
-        with StopFlag() as stop:
+        with StopFlag(announces=True) as stop, stop.working_on("when the running jobs have saved"):
             while True:
                 if stop():
                     self._stop_all()

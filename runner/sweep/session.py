@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import yaml
@@ -20,7 +20,7 @@ from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
-from runner.run_dir.metadata import RunMetadata, has_started
+from runner.run_dir.metadata import RunMetadata, has_checkpoints, has_started
 from runner.sweep import budget, validation
 from runner.sweep.backends.base import LauncherOptions
 from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
@@ -79,15 +79,18 @@ class SweepSession:
         Raises UserError if another process trains there, OSError if the disk refuses.
         """
         run_dir = self.run_dir(job)
-        if has_started(RunMetadata.read(run_dir)):
+        if has_started(RunMetadata.read(run_dir)) or has_checkpoints(run_dir):
             return [f"resume={run_dir}", *job.pending_overrides]
         overrides, tree = self.job_overrides(job), self.composer.tree(job.overrides, self.derived_overrides(job))
         config = saved_config.freeze_values(OmegaConf.to_container(tree, resolve=True), OmegaConf.to_container(tree))
-        with RunMetadata.open(run_dir):
+        with suppress(OSError):  # a job uses a saved data.cache only if it exists; it says why it cannot
+            make_dirs(Path(tree.data.cache))
+        with RunMetadata.open(run_dir) as metadata:
             make_dirs(run_dir / ".hydra")
             write_atomic_file(run_dir / saved_config.OVERRIDES_FILE, yaml.safe_dump(overrides).encode())
             config_snapshot.save_snapshot(run_dir, overrides, self.conf)
             write_atomic_file(run_dir / saved_config.CONFIG_FILE, yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode())
+            metadata.record_created()
         return [f"resume={run_dir}"]
 
     def report(self) -> None:

@@ -17,8 +17,9 @@ from common.file_lock import FileLock
 from common.filesystem import read_bounded, remove_quietly, write_json
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
+from common.ownership import processes
 from runner.config.overrides import canonical_value, check_stored
-from runner.run_dir import naming, provenance
+from runner.run_dir import naming
 from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
 from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, check_run_files, exported_loss, has_diverged, has_started, timestamp
 from runner.run_dir.naming import job_dirname
@@ -214,7 +215,7 @@ def _acquire_lock(folder: Path) -> FileLock:
     except OSError as error:
         raise UserError(f"the sweep directory cannot be used: {error.strerror or error}", str(folder), "choose another with hydra.sweep.dir=DIR") from error
     with suppress(OSError):  # only the error message of another process loses a detail
-        write_json(folder / OWNER_FILE, {**provenance.process_id(), "since": timestamp()})
+        write_json(folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()})
     return lock
 
 

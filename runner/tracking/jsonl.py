@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from itertools import count
 from pathlib import Path
 from typing import BinaryIO
 
-from common.filesystem import read_bounded, write_all, write_atomic_file
-from common.guarded_files import open_append, read_from
+from common.filesystem import write_all, write_atomic_file
+from common.guarded_files import keep_damaged, open_append, read_from
 from common.limits.parsers import parse_json
 from runner.tracking.log_recovery import LogDamage, LogProof, inspect_log
-
-MAX_LOG_BYTES = 4 << 30  # of an archive that is compared with a damaged log
 
 
 class JsonlLog:
@@ -27,7 +24,7 @@ class JsonlLog:
         """Continue `path` at byte `position`; later records are moved to `<stem>.attempt<N>.jsonl`, N being the attempt that wrote them.
 
         `proof`: what the checkpoint knows of the log. If the first `position` bytes are not those of the checkpoint, their readable records are
-        kept, a copy of the file is archived as `<stem>.damaged<N>.jsonl`, and `recovered` says what was lost.
+        kept, a copy of the file is kept in `damaged/`, and `recovered` names what was lost.
         """
         self.path = path
         self.recovered: str | None = None
@@ -51,6 +48,21 @@ class JsonlLog:
         self._write()
         os.fsync(self._file.fileno())
         return os.fstat(self._file.fileno()).st_size
+
+    def restore_path(self) -> str | None:
+        """Write the file again if it was deleted or replaced while it was open here; return a message then. Records of this process go to the open file."""
+        try:
+            if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._file.fileno())):
+                return None
+            copy = keep_damaged(self.path.parent, self.path.name, read_from(self.path, 0))
+        except FileNotFoundError:
+            copy = ""
+        content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        write_atomic_file(self.path, content)
+        self._file.close()
+        self._file = open_append(self.path)
+        change = f"replaced by another file, which is kept in {copy}" if copy else "deleted"
+        return f"{self.path.name} was {change} while the run wrote to it: its records are written again"
 
     def checksum(self) -> str:
         """Return the sha256 of the file as far as it is written."""
@@ -77,27 +89,12 @@ class JsonlLog:
 
     def _repair(self, damage: LogDamage, content: bytes, attempt: int) -> tuple[BinaryIO, hashlib._Hash]:
         """Replace the file by the records that are kept; the others are archived first."""
-        archive = damaged_copy(self.path, content) if damage.dropped else self.path
+        copy = keep_damaged(self.path.parent, self.path.name, content) if damage.dropped else ""
         self._archive_tail(b"".join(damage.later), attempt)
         kept = b"".join(damage.kept)
         write_atomic_file(self.path, kept)
-        self.recovered = f"{self.path.name} is {damage.state}: {damage.consequence(archive.name)}"
+        self.recovered = f"{self.path.name} is {damage.state}: {damage.consequence(copy)}"
         return open_append(self.path), hashlib.sha256(kept)
-
-
-def damaged_copy(path: Path, content: bytes) -> Path:
-    """Write `content`, that of the damaged file `path`, to `<stem>.damaged<N><suffix>`; return its path. A copy that exists already is not repeated."""
-    for number in count(1):
-        copy = path.with_name(f"{path.stem}.damaged{number}{path.suffix}")
-        if not os.path.lexists(copy):
-            write_atomic_file(copy, content)
-            return copy
-        try:
-            if read_bounded(copy, MAX_LOG_BYTES) == content:
-                return copy
-        except OSError:  # a link or a folder: it is not ours
-            continue
-    raise AssertionError("count() ends never")
 
 
 def _archive(path: Path, lines: bytes) -> None:

@@ -20,6 +20,11 @@ class LogProof:
     losses: Sequence[float | None] = ()
     sha256: Mapping[str, str] = field(default_factory=dict)  # log name -> checksum of its bytes up to the checkpoint; {}: of an earlier version
 
+    @classmethod
+    def of_state(cls, saved: Mapping[str, Any]) -> LogProof:
+        """Return what a checkpoint with the state.json `saved` knows."""
+        return cls(saved["progress"]["step"], saved["progress"]["recent_losses"], saved.get("log_sha256", {}))
+
     def loss_at(self, step: int) -> tuple[bool, float | None]:
         """Return (whether the loss of `step` is known, the loss)."""
         index = step - self.step - 1
@@ -35,10 +40,10 @@ class LogDamage:
     later: list[bytes]  # readable records after it
     dropped: list[bytes]  # the others
 
-    def consequence(self, archive: str) -> str:
-        """Return what is kept and what is lost; `archive`: file name of the copy of the damaged file, if lines were dropped."""
+    def consequence(self, copy: str) -> str:
+        """Return what is kept and what is lost; `copy`: name of the copy of the damaged file, if lines were dropped."""
         text = f"{_count(self.kept)} up to the checkpoint kept, the others are lost"
-        return text + (f"; {_count(self.dropped, 'damaged or foreign line')} in {archive}" if self.dropped else "")
+        return text + (f"; {_count(self.dropped, 'damaged or foreign line')} in {copy}" if self.dropped else "")
 
 
 def inspect_log(name: str, content: bytes | None, position: int, proof: LogProof) -> LogDamage | None:
@@ -89,15 +94,15 @@ def _sort_lines(name: str, content: bytes, proof: LogProof) -> tuple[list[bytes]
 
 
 def _order(name: str, line: bytes) -> tuple[int, int] | None:
-    """Return (step, place within the step) of a complete record, None for anything else."""
+    """Return (step, position within the step) of a complete record, None for anything else."""
     try:
         record: Any = parse_json(line)
         step = record["step"]
-        place = KINDS[record["kind"]] if name == "metrics" else 0
+        position = KINDS[record["kind"]] if name == "metrics" else 0
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     is_complete = line.endswith(b"\n") and type(step) is int and step > 0 and type(record.get("attempt")) is int
-    return (step, place) if is_complete else None
+    return (step, position) if is_complete else None
 
 
 def _count(lines: Sequence[bytes], noun: str = "record") -> str:

@@ -7,16 +7,21 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from common.errors import strip_control
+from common.errors import LostRunDirError, TrainingError, strip_control
+from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof
 from runner.tracking.tracker_process import TrackerProcess
+
+MAX_UNWRITTEN_BYTES = 1 << 20  # of lines for train.log that are kept while the disk refuses them
 
 
 class RunLogger:
@@ -28,6 +33,7 @@ class RunLogger:
 
     def __init__(self, run_dir: Path, config: TrackerConfig, is_rank_zero: bool = True) -> None:
         self.run_dir = run_dir
+        self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
@@ -40,6 +46,7 @@ class RunLogger:
         self._first_logged: tuple[int, float] | None = None  # (step, seconds) of the first logged step: start of the measurement for the eta
         self._validation = ""
         self._has_write_error = False
+        self._unwritten_lines = b""  # of train.log
 
     def start(
         self,
@@ -61,7 +68,7 @@ class RunLogger:
             return []
         self._total_steps, self._attempt, self._started = total_steps, attempt, time.monotonic()
         for name in ("metrics", "samples"):
-            self._files[name] = JsonlLog(self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof)
+            self._files[name] = retry_disk(partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof))
         width = max((len(key) for key in header), default=0)
         self.info("\n".join(f"{key:<{width}}  {value}" for key, value in header.items()))
         recovered = [file.recovered for file in self._files.values() if file.recovered]
@@ -113,11 +120,28 @@ class RunLogger:
 
     def position(self) -> dict[str, int]:
         """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record cannot be written."""
-        return {name: file.position() for name, file in self._files.items()}
+        for file in self._files.values():
+            if change := retry_disk(file.restore_path):
+                self.warning(change)
+        return {name: retry_disk(file.position) for name, file in self._files.items()}
+
+    def move_to(self, run_dir: Path) -> None:
+        """Follow the files, which are open, to the folder that they were moved to."""
+        self.run_dir = run_dir
+        for file in self._files.values():
+            file.path = run_dir / file.path.name
 
     def checksums(self) -> dict[str, str]:
         """Return the sha256 of each file up to its `position()`."""
         return {name: file.checksum() for name, file in self._files.items()}
+
+    def flush(self) -> None:
+        """Write and sync every record. Raises TrainingError if the disk refuses."""
+        try:
+            self.position()
+            retry_disk(self._write_lines)
+        except OSError as error:
+            raise TrainingError(f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}") from error
 
     def finish(self, status: str, summary: Mapping[str, object]) -> None:
         """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker."""
@@ -126,6 +150,9 @@ class RunLogger:
         self._console.stop()
         values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in summary.items())
         self.info(" | ".join([f"{status} after {format_seconds(self._elapsed())}", *values]))
+        if self._unwritten_lines:
+            with suppress(OSError, TrainingError):  # the console has the same lines
+                retry_disk(self._write_lines)
         if self._tracker is not None and self.tracker_id is not None:
             self._tracker.finish(status, str(summary.get("error", "")))
         for file in self._files.values():
@@ -159,6 +186,11 @@ class RunLogger:
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         try:
+            self.check_run_dir()
+        except LostRunDirError as error:
+            if error.moved_to is None:  # the open files move with their directory
+                raise
+        try:
             self._files[name].append(record)
         except OSError as error:
             if not self._has_write_error:
@@ -166,8 +198,15 @@ class RunLogger:
                 self.warning(f"{name}.jsonl cannot be written ({error}); its records are kept in memory and retried")
 
     def _append_to_log(self, text: str) -> None:
+        self._unwritten_lines += f"{text}\n".encode()
         try:
-            with open_append(self.run_dir / "train.log") as log:
-                log.write(f"{text}\n".encode())
-        except OSError:
-            return  # the console has the same lines
+            self._write_lines()
+        except (OSError, TrainingError):  # the console has the same lines; they are tried again with the next one
+            self._unwritten_lines = self._unwritten_lines[-MAX_UNWRITTEN_BYTES:]
+
+    def _write_lines(self) -> None:
+        self.check_run_dir()
+        with open_append(self.run_dir / "train.log") as log:
+            while self._unwritten_lines:
+                written = log.write(self._unwritten_lines) or 0
+                self._unwritten_lines = self._unwritten_lines[written:]

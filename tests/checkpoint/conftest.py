@@ -1,4 +1,4 @@
-"""Shared by the checkpoint tests: a directory in memory."""
+"""Shared by the checkpoint tests: a directory in memory, and no waits between retries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+
+from common import filesystem
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of the disk that fails is repeated at once, also in forked children."""
+    monkeypatch.setattr(filesystem, "RETRY_SECONDS", (0, 0))
 
 
 @pytest.fixture

@@ -18,15 +18,17 @@ IGNORED_SETTINGS = {
     "model": {"name"},
     "data": {
         "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
+        "worker_timeout",
     },
     "stage": {"init_from_stage"},
     "distributed": {"nproc", "nnodes", "timeout", "max_restarts"},
     "train": {
-        "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume",
+        "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
         "final_eval_rows",
     },
     "tracker": {"name", "console"},
     "export": {"weights"},
+    "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
     "sweep": {"match_budget", "lr_scale", "zip"},
     "": {"init_from", "resume", "plugins", "written_by"},
 }  # fmt: skip

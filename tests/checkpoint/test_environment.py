@@ -11,9 +11,10 @@ import torch
 from common.errors import Interrupted
 from common.paths import REPO_ROOT
 from runner.checkpoint import environment
-from runner.checkpoint.compatibility import UNRECORDED_CODE, diff_facts, environment_facts, run_rules, settings_fingerprint
+from runner.checkpoint.compatibility import UNRECORDED_CODE, diff_facts, environment_facts, recorded_environment, run_rules, settings_fingerprint
 from runner.checkpoint.environment import code_fingerprint, describe_environment, numeric_variables, rank_differences
 from runner.config.compose import compose_config
+from runner.engine.device.kernels import describe_kernels
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
@@ -52,6 +53,21 @@ def test_environment_names_the_one_fact_that_changed(monkeypatch: pytest.MonkeyP
 def test_environment_has_the_number_of_ranks_also_of_one() -> None:
     one, two = (environment_facts(describe_environment(CPU, ranks)) for ranks in (1, 2))
     assert reasons(one, two) == ["environment.ranks: 1 -> 2"]
+
+
+def test_environment_of_a_gpu_names_device_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91000)
+    facts = describe_environment(torch.device("cuda"), 1)
+    assert [facts[name] for name in ("device", "cuda", "cudnn", "cudnn_benchmark")] == ["NVIDIA A100", "12.8", 91000, False]
+
+
+def test_kernels_are_facts_of_a_run(make_run) -> None:
+    environment = recorded_environment(make_run("pretrain").compatibility)
+    assert [environment[name] for name in ("compiled", "logits_per_chunk", "saved_attention_probs", "ranks")] == ["off", 1 << 22, 1 << 24, 1]
+    assert "compiler" not in environment and "compiler" in describe_kernels(CPU, "default", has_experts=False)
+    assert describe_kernels(CPU, "off", has_experts=True)["expert_dispatch"] == "index_select"
 
 
 def test_variables_without_influence_on_the_result_are_not_compared() -> None:

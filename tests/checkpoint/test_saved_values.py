@@ -16,7 +16,8 @@ from torch import Tensor
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_checkpoint_tensors
-from runner.checkpoint.manager import CheckpointManager, RetentionPolicy, newest_checkpoint
+from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
+from runner.checkpoint.retention import RetentionPolicy
 
 
 class OneWeight:

@@ -19,13 +19,23 @@ from common.errors import UserError
 from data.tokenize.tokenizer_corpus import TokenizerConfig
 from runner.cli import help
 from runner.cli.subcommand import quote_free_text, to_schema, value_kinds
+from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
+from runner.recovery.doctor.config import DoctorConfig
 from runner.reporting.leaderboard import ReportConfig
 from runner.run_dir.resolve import resolve_model_run
 
-SCHEMAS: dict[str, type] = {"chat": ChatConfig, "evaluate": EvaluateConfig, "report": ReportConfig, "rows": RowsConfig, "tokenizer": TokenizerConfig}
+SCHEMAS: dict[str, type] = {
+    "chat": ChatConfig,
+    "evaluate": EvaluateConfig,
+    "doctor": DoctorConfig,
+    "faults": FaultsConfig,
+    "report": ReportConfig,
+    "rows": RowsConfig,
+    "tokenizer": TokenizerConfig,
+}
 ROOT = Path(__file__).parents[2]
 SPECIAL = st.text(alphabet=st.sampled_from("\\'\"${}[]a ,=:?#你\n"), max_size=12)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.file_lock import FileLock, is_file_locked
+from common.file_lock import FileLock, is_file_locked, lock_holder
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,11 +23,12 @@ def start_holder(path, start=0, length=0):
 def test_lock_of_another_process_is_busy_until_it_is_killed(tmp_path):
     with start_holder(tmp_path / "lock") as other:
         assert is_file_locked(tmp_path / "lock")
+        assert lock_holder(tmp_path / "lock") == other.pid
         with pytest.raises(BlockingIOError):
             FileLock.acquire(tmp_path / "lock")
         other.kill()
         other.wait()
-        assert not is_file_locked(tmp_path / "lock")
+        assert not is_file_locked(tmp_path / "lock") and lock_holder(tmp_path / "lock") is None
         FileLock.acquire(tmp_path / "lock").release()
 
 

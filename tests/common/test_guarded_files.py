@@ -54,3 +54,11 @@ def test_source_file_beyond_its_limit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("x" * 11)
     with pytest.raises(UserError, match="at most 10"):
         read_source_file(tmp_path / "config.json", 10)
+
+
+def test_append_refuses_a_file_that_has_another_name(tmp_path: Path) -> None:
+    """A hard link, as in a copy of a folder by `cp -al`: both would be changed."""
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    os.link(tmp_path / "metrics.jsonl", tmp_path / "backup")
+    with pytest.raises(UserError, match="2 names"):
+        open_append(tmp_path / "metrics.jsonl")

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows, make_loader, names_of, unpacked
 
+from data.background import prefetch
 from data.batching.batch import IGNORE_INDEX, UnpackedSequences, collate
-from data.batching.loader import StepLoader, prefetch
+from data.batching.loader import StepLoader
 from data.batching.sampler import SORT_WINDOW_STEPS, LengthGroupedSampler
 from data.types import EncodedRow, TokenSequence
 

@@ -1,8 +1,8 @@
 import pytest
 from jinja2 import TemplateError
 
-from data.tokenize import jinja_sandbox
-from data.tokenize.jinja_sandbox import MAX_CHARACTERS, compile_template
+from data.tokenize.templates import jinja_sandbox
+from data.tokenize.templates.jinja_sandbox import MAX_CHARACTERS, compile_template
 
 HOSTILE = {
     "nested loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",

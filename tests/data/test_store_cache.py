@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -172,7 +173,7 @@ def test_store_build_fails_without_a_hang_when_a_worker_dies(tmp_path, write, lo
         return process
 
     monkeypatch.setattr(subprocess, "Popen", killed)
-    with pytest.raises(UserError, match="a tokenizing process ended early"):
+    with pytest.raises(UserError, match=r"tokenizing process [01] of 2 \(pid \d+\) was killed by SIGKILL"):
         load(write(texts(100)), num_workers=2)
     assert keys_in(tmp_path / "cache") == []
 
@@ -266,6 +267,18 @@ cache_module.encode_in_parallel = lambda *args: (open({str(log)!r}, "a").write("
     outputs = [child.communicate() for child in [start_building(path, cache, before) for _ in range(3)]]
     assert len({out for out, _ in outputs}) == 1 and outputs[0][0], outputs
     assert log.read_text() == "x" and len(keys_in(cache)) == 1
+
+
+def test_store_that_another_process_builds_is_waited_for_by_name(tmp_path, write, load, monkeypatch, capfd):
+    monkeypatch.setattr(cache_module, "NOTE_WAIT_AFTER", 0.05)
+    path, cache = write(texts(100)), tmp_path / "cache"
+    child = start_building(path, cache, progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 30 else None")
+    assert child.stdout.readline() == "on\n"
+    killer = threading.Timer(0.5, child.kill)
+    killer.start()
+    assert load(path).stats.read == 100  # the lock of the dead process is free
+    child.communicate()
+    assert f"waiting for process {child.pid}, which stores tokens in {cache}" in capfd.readouterr().err
 
 
 def test_store_that_is_incomplete_is_built_again(write, load):

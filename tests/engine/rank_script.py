@@ -8,7 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.errors import Interrupted  # noqa: E402  the repository root has to be on the path first
+from common.errors import Interrupted, PeerLostError  # noqa: E402  the repository root has to be on the path first
 from runner.config.compose import compose_config  # noqa: E402
 from runner.engine.build import build_run  # noqa: E402
 from runner.engine.loop import train  # noqa: E402
@@ -41,6 +41,40 @@ def stop_in_batch(state, rank, is_training, nth):
     return calls, lambda: state.dist.rank == rank and len(calls) >= nth
 
 
+def fail_on(state, rank, where):
+    """Raise on one rank alone: from its loader before step 3, or in its evaluation."""
+    if state.dist.rank != rank:
+        return
+    iter_steps, loss = state.loader.iter_steps, state.objective.loss
+
+    def failing_steps(*args):
+        for number, batches in enumerate(iter_steps(*args), start=1):
+            if number == 3:
+                raise OSError("the disk of this rank failed")
+            yield batches
+
+    def failing_loss(model, batch):
+        if not state.model.training:
+            raise RuntimeError("this rank cannot evaluate")
+        return loss(model, batch)
+
+    if where == "data":
+        state.loader.iter_steps = failing_steps
+    else:
+        state.objective.loss = failing_loss
+
+
+def fails(state, rank, where):
+    fail_on(state, rank, where)
+    try:
+        train(state)
+    except PeerLostError:
+        return state.dist.rank != rank
+    except (OSError, RuntimeError):
+        return state.dist.rank == rank
+    return False
+
+
 def main():
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
@@ -50,6 +84,9 @@ def main():
         stop_at = training.get("stop_at")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
             inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])
+        if plan := training.get("fail_on"):
+            assert fails(state, **plan), f"rank {state.dist.rank} ended otherwise"
+            continue
         if plan := training.get("stop_in"):
             calls, stop_requested = stop_in_batch(state, **plan)
             try:

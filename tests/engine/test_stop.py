@@ -2,16 +2,31 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from common.errors import Interrupted
+from common.errors import Interrupted, StopRequested
+from common.file_lock import FileLock
 from models.generate import Sampler
+from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 from runner.launch.signals import StopFlag
 
+ROOT = Path(__file__).parents[2]
+HOLD_LOCK = """
+import sys, time; sys.path.insert(0, {root!r})
+from pathlib import Path
+from common.file_lock import FileLock
+lock = FileLock.acquire(Path({path!r}))
+print("locked", flush=True)
+time.sleep(60)
+"""
 RUN = [  # 18 rows and 6 for validation: six steps of three micro-batches, evaluations of six batches
     "train.batch_size=1", "train.accumulation_steps=3", "train.save_every=2", "train.eval_every=2", "train.sample_every=2", "data.val_fraction=0.25",
     "train.sample_prompts=[goats]", "train.sample_tokens=8", "model.dropout=0.1",
@@ -70,3 +85,27 @@ def test_stop_of_one_rank_abandons_the_same_batch_on_all(tmp_path, overrides_for
     run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
     for name in plans:
         assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / name) == [], name
+
+
+@pytest.mark.slow
+def test_failure_of_one_rank_between_steps_is_saved_by_all(tmp_path, overrides_for, run_ranks):
+    overrides = overrides_for("sft", *RUN, "train.save_every=0", "distributed=ddp", rows=24)
+    plans = {"data": {"rank": 1, "where": "data"}, "evaluation": {"rank": 1, "where": "evaluation"}}
+    failing = [{"folder": str(tmp_path / name), "overrides": overrides, "fail_on": plan} for name, plan in plans.items()]
+    run_ranks(2, [{"folder": str(tmp_path / "uninterrupted"), "overrides": overrides}, *failing])
+    assert [newest_checkpoint(tmp_path / name).name for name in plans] == ["step-00000002", "step-00000002"]
+    run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
+    for name in plans:
+        assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / name) == [], name
+
+
+def test_stop_ends_a_wait_for_the_lock_of_a_cache(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK.format(root=str(ROOT), path=str(tmp_path / "store.lock"))], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        with StopFlag() as stop, pytest.raises(StopRequested), stop.interrupting("before the first step"):
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            FileLock.acquire(tmp_path / "store.lock", wait=True)
+    finally:
+        holder.kill()
+        holder.wait()

@@ -52,8 +52,7 @@ def start_overrides(run_dir: Path) -> list[str]:
 
 def next_overrides(run_dir: Path) -> list[str]:
     """Return `resume=`, or the overrides of the start if the run was killed before there was anything to resume."""
-    has_attempt = (run_dir / "run.json").exists() and json.loads((run_dir / "run.json").read_text())["attempt"]
-    return [f"resume={run_dir}"] if has_attempt else start_overrides(run_dir)
+    return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else start_overrides(run_dir)
 
 
 def newest_step(run_dir: Path) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trainee import join_threads, last_logged_step, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import last_logged_step, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from runner.engine.verify_resume import diff_run_dirs
+from runner.fault_injection.launches import join_threads
 from runner.launch import subprocesses, worker
 from runner.run_dir.lock import is_locked
 from runner.run_dir.metadata import RunMetadata

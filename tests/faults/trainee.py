@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from runner.checkpoint.atomic_dir import verify_dir
 from runner.cli.exit_code import exiting_with_code
 from runner.config.compose import compose_config
 from runner.engine.config import Config
+from runner.fault_injection.launches import fork_process
 from runner.launch.run import run
 from runner.run_dir.metadata import RunMetadata
 
@@ -55,13 +54,18 @@ def memory_dir(fallback: Path) -> Iterator[Path]:
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
-    """Return the config of the small run, on 17 ragged conversations that are written into `folder`."""
+    """Return the config of the small run, on the rows that are written into `folder`."""
     torch.set_num_threads(1)
+    write_rows(folder)
+    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
+
+
+def write_rows(folder: Path) -> None:
+    """Write 17 ragged conversations to `folder/rows.jsonl`."""
     rows = [
         {"conversations": [{"role": "user", "content": PHRASES[i % 5]}, {"role": "assistant", "content": " ".join(PHRASES[: 1 + i % 4])}]} for i in range(17)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return compose_config([*OVERRIDES, f"data.path={folder / 'rows.jsonl'}", f"data.cache={folder / 'cache'}", *overrides])
 
 
 def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda: None) -> int:
@@ -69,29 +73,12 @@ def launch(config: Config, run_dir: Path, before: Callable[[], object] = lambda:
 
     `before` is called in the child. Its output is appended to OUTPUT_FILE beside the run directory.
     """
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    signal.alarm(TIMEOUT)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # after a fork the tokenizers would wait for threads that an earlier test started
-    try:
-        output = os.open(run_dir.parent / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1), os.dup2(output, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+
+    def prepare() -> None:
+        signal.alarm(TIMEOUT)
         before()
-        code = _train(config, run_dir)
-        join_threads()
-    finally:
-        os._exit(code)
 
-
-def join_threads() -> None:
-    """Wait for the checkpoint writer and flush the output, as at the end of any program."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    sys.stdout.flush(), sys.stderr.flush()
+    return fork_process(lambda: _train(config, run_dir), run_dir.parent / OUTPUT_FILE, prepare, new_session=False)
 
 
 def _train(config: Config, run_dir: Path) -> int:

@@ -43,11 +43,11 @@ class Audit:
             return
         self.is_active = False  # what the hook itself does raises events, too
         try:
-            self._look(event, args)
+            self._inspect(event, args)
         finally:
             self.is_active = True
 
-    def _look(self, event: str, args: tuple[Any, ...]) -> None:
+    def _inspect(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
             if isinstance(flags, int) and flags & WRITING and not isinstance(path, int):

@@ -1,7 +1,8 @@
-"""Runs hostile cases: a command on a folder or file of a stranger, in a forked process with an audit hook, a deadline and a memory limit.
+"""Runs hostile cases: a command on harmful files, in a forked process with an audit hook, a deadline and a memory limit.
 
 A case passes if the command ends as the table says and nothing of this is seen: code of the case that runs, a file that changes outside of its
-folder, a raw control character or a traceback in what is printed or logged, more than MAX_SECONDS or MAX_BYTES.
+folder, a raw control character or a traceback in what is printed or logged, more than MAX_SECONDS of processor time or MAX_BYTES of memory. A case that
+waits is ended at DEADLINE.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from common import paths
 from common.errors import strip_control
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_SECONDS, MAX_BYTES = 10.0, 1 << 30
+MAX_SECONDS, DEADLINE, MAX_BYTES = 10.0, 100.0, 1 << 30
 ADDRESS_SPACE = 6 << 30  # bytes above that of the harness: protects the machine from a case that fails
 PRINTED_FILES = {".log", ".html", ".csv", ".txt"}  # files of a run or sweep that people read on a terminal or in a browser
 TINY_RUN = (
@@ -39,7 +40,7 @@ TRAIN = f"train {TINY_RUN} hydra.run.dir=out"
 
 @dataclass(frozen=True)
 class HostileCase:
-    """`build` writes the stranger's files into a Folder; then each of `commands` runs in it and must end with `code` and print `message`."""
+    """`build` writes the harmful files into a Folder; then each of `commands` runs in it and must end with `code` and print `message`."""
 
     name: str
     category: str
@@ -77,18 +78,22 @@ class Folder:
         return path
 
     def copy(self, name: str, target: str = "") -> Path:
-        """Return a copy in `work` of an unharmed file or folder: run, sweep, model, tokenizer, rows.jsonl, chats.jsonl."""
+        """Return a copy in `work` of an unharmed file or folder.
+
+        They are new_run and sweep (killed before the first step), run and model (trained; not in light cases), tokenizer, rows.jsonl, chats.jsonl.
+        """
         source, copied = self.base / name, self.work / (target or name)
         return Path(shutil.copytree(source, copied) if source.is_dir() else shutil.copy(source, copied))
 
 
 @dataclass
-class Ended:
+class CommandEnd:
     """How a command of a case ended."""
 
     code: int | None = None  # None: killed at the deadline
     output: str = ""
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     bytes: int = 0  # peak memory of the process and its children
     executed: list[str] = field(default_factory=list)
     wrote: list[str] = field(default_factory=list)
@@ -104,14 +109,14 @@ class Ended:
             found.append(f"no {case.message!r} in its output")
         if "Traceback (most recent call last)" in self.output:
             found.append("a traceback")
-        if self.seconds > MAX_SECONDS:
-            found.append(f"{self.seconds:.1f} seconds")
+        if max(self.cpu_seconds, self.seconds - DEADLINE) > MAX_SECONDS:
+            found.append(f"{self.seconds:.1f} seconds, {self.cpu_seconds:.1f} of them of processor time")
         if self.bytes > MAX_BYTES:
             found.append(f"{self.bytes >> 20} MiB")
         return found
 
 
-def run_case(case: HostileCase, parent: Path, base: Path) -> list[Ended]:
+def run_case(case: HostileCase, parent: Path, base: Path) -> list[CommandEnd]:
     """Build the case in a new folder below `parent`, run its commands, remove the folder."""
     folder = Folder(parent / "case", base)
     for path in (folder.work, folder.outside, folder.root / "home", folder.root / "tmp"):
@@ -128,7 +133,7 @@ def run_case(case: HostileCase, parent: Path, base: Path) -> list[Ended]:
         shutil.rmtree(folder.root)
 
 
-def run_command(command: str, folder: Folder) -> Ended:
+def run_command(command: str, folder: Folder) -> CommandEnd:
     """Run one shell line of a case in a forked process."""
     events, log = folder.root / "events", folder.root / "output"
     for file in (events, log):
@@ -138,9 +143,10 @@ def run_command(command: str, folder: Folder) -> Ended:
     started = time.monotonic()
     if not (child := os.fork()):
         _child_main(command, folder, log, events)
-    ended = Ended()
+    ended = CommandEnd()
     status, usage = _wait(child)
     ended.seconds, ended.bytes = time.monotonic() - started, usage.ru_maxrss * 1024
+    ended.cpu_seconds = usage.ru_utime + usage.ru_stime
     ended.code = None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
     ended.output = log.read_bytes().decode("utf-8", "backslashreplace")
     for line in events.read_text(encoding="utf-8", errors="backslashreplace").splitlines():
@@ -151,7 +157,7 @@ def run_command(command: str, folder: Folder) -> Ended:
 
 
 def _wait(child: int) -> tuple[int, resource.struct_rusage]:
-    deadline = time.monotonic() + 2 * MAX_SECONDS
+    deadline = time.monotonic() + DEADLINE
     while True:
         pid, status, usage = os.wait4(child, os.WNOHANG)
         if pid:
@@ -166,7 +172,7 @@ def _printed_files(work: Path) -> Iterator[Path]:
     return (path for path in work.rglob("*") if path.suffix in PRINTED_FILES and path.is_file() and not path.is_symlink())
 
 
-def _printed(ended: Ended, work: Path, modified: dict[Path, int]) -> Iterator[tuple[str, str]]:
+def _printed(ended: CommandEnd, work: Path, modified: dict[Path, int]) -> Iterator[tuple[str, str]]:
     yield "the output", ended.output
     for path in _printed_files(work):
         if modified.get(path) != path.lstat().st_mtime_ns:

@@ -1,8 +1,9 @@
-"""Hostile suite: folders and files of a stranger, given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
+"""Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
 
-    python tests/hostile/suite.py [--light] [--part=I/N] [NAME ...]
+    python tests/hostile/suite.py [--light | --heavy] [--part=I/N] [--template-seconds=S] [NAME ...]
 
---light: only the cases that end before torch is imported. NAME: part of the name or category of the cases to run. Exit code 1: one failed.
+--light: only the cases that end before torch is imported; --heavy: only the others. --template-seconds: limit of a chat template, lower for a fast test. NAME: part of the
+name or category of the cases to run. Exit code 1: one failed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def all_cases() -> list[harness.HostileCase]:
 
 
 def make_base(base: Path, is_light: bool) -> None:
-    """Write the unharmed files. Light: the run has no weights, as one that is killed before its first step."""
+    """Write the unharmed files that `Folder.copy` copies."""
     folder = harness.Folder(base.parent, base)
     for path in (folder.work, folder.outside, folder.root / "home", folder.root / "tmp"):
         path.mkdir()
@@ -41,20 +42,19 @@ def make_base(base: Path, is_light: bool) -> None:
         for number in range(40)
     ]
     base.mkdir()
+    harness.paths.REPO_ROOT = folder.work  # the cache of the saved configs
     (base / "rows.jsonl").write_text("\n".join(texts) + "\n")
     (base / "chats.jsonl").write_text("\n".join(chats) + "\n")
     shutil.copytree(TOKENIZER, base / "tokenizer")
     folder.copy("rows.jsonl")
-    if is_light:
-        _write_new_run(base / "run")
-    else:
+    _write_new_run(base / "new_run")
+    if not is_light:
         ended = harness.run_command(harness.TRAIN, folder)
         assert ended.code == 0, ended
         shutil.move(folder.work / "out", base / "run")
         shutil.copytree(base / "run" / "model", base / "model")
     _write_sweep(base)
-    for path in (folder.work, folder.outside):
-        shutil.rmtree(path)
+    shutil.rmtree(folder.work / ".cache", ignore_errors=True)  # its rows.jsonl stays: the config of the run names it
 
 
 def _write_new_run(run: Path) -> None:
@@ -70,10 +70,10 @@ def _write_new_run(run: Path) -> None:
 
 
 def _write_sweep(base: Path) -> None:
-    """A sweep of two jobs that are copies of the run."""
+    """A sweep of two jobs that are killed before their first step."""
     jobs = [{"name": f"seed={seed}", "overrides": {"seed": str(seed)}, "status": "interrupted", "attempt": 1} for seed in (1, 2)]
     for job in jobs:
-        shutil.copytree(base / "run", base / "sweep" / str(job["name"]))
+        shutil.copytree(base / "new_run", base / "sweep" / str(job["name"]))
     fields = {"overrides": harness.TINY_RUN.split(), "swept": {"seed": ["1", "2"]}, "status": "interrupted", "created": "2026-01-01T00:00:00+00:00"}
     (base / "sweep" / "sweep.json").write_text(json.dumps(fields | {"sweeper": "grid", "launcher": "local", "jobs": jobs}))
 
@@ -81,15 +81,19 @@ def _write_sweep(base: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--light", action="store_true")
+    parser.add_argument("--heavy", action="store_true")
     parser.add_argument("--part", default="1/1")
+    parser.add_argument("--template-seconds", type=float)
     parser.add_argument("names", nargs="*")
     args = parser.parse_args()
     importlib.import_module("runner.train")  # once: the cases run in forked processes
     if not args.light:
         for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load"):
             importlib.import_module(module)
+    if args.template_seconds:
+        importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds
     part, parts = map(int, args.part.split("/"))
-    chosen = [case for case in all_cases() if case.is_light or not args.light][part - 1 :: parts]
+    chosen = [case for case in all_cases() if not (args.heavy if case.is_light else args.light)][part - 1 :: parts]
     chosen = [case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)]
     with tempfile.TemporaryDirectory(prefix="hostile-") as temp:
         base = Path(temp).resolve() / "base"
@@ -113,7 +117,7 @@ def _run_all(cases: list[harness.HostileCase], base: Path) -> int:
     print(
         f"cases {len(cases)}, commands {len(ends)}, failed {failed}, executed {sums['executed']}, outside writes {sums['wrote']}, "
         f"control characters {sums['control']}, tracebacks {sum('Traceback (most' in ended.output for ended in ends)}, "
-        f"slowest {max((ended.seconds for ended in ends), default=0):.1f} s, largest {max((ended.bytes for ended in ends), default=0) >> 20} MiB"
+        f"slowest {max((ended.cpu_seconds for ended in ends), default=0):.1f} s of processor time, largest {max((ended.bytes for ended in ends), default=0) >> 20} MiB"
     )
     return int(failed > 0)
 

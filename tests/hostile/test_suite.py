@@ -1,4 +1,4 @@
-"""The hostile suite in processes of its own: each case is a command on the files of a stranger, see suite.py."""
+"""The hostile suite in processes of its own: each case is a command on harmful files, see suite.py."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def test_hostile_files_are_refused_before_torch_is_imported() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [1, 2])
 def test_hostile_files_execute_nothing_and_change_nothing_outside(part: int) -> None:
-    run_suite(f"--part={part}/2")
+    run_suite("--heavy", f"--part={part}/2", "--template-seconds=0.3")

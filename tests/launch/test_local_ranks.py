@@ -208,8 +208,8 @@ def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, c
 
 
 @pytest.mark.slow
-def test_failure_does_not_name_a_rank_killed_by_the_launcher(run: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="^rank 0: another rank does not answer"):
+def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), .*; rank 0 says: another rank does not answer"):
         run(LOSES_PEER, EXITS_LATE.format(60))
 
 
@@ -263,8 +263,13 @@ def test_failure_names_no_rank_when_all_fail_alike(run: Any, tmp_path: Path, cap
 def test_ranks_that_time_out_print_the_stack_of_each(run: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 60.0)
     monkeypatch.setattr(local_ranks, "HANG_GRACE", 0.2)
-    with pytest.raises(TrainingError, match=r"^no step for 10 minutes \(distributed.timeout\); rank 2 timed out first"):
-        run(HANGS, STACKS + HANGS, STACKS + "wait('logs/rank1.log'); time.sleep(0.3); print('error: Timed out waiting'); sys.exit(1)")
+    monkeypatch.setattr(local_ranks, "STACKS_GRACE", 0.2)
+    timed_out = STACKS + "wait('logs/rank1.log'); time.sleep(0.3); record(status='failed', error='Timed out waiting'); sys.exit(69)"
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), the stacks are printed above; rank 0 waited for 10 minutes \(distr",
+    ):
+        run(timed_out, STACKS + HANGS, timed_out)
     printed = capfd.readouterr().err
     assert "[rank 1]   File loop.py, line 7" in printed and "[rank 2] Timeout (0:00:01)!" in printed
 
@@ -278,9 +283,20 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     threading.Thread(target=send).start()
     with pytest.raises(Interrupted) as stopped:
         run(SAVES_ON_SIGNAL, EXITS_ON_SIGNAL, EXITS_ON_SIGNAL, max_restarts=3)
-    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this batch, then saving; again to stop now\n"
+    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopping after this micro-batch, then saving; again to stop now\n"
     assert str(stopped.value) == "stopped after step 7, saved" and stopped.value.folder == tmp_path / "run"
     assert run_json(tmp_path)["attempt"] == 1
+
+
+def test_stop_of_ranks_that_have_not_met_ends_one_that_never_comes(run: Any, tmp_path: Path) -> None:
+    def send() -> None:
+        wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send).start()
+    with pytest.raises(Interrupted, match="stopped before the first step"):
+        run(EXITS_ON_SIGNAL, "on_signal(lambda *_: None)\nwhile True: time.sleep(60)", EXITS_ON_SIGNAL)
+    assert run_json(tmp_path)["status"] == "interrupted"
 
 
 def test_signal_before_a_rank_has_handlers_is_delivered_later(run: Any, tmp_path: Path) -> None:
@@ -298,7 +314,7 @@ def test_restarts_repeat_up_to_max_restarts(run: Any, tmp_path: Path, capfd: pyt
     assert run(GOOD, fails_twice, max_restarts=2) == 1.5
     assert (run_json(tmp_path)["attempt"], run_json(tmp_path)["status"]) == (3, "completed")
     lines = [line for line in capfd.readouterr().err.splitlines() if "restart" in line]
-    assert lines == [f"rank 1: KeyError: {n}; restart {n} of 2 from the last checkpoint" for n in (1, 2)]
+    assert lines == [f"rank 1: KeyError: {n}; restart {n} of 2 from the start" for n in (1, 2)]
     assert [line.split(",")[0] for line in log(tmp_path).splitlines() if line.startswith("---")] == [f"--- attempt {n}" for n in (1, 2, 3)]
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, StopFlag
+from common.errors import StopRequested
+from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, StopFlag
 
 ROOT = Path(__file__).parents[2]
 WAIT = f"""
@@ -59,7 +60,7 @@ def test_stop_flag_acknowledges_the_first_signal_once(capfd):
     with StopFlag(announces=True):
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the duplicate
-    assert capfd.readouterr().err == "\nSIGHUP: stopping after this batch, then saving; again to stop now\n"
+    assert capfd.readouterr().err == "\nSIGHUP: stopping at the start; again to stop now\n"
 
 
 def test_stop_flag_without_a_terminal_to_write_to_still_stops():
@@ -80,3 +81,65 @@ def test_stop_flag_leaves_sighup_ignored_under_nohup():
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def in_c_code(block: str) -> subprocess.Popen:
+    """Start a process whose main thread is in a C function, as in a compilation, within `block`: Python handlers do not run there."""
+    program = f"""
+import ctypes, signal, sys; sys.path.insert(0, {str(ROOT)!r})
+from runner.launch.signals import CtrlC, StopFlag
+with {block}:
+    print("ready", flush=True)
+    signal.siginterrupt(signal.SIGTERM, False), signal.siginterrupt(signal.SIGINT, False)
+    ctypes.CDLL(None).read(sys.stdin.fileno(), ctypes.create_string_buffer(1), 1)  # restarted after each signal
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(0.2)  # until it is in the call
+    return child
+
+
+def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_thread_is_in_c_code():
+    with in_c_code("StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')") as child:
+        child.send_signal(signal.SIGTERM)
+        assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
+        time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 128 + signal.SIGINT
+
+
+def test_ctrl_c_ends_a_command_in_c_code_without_a_traceback():
+    with in_c_code("CtrlC()") as child:
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(10), child.stderr.read()) == (130, "\ninterrupted\n")
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_where_python_runs():
+    with CtrlC():
+        for _ in range(2):  # a conversation continues after the first
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(10)
+
+
+def test_interrupting_block_ends_at_the_signal_and_later_ones_at_once():
+    entered = []
+    with StopFlag() as stop:
+        with pytest.raises(StopRequested), stop.interrupting("before the first step"):
+            entered.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+            entered.append(2)
+        with pytest.raises(StopRequested), stop.interrupting("the export"):
+            entered.append(3)
+    assert entered == [1]
+
+
+def test_stop_flag_ignores_signals_of_a_forked_worker():
+    with StopFlag() as stop:
+        if not (worker := os.fork()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        os.waitpid(worker, 0)
+        time.sleep(0.1)
+        assert not stop()

@@ -355,3 +355,15 @@ def test_model_file_that_is_a_pipe_is_refused(name: str, tmp_path: Path) -> None
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="neither a regular file"):
         load_weights(tmp_path)
+
+
+def test_files_of_a_model_folder_have_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
+        before = os.umask(mask)
+        try:
+            folder = tmp_path / str(mask)
+            save_model(folder / "model", random_model(), config(), TOKENIZER)
+            save_adapter(folder / "adapter", adapt(random_model()), LORA, "scratch", TOKENIZER)
+        finally:
+            os.umask(before)
+        assert {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()} == {mode}

@@ -55,7 +55,8 @@ def test_attempts_of_a_damaged_record_are_begun_again(tmp_path: Path) -> None:
     assert provenance.describe_attempt({}, exact=True) == []
 
 
-def test_attempts_are_bounded() -> None:
+def test_attempts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "library_versions", dict)
     fields: dict = {}
     for number in range(1, provenance.MAX_ATTEMPTS + 3):
         fields |= provenance.begin_attempt(fields, number, "now")

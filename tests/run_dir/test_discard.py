@@ -15,6 +15,7 @@ from runner.sweep.state import SweepState
 
 def refuse(folder: Path, during: Callable[[RunMetadata], object] = lambda metadata: None) -> None:
     with pytest.raises(UserError), RunMetadata.open(folder) as metadata:
+        metadata.record_created()
         during(metadata)
         raise UserError("a", "b", "c")
 

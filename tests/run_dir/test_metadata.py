@@ -15,6 +15,7 @@ import pytest
 
 from common import filesystem
 from common.errors import Outcome, UserError
+from common.ownership import processes
 from runner.run_dir import provenance
 from runner.run_dir.metadata import RunMetadata, has_diverged
 
@@ -57,8 +58,15 @@ def holder(tmp_path):
     child.communicate()
 
 
+def create_run(folder):
+    with RunMetadata.open(folder) as metadata:
+        metadata.record_created()
+
+
 def test_metadata_goes_from_new_through_running_to_completed(tmp_path):
     with RunMetadata.open(tmp_path / "a" / "run") as metadata:
+        assert not (metadata.folder / "run.json").exists(), "nothing counts as a run before its settings are stored"
+        metadata.record_created()
         folder = metadata.folder
         assert fields_of(folder)["status"] == metadata.status == "new" and metadata.attempt == 0
         metadata.mark_running(init_from=tmp_path)
@@ -82,7 +90,7 @@ def test_open_in_a_second_process_is_refused_and_changes_nothing(tmp_path, holde
     for resume in (False, True):
         with pytest.raises(UserError) as caught:
             RunMetadata.open(tmp_path / "run", resume=resume)
-        assert f"process {holder.pid} on {provenance.process_id()['host']} since " in caught.value.message
+        assert f"process {holder.pid} on {processes.process_id()['host']} since " in caught.value.message
         assert caught.value.setting == str(tmp_path / "run") and "hydra.run.dir=" in caught.value.fix
     assert snapshot(tmp_path / "run") == before
 
@@ -171,7 +179,7 @@ def test_lock_is_not_held_by_data_workers_of_a_killed_trainer(tmp_path):
     try:
         trainer.kill()
         trainer.wait()
-        RunMetadata.open(tmp_path).close()
+        create_run(tmp_path)
         os.kill(worker, 0)  # it is still alive
     finally:
         os.kill(worker, signal.SIGKILL)
@@ -220,7 +228,7 @@ def test_open_refuses_checkpoints_without_a_run_json(tmp_path):
 
 
 def test_launch_that_never_trained_leaves_the_directory_free(tmp_path):
-    RunMetadata.open(tmp_path).close()
+    create_run(tmp_path)
     with RunMetadata.open(tmp_path) as metadata:
         assert metadata.status == "new"
 
@@ -274,7 +282,7 @@ def test_run_with_a_link_to_the_outside_is_refused_and_nothing_there_changes(nam
 
     (tmp_path / "file").write_text("victim")
     (tmp_path / "folder" / ".tmp-step-00000001-1-aa").mkdir(parents=True)  # what remove_temp deletes
-    RunMetadata.open(tmp_path / "run").close()
+    create_run(tmp_path / "run")
     link, before = tmp_path / "run" / name, snapshot(tmp_path / "folder")
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(tmp_path / OUTSIDE[name])
@@ -289,7 +297,7 @@ def test_run_with_a_link_to_the_outside_is_refused_and_nothing_there_changes(nam
 
 
 def test_run_with_a_pipe_in_place_of_a_log_is_refused_without_opening_it(tmp_path):
-    RunMetadata.open(tmp_path).close()
+    create_run(tmp_path)
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(UserError, match="neither a regular file nor a folder"):
         RunMetadata.open(tmp_path, resume=True)
@@ -299,7 +307,7 @@ def test_open_removes_temporary_files_of_a_killed_writer(tmp_path):
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa").mkdir(parents=True)
     (tmp_path / "checkpoints" / ".tmp-step-00000010-1-aa" / "model").write_bytes(b"half")
     (tmp_path / ".tmp-run.json-1-aa").write_bytes(b"half")
-    RunMetadata.open(tmp_path).close()
+    create_run(tmp_path)
     assert not list(tmp_path.glob(".tmp-*")) and not list(tmp_path.glob("checkpoints/.tmp-*"))
 
 
@@ -310,6 +318,7 @@ def test_update_on_a_full_disk_is_written_with_the_next(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     with RunMetadata.open(tmp_path) as metadata:
+        metadata.record_created()
         monkeypatch.setattr(filesystem, "fs", Full())
         metadata.update(degraded="step 40 could not be saved")
         assert fields_of(tmp_path)["degraded"] is None
@@ -349,10 +358,10 @@ def test_git_state_without_git_is_unknown(tmp_path, monkeypatch):
 
 
 def test_process_is_distinguished_from_a_later_one_with_the_same_pid():
-    this = provenance.process_id()
-    assert provenance.is_alive(this)
+    this = processes.process_id()
+    assert processes.is_alive(this)
     if this["start_ticks"] is not None:  # where there is /proc
-        assert not provenance.is_alive({**this, "start_ticks": 1}) and not provenance.is_alive({**this, "boot_id": "another"})
+        assert not processes.is_alive({**this, "start_ticks": 1}) and not processes.is_alive({**this, "boot_id": "another"})
 
 
 def test_files_of_hydra_are_synced_before_training_begins(tmp_path, monkeypatch):
@@ -370,7 +379,7 @@ def test_files_of_hydra_are_synced_before_training_begins(tmp_path, monkeypatch)
 
     with RunMetadata.open(tmp_path / "run") as metadata:
         monkeypatch.setattr(filesystem, "fs", Watched())
-        metadata.mark_running()
+        metadata.record_created()
     first_write = next(index for index, path in enumerate(synced) if ".tmp-run.json" in path)
     assert {str(hydra_dir / "config.yaml"), str(hydra_dir), str(tmp_path / "run")} <= set(synced[:first_write])
 
@@ -389,3 +398,16 @@ def test_opened_returns_the_metadata_of_this_process_until_it_is_closed(tmp_path
         assert RunMetadata.opened(tmp_path) is metadata
     with pytest.raises(KeyError):
         RunMetadata.opened(tmp_path)
+
+
+def test_completed_run_that_trains_further_is_interrupted_before_its_new_settings_are_stored(tmp_path):
+    with RunMetadata.open(tmp_path) as metadata:
+        metadata.mark_running()
+        metadata.finish(Outcome.COMPLETED)
+        with metadata.reopened():
+            assert fields_of(tmp_path)["status"] == "interrupted"
+        assert fields_of(tmp_path)["status"] == "interrupted"
+        metadata.finish(Outcome.COMPLETED)
+        with pytest.raises(UserError), metadata.reopened():
+            raise UserError("a", "b", "c")
+        assert fields_of(tmp_path)["status"] == "completed"

@@ -32,6 +32,12 @@ def test_split_swept_keeps_the_text_of_an_interval() -> None:
     assert grid.split_swept(["seed=range(1,9,2)"], expand_ranges=False)[1:] == ({"seed": ["range(1,9,2)"]}, False)
 
 
+@pytest.mark.parametrize("value", ["range(0,1000000000000)", "range(0.0,1.0,1e-12)"])
+def test_split_swept_refuses_a_range_of_too_many_values(value: str) -> None:
+    with pytest.raises(UserError, match="more than 100,000 values"):
+        grid.split_swept([f"seed={value}"])
+
+
 def test_split_swept_expands_a_pattern_to_the_options_of_a_group() -> None:
     assert grid.split_swept(["precision=glob(*16)"])[1] == {"precision": ["bf16", "fp16"]}
 

@@ -11,7 +11,7 @@ import yaml
 from fake_jobs import DIVERGED, FLAKY, SAVES, FakeJobs, read_sweep
 
 from common.errors import UserError
-from runner.sweep.optuna_search import OptunaOptions, parse_axis
+from runner.sweep.optuna_search import OptunaOptions, _drop_partial_line, parse_axis
 
 LOSS = "values = dict(pair.split('=') for pair in os.path.basename(run_dir).split(','))\n"
 LOSS += "write('completed', 'completed', metrics={'loss': float(values['optimizer.lr']) * 1000})"
@@ -47,6 +47,20 @@ def trials(sweep: Path) -> list[Any]:
 def test_search_space_of_an_override(key: str, values: list[str], expected: dict[str, Any]) -> None:
     axis = parse_axis(key, values)
     assert {name: getattr(axis, name) for name in expected} == expected and axis.key == key
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "3", "{}", '{"op_code": "0"}', '{"op_code": 0', "[" + "[]," * 4_000_000 + "[]]"])
+def test_study_with_a_damaged_line_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "optuna.jsonl").write_text('{"op_code": 4, "values": [NaN]}\n' + line + '\n{"op_')
+    with pytest.raises(UserError, match="the study is damaged") as refused:
+        _drop_partial_line(tmp_path / "optuna.jsonl")
+    assert refused.value.setting.endswith("optuna.jsonl:2")
+
+
+def test_study_is_cut_back_to_its_last_complete_line(tmp_path: Path) -> None:
+    (tmp_path / "optuna.jsonl").write_text('{"op_code": 4, "values": [NaN]}\n{"op_')
+    _drop_partial_line(tmp_path / "optuna.jsonl")
+    assert (tmp_path / "optuna.jsonl").read_text() == '{"op_code": 4, "values": [NaN]}\n'
 
 
 @pytest.mark.parametrize("text", ["interval(2,1)", "tag(log,interval(0,1))"])

@@ -69,10 +69,10 @@ def test_damaged_log_keeps_the_readable_records_of_this_run(
     damaged = path.read_bytes() if path.exists() else b""
     log = JsonlLog(path, position, 2, proof)
     assert steps_of(path) == kept and log.recovered and log.recovered.startswith("metrics.jsonl is") and state in log.recovered
-    copy = path.with_name("metrics.damaged1.jsonl")
-    lines_kept = path.read_bytes().splitlines() + (path.with_name("metrics.attempt1.jsonl").read_bytes().splitlines() if len(kept) > 2 else [])
-    assert copy.exists() == any(line not in lines_kept for line in damaged.splitlines()) or damage is DAMAGES["a line twice"][0]
-    assert not copy.exists() or (copy.read_bytes() == damaged and copy.name in log.recovered)
+    copy = path.parent / "damaged" / "metrics.jsonl"
+    whole = path.read_bytes() + b"".join(file.read_bytes() for file in path.parent.glob("metrics.attempt*.jsonl"))
+    assert copy.exists() == (len(whole) != len(damaged)), "what is in no other file is kept"
+    assert not copy.exists() or (copy.read_bytes() == damaged and "damaged/metrics.jsonl" in log.recovered)
     log.append(record(STEPS + 1, attempt=2))
     again = log.position(), LogProof(STEPS + 1, [], {"metrics": log.checksum()})
     log.close()
@@ -82,7 +82,7 @@ def test_damaged_log_keeps_the_readable_records_of_this_run(
 def test_whole_log_is_cut_back_without_a_message(saved: tuple[Path, int, LogProof]) -> None:
     path, position, proof = saved
     assert JsonlLog(path, position, 2, proof).recovered is None and steps_of(path) == [1, 2, 3, 4, 5, 6]
-    assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8] and not path.with_name("metrics.damaged1.jsonl").exists()
+    assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8] and not (path.parent / "damaged").exists()
 
 
 def test_log_of_an_earlier_version_without_a_checksum_is_used_as_it_is(saved: tuple[Path, int, LogProof]) -> None:
@@ -97,13 +97,17 @@ def test_kill_during_the_repair_repeats_no_archive(saved: tuple[Path, int, LogPr
     JsonlLog(path, position, 2, proof)
     path.write_bytes(damaged)  # as if it had been killed before the file was replaced
     JsonlLog(path, position, 3, proof)
-    assert sorted(file.name for file in path.parent.glob("metrics.*.jsonl")) == ["metrics.attempt1.jsonl", "metrics.damaged1.jsonl"]
+    assert [file.name for file in (path.parent / "damaged").iterdir()] == ["metrics.jsonl"]
     assert steps_of(path.with_name("metrics.attempt1.jsonl")) == [7, 8]
 
 
-def test_archive_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogProof]) -> None:
+def test_copy_of_a_damaged_log_replaces_nothing(saved: tuple[Path, int, LogProof]) -> None:
     path, position, proof = saved
-    path.with_name("metrics.damaged1.jsonl").symlink_to("/etc/hostname")
+    copies = path.parent / "damaged"
+    copies.mkdir()
+    (copies / "metrics.jsonl").symlink_to("/etc/hostname")
+    (copies / "metrics.jsonl.2").write_text("of an earlier launch")
     DAMAGES["not UTF-8"][0](path)
     JsonlLog(path, position, 2, proof)
-    assert path.with_name("metrics.damaged1.jsonl").is_symlink() and path.with_name("metrics.damaged2.jsonl").is_file()
+    assert (copies / "metrics.jsonl").is_symlink() and (copies / "metrics.jsonl.2").read_text() == "of an earlier launch"
+    assert (copies / "metrics.jsonl.3").is_file()

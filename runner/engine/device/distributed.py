@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import socket
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice
+from runner.engine.device.heartbeat import beat, during
 from runner.engine.device.mesh import prebuild_ddp_buckets
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"  # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
 RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others
+LOOPBACK = "lo"  # interface of Linux
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
 
@@ -111,7 +114,8 @@ class DistributedContext:
         from torch.distributed import all_reduce
 
         summed = torch.tensor(numbers, dtype=torch.float64)
-        all_reduce(summed)
+        with during("while it waits for the other ranks"):
+            all_reduce(summed)
         return summed.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -195,7 +199,8 @@ class DistributedContext:
         return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
 
     def arm_watchdog(self) -> None:
-        """Print the stacks of all threads unless this is called again within `timeout` minutes."""
+        """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within `timeout` minutes."""
+        beat()
         if self.size > 1:
             faulthandler.dump_traceback_later(self.cfg.timeout * 60)
 
@@ -219,6 +224,7 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
         return dist
     cfg.check_device(dist.device.type)
     cfg.check_shares(size)
+    listen_on_loopback(rendezvous, size)
     if dist.device.type == "cuda":
         torch.cuda.set_device(dist.device)
     if not is_initialized():  # never destroyed: over gloo that can wait forever for ranks that have exited
@@ -227,6 +233,13 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
         init_process_group(backend, store=open_store(rendezvous, size, timeout), rank=rank, world_size=size, timeout=timeout)
         RENDEZVOUS_DONE.set()
     return dist
+
+
+def listen_on_loopback(rendezvous: str, size: int) -> None:
+    """Let gloo listen on the loopback interface only if all ranks are on this machine, unless GLOO_SOCKET_IFNAME names another interface."""
+    is_one_machine = rendezvous.startswith("file://") or os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if is_one_machine and LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 def open_store(rendezvous: str, size: int, timeout: timedelta) -> Store:

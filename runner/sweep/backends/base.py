@@ -17,9 +17,9 @@ from common.exit_codes import INTERRUPTED
 from common.guarded_files import open_append
 from common.settings import check_at_least
 from runner.launch import subprocesses
+from runner.launch.signals import handled_signals
 
 CONSOLE_LOG = "console.log"  # output of a job, all its attempts; in its run directory
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -88,7 +88,7 @@ def run_job(command: list[str], env: dict[str, str], log: Path) -> tuple[int, li
         received.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()  # Python delivers signals to the main thread only
-    previous = {number: signal.signal(number, forward) for number in (FORWARDED_SIGNALS if is_main else ())}
+    previous = {number: signal.signal(number, forward) for number in ((*handled_signals(), signal.SIGUSR2) if is_main else ())}
     try:
         if received:
             return INTERRUPTED, received

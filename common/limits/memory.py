@@ -1,0 +1,39 @@
+"""Memory of this machine, and a limit on what a piece of work may allocate."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container: cgroup 2, 1
+
+
+def machine_memory() -> int:
+    """Return the bytes of memory that this process could get at most: of the machine, its container, or its `ulimit -v`."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):  # ValueError: "max"
+            limits.append(int(Path(path).read_text()))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return min([*limits, *([] if soft == resource.RLIM_INFINITY else [soft])])
+
+
+@contextmanager
+def allocating_at_most(size: int) -> Iterator[None]:
+    """Let allocations of this process fail, with MemoryError, that would enlarge its address space by more than `size` bytes.
+
+    The limit is that of the whole process: other threads should be idle.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + size
+    if soft != resource.RLIM_INFINITY:
+        limit = min(limit, soft)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,121 @@
+"""Lock by a file with the identity of its owner, for file systems without POSIX locks (some NFS and FUSE mounts).
+
+`<lock>.owner` belongs to the process that holds the whole lock, `<lock>.owner-<k>` to one that holds byte k. The files are created with
+O_EXCL. The file of a process that has died on this host is removed; that of a process on another host, or an unreadable one, counts as held.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from common.filesystem import read_bounded, read_json_object, temp_name, write_all
+from common.ownership.processes import is_alive, process_id
+
+MAX_OWNER_BYTES = 4096
+POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
+
+
+class OwnerFile:
+    """The owner file of this process. `content` is unique: a file that another process has put in its place differs."""
+
+    def __init__(self, lock: Path, path: Path, content: bytes) -> None:
+        self._lock, self.path, self._content = lock, path, content
+
+    @classmethod
+    def acquire(cls, lock: Path, byte: int | None, wait: bool) -> OwnerFile:
+        """Take the whole lock (`byte` None) or one byte of it. Raises BlockingIOError if it is held and `wait` is False."""
+        while not (owner := cls._try(lock, byte)):
+            if not wait:
+                raise BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
+            time.sleep(POLL_SECONDS)
+        return owner
+
+    @classmethod
+    def _try(cls, lock: Path, byte: int | None) -> OwnerFile | None:
+        if _live_owners(lock, byte):
+            return None
+        path = _path(lock, byte)
+        content = json.dumps({**process_id(), "token": secrets.token_hex(8)}).encode()
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            return None
+        try:
+            write_all(fd, content)
+            os.fsync(fd)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        owner = cls(lock, path, content)
+        if _live_owners(lock, byte, own=path):  # another process has taken a part of it meanwhile
+            owner.release()
+            return None
+        return owner
+
+    def is_intact(self) -> bool:
+        return _read(self.path) == self._content
+
+    def shrink(self) -> None:
+        """Keep byte 0 only."""
+        os.rename(self.path, _path(self._lock, 0))
+        self.path = _path(self._lock, 0)
+
+    def release(self) -> None:
+        if self.is_intact():
+            with suppress(OSError):
+                os.unlink(self.path)
+
+
+def live_owners(lock: Path) -> list[dict[str, Any]]:
+    """Return who holds `lock` or a part of it: what process_id() returns, {} where the file cannot be read."""
+    return [read_json_object(path, MAX_OWNER_BYTES) for path in _live_owners(lock, None)]
+
+
+def is_owner_file(lock_name: str, name: str) -> bool:
+    return name.startswith(f"{lock_name}.owner")
+
+
+def _live_owners(lock: Path, byte: int | None, own: Path | None = None) -> list[Path]:
+    """Return the owner files that exclude taking `byte` (None: the whole lock), after removing those of dead processes."""
+    names = [name for name in os.listdir(lock.parent) if is_owner_file(lock.name, name)]
+    paths = [lock.parent / name for name in names if byte is None or name in (_path(lock, None).name, _path(lock, byte).name)]
+    return [path for path in paths if path != own and not _remove_if_dead(path)]
+
+
+def _remove_if_dead(path: Path) -> bool:
+    """Remove the owner file of a process that has died on this host; return whether there is none any more."""
+    content, owner = _read(path), read_json_object(path, MAX_OWNER_BYTES)
+    if content is None:
+        return not os.path.lexists(path)
+    if not owner or is_alive(owner):
+        return False
+    moved = path.with_name(temp_name("del", path.name))
+    try:
+        os.rename(path, moved)
+    except FileNotFoundError:
+        return True
+    if _read(moved) != content:  # another process has replaced it meanwhile: put it back
+        os.rename(moved, path)
+        return False
+    os.unlink(moved)
+    return True
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return read_bounded(path, MAX_OWNER_BYTES)
+    except OSError:
+        return None
+
+
+def _path(lock: Path, byte: int | None) -> Path:
+    return lock.with_name(f"{lock.name}.owner" + ("" if byte is None else f"-{byte}"))

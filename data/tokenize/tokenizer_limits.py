@@ -1,0 +1,119 @@
+r"""Limits on a tokenizer.json that another has written: its parts, token ids, how much a text can grow, and the time of its regular expressions.
+
+The library runs regular expressions in Rust, where no signal of Python ends them. Those of public tokenizers are known; others must first split
+hard texts in a process with limits (pattern_probe.py). No probe finds every expression that is slow for some text: the processes that tokenize a
+data set have deadlines, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+MAX_ADDED_TOKENS = 100_000
+MAX_ADDED_CHARACTERS = 1000  # of an added token
+MAX_TOKEN_ID = 4_000_000
+MAX_COMPONENTS = 64  # normalizers, pre-tokenizers and decoders
+MAX_PATTERN_CHARACTERS = 4000  # of a regular expression
+MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
+PROBE_SECONDS, PROBE_CHARACTERS, PROBE_UNITS = 3, 10_000, 60  # processor time of a probe; of a text, and the texts
+SECTIONS = ("normalizer", "pre_tokenizer", "decoder")
+PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+KNOWN_PATTERNS = frozenset(  # of public tokenizers: GPT-2, Llama 3, Qwen, GPT-4o, DeepSeek, SmolLM3
+    [
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        *(
+            ENDINGS + rf"|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            for digits in (r"\p{N}", r"\p{N}{1,3}", r"\p{N}+")
+        ),
+        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDINGS}?|\p{{N}}{{1,3}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        *(r"\p{N}{1,3}", r"\d", r"\d{1,3}", r"[0-9]", r"\s+$", r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r" {2,}", r"\n", r" "),
+    ]
+)
+COMMON_UNITS = (" ", "\n", "\t", "a", "A", "1", "'", "!", "_", "\u00e9", "\u4e2d", "\u0301", "aA", "a ", " \n", "1.")
+LITERAL = re.compile(r"[^\\\[\](){}|?*+.^$]{1,20}")
+FIX = "choose another tokenizer, or train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
+
+
+def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
+    """Raise UserError if a tokenizer.json is beyond the limits, before the library builds it; KeyError or TypeError for another form."""
+    added, vocab = stored["added_tokens"], stored["model"]["vocab"]
+    ids = [*vocab.values(), *(token["id"] for token in added)]
+    if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
+        raise UserError(f"a token has an id outside of [0, {MAX_TOKEN_ID:,})", str(path), FIX)
+    if len(added) > MAX_ADDED_TOKENS or any(len(token["content"]) > MAX_ADDED_CHARACTERS for token in added):
+        raise UserError(f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters", str(path), FIX)
+    for section in SECTIONS:
+        parts = list(_components(stored.get(section)))
+        if len(parts) > MAX_COMPONENTS:
+            raise UserError(f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed", str(path), FIX)
+        growth = 1.0
+        for part in parts:
+            growth *= _growth(part)
+        if growth > MAX_GROWTH:
+            raise UserError(f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), FIX)
+    unknown = sorted({pattern for section in SECTIONS for pattern in _patterns(stored.get(section))} - KNOWN_PATTERNS)
+    if too_long := next((pattern for pattern in unknown if len(pattern) > MAX_PATTERN_CHARACTERS), None):
+        raise UserError(f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed", str(path), FIX)
+    if unknown and (problem := _probe(json.dumps(stored), tuple(unknown))):
+        raise UserError(f"the tokenizer has a regular expression that is not usable: {problem}", str(path), FIX)
+
+
+def _components(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield every part of a section, those in a Sequence too."""
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _components(item)
+    if isinstance(value, dict) and "type" in value:
+        yield value
+
+
+def _patterns(section: Any) -> Iterator[str]:
+    """Yield the regular expressions of a section."""
+    for part in _components(section):
+        pattern = part.get("pattern")
+        if isinstance(pattern, dict) and isinstance(pattern.get("Regex"), str):
+            yield pattern["Regex"]
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Return how many characters a part makes of one at most. Prepend adds its text once; it counts like a replacement of one character."""
+    content = part.get("content", part.get("prepend", part.get("replacement", "")))
+    if part["type"] not in ("Replace", "Prepend", "Metaspace") or not isinstance(content, str):
+        return 1.0
+    pattern = part.get("pattern")
+    replaced = len(pattern["String"]) if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) else 1
+    return max(1.0, len(content) / max(1, replaced))
+
+
+@lru_cache(maxsize=8)
+def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
+    """Split hard texts with the tokenizer in a process with limits; return what went wrong, or None."""
+    literals = dict.fromkeys(literal for pattern in patterns for literal in (LITERAL.findall(pattern) + list(pattern)))
+    units = [*COMMON_UNITS, *(literal for literal in literals if literal not in COMMON_UNITS)][:PROBE_UNITS]
+    texts = [unit * (PROBE_CHARACTERS // len(unit)) + end for unit in units for end in ("\u0001", f"\u0001 {''.join(literals)[:200]}")]
+    env = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}  # no secret of the environment
+    env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-P", "-m", "data.tokenize.pattern_probe", str(PROBE_SECONDS)]
+    request = json.dumps([tokenizer_json, texts]).encode()
+    try:
+        ended = subprocess.run(command, input=request, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=5 * PROBE_SECONDS, process_group=0)
+    except subprocess.TimeoutExpired:
+        return f"it needs more than {5 * PROBE_SECONDS} seconds for texts of {PROBE_CHARACTERS:,} characters"
+    if ended.returncode == 0:
+        return None
+    if ended.returncode < 0:
+        return f"it needs more than {PROBE_SECONDS} seconds or 1 GB for texts of {PROBE_CHARACTERS:,} characters"
+    lines = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1][:200] if lines else "it ends the program"

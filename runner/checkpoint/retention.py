@@ -1,0 +1,89 @@
+"""Which checkpoints stay on disk: those that the policy keeps after a save, and only what a resume needs when the disk is full."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import filesystem
+from common.filesystem import DISK_ERRORS, FULL_DISK_ERRORS
+from runner.checkpoint import atomic_dir
+from runner.checkpoint.best import best_dirs, pointed_best_step, prune_best_dirs, referenced_best_steps
+from runner.checkpoint.format import step_of
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Which checkpoints are kept: the newest `keep_newest`, every `keep_every` steps (0: none), and the best ones that the newest refer to."""
+
+    keep_newest: int
+    keep_every: int
+
+    def protects(self, step: int, best_steps: Collection[int]) -> bool:
+        return step in best_steps or self.is_milestone(step)
+
+    def is_milestone(self, step: int) -> bool:
+        return self.keep_every > 0 and step % self.keep_every == 0
+
+
+def prune_checkpoints(checkpoints: Path, policy: RetentionPolicy) -> None:
+    """Delete what the policy does not keep, and what an earlier call could not delete."""
+    atomic_dir.remove_temp(checkpoints, kinds=(".del-",))
+    keep = max(policy.keep_newest, 2)
+    best_steps = needed_best_steps(checkpoints, keep)
+    protected = {name for name in atomic_dir.step_names(checkpoints) if policy.protects(step_of(name), best_steps)}
+    atomic_dir.prune_dirs(checkpoints, keep, protected)
+    prune_best_dirs(checkpoints, best_steps)
+
+
+def needed_best_steps(checkpoints: Path, newest: int | None) -> set[int]:
+    """Return the best steps of the `newest` checkpoints (None: all), and that of the newest best weights."""
+    pointed = pointed_best_step(checkpoints)
+    return referenced_best_steps(checkpoints, newest) | (set() if pointed is None else {pointed})
+
+
+def save_freeing_space(save: Callable[[], None], checkpoints: Path, policy: RetentionPolicy, warn: Callable[[str], None]) -> None:
+    """Call `save` until it succeeds: again after RETRY_SECONDS, and on a full disk after deleting the oldest checkpoints. Raises its last OSError."""
+    delays = list(filesystem.RETRY_SECONDS)
+    while True:
+        try:
+            return save()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            need = getattr(error, "need", 0)
+            is_full = error.errno in FULL_DISK_ERRORS and checkpoints.is_dir() and (not delays or atomic_dir.missing_bytes(checkpoints, need) > 0)
+            if is_full and (names := free_space(checkpoints, need, policy)):
+                warn(f"the disk is full: deleted {', '.join(names)} to save the newest state; the newest valid checkpoint and the best weights stay")
+                continue
+            if not delays:
+                raise
+        time.sleep(delays.pop(0))
+
+
+def free_space(checkpoints: Path, need: int, policy: RetentionPolicy) -> list[str]:
+    """Delete the oldest checkpoints until `need` bytes fit, at least one; return their names. [] if deleting all of them would not suffice.
+
+    The newest valid checkpoint and the best weights stay. Checkpoints of train.keep_every go after the others.
+    """
+    missing, best = atomic_dir.missing_bytes(checkpoints, need), needed_best_steps(checkpoints, 1)
+    valid = atomic_dir.valid_names(checkpoints)
+    surplus = sorted((name for name in valid[1:] if step_of(name) not in best), key=lambda name: (policy.is_milestone(step_of(name)), name))
+    old_best = [folder for folder in best_dirs(checkpoints) if step_of(folder.name) not in best]
+    if not surplus or sum(map(_size, [*old_best, *(checkpoints / name for name in surplus)])) < missing:
+        return []
+    deleted: list[str] = []
+    for name in surplus:
+        if deleted and not atomic_dir.missing_bytes(checkpoints, need):
+            break
+        atomic_dir.discard_dir(checkpoints / name)
+        prune_best_dirs(checkpoints, needed_best_steps(checkpoints, None))
+        deleted.append(name)
+    return deleted
+
+
+def _size(folder: Path) -> int:
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))

@@ -1,0 +1,116 @@
+"""faults.py: inject the faults one after the other, print what came of each, and the table of all."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from common.errors import UserError, one_line, print_note, print_safely
+from common.filesystem import write_json
+from common.paths import command_line
+from runner.fault_injection.config import KINDS, FaultsConfig
+from runner.fault_injection.launches import import_heavy_libraries
+from runner.fault_injection.rig import FaultResult, Reference, Rig, Trial, as_record, run_reference
+from runner.fault_injection.table import fault_table
+from runner.run_dir.provenance import git_state, library_versions
+
+LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}  # undisturbed runs that one fault takes as long as
+FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command
+MAX_DRAWS = 3  # of a fault that comes after the end of the run
+WORKERS = ["data.num_workers=2", "data.worker_timeout=3"]  # for the faults of data workers
+
+
+def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
+    """Inject the faults of `cfg` into `python runner/train.py *overrides`. Exits with 1 if a promise was broken.
+
+    Raises UserError if the command does not complete undisturbed.
+    """
+    from runner.fault_injection.kinds import INJECT
+
+    check_overrides(overrides)
+    faults, folder = cfg.faults(), make_folder(cfg)
+    import_heavy_libraries()
+    rig = Rig(overrides, folder, cfg.timeout)
+    references = {"": reference(rig, "reference")}
+    if any(kind == "workers" for kind, _ in faults):
+        with_workers = Rig([*overrides, *WORKERS], folder, cfg.timeout)
+        references["workers"] = reference(with_workers, "reference-workers")
+    print_safely(f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory")
+    print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
+    results = []
+    for index, (kind, number) in enumerate(faults):
+        base = references.get(kind, references[""])
+        for draw in range(MAX_DRAWS):
+            trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed, draw)
+            INJECT[kind](trial, base, kind == "kills" and index < cfg.cold)
+            complete(trial, base, cfg.acknowledge_within)
+            if trial.result.injected or trial.result.broken:
+                break
+        print_result(trial.result)
+        results.append(trial.result)
+    report(cfg, overrides, results, folder)
+
+
+def complete(trial: Trial, reference: Reference, acknowledge_within: float) -> None:
+    """Continue the run until it is complete, compare it, and remove it if no promise was broken."""
+    result = trial.result
+    trial.finish()
+    trial.compare(reference)
+    if result.acknowledged is not None and result.acknowledged > acknowledge_within:
+        result.exits.append(f"acknowledged after {result.acknowledged:.1f} s")
+    if not result.broken:
+        trial.discard()
+
+
+def check_overrides(overrides: list[str]) -> None:
+    """Raise UserError for settings that the harness needs for itself."""
+    for override in overrides:
+        if override.partition("=")[0] in ("resume", "hydra.run.dir", "data.cache"):
+            raise UserError("faults.py places the runs itself, in its own folder", override, "leave it out; folder=DIR places all of them")
+
+
+def make_folder(cfg: FaultsConfig) -> Path:
+    if cfg.folder is None:
+        return Path(tempfile.mkdtemp(prefix="faults-"))
+    folder = Path(cfg.folder).expanduser().absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError("this folder is not empty", f"folder={cfg.folder}", "name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def reference(rig: Rig, name: str) -> Reference:
+    try:
+        return run_reference(rig, name)
+    except RuntimeError as error:
+        raise UserError(str(error), shlex.join([*command_line("train"), *rig.overrides]), "correct the command; nothing was disturbed yet") from error
+
+
+def estimate(cfg: FaultsConfig, seconds: float) -> float:
+    """Return how long the faults will take (seconds), if an undisturbed run takes `seconds`."""
+    return sum(LAUNCHES[kind] * (seconds + FORK_SECONDS) for kind, _ in cfg.faults()) + COLD_SECONDS * min(cfg.cold, cfg.kills)
+
+
+def print_result(result: FaultResult) -> None:
+    state = "BROKEN" if result.broken else "ok" if result.injected else "missed: the run was complete before"
+    print_safely(f"{result.name:11} {one_line(result.fault)}: {state}, {result.seconds:.1f} s, exit codes {result.codes}")
+    for text in result.broken:
+        print_safely(f"            {one_line(text)}")
+
+
+def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], folder: Path) -> None:
+    """Print the table and write the results. Raises SystemExit if a promise was broken."""
+    broken = [result for result in results if result.broken]
+    command = shlex.join([*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in KINDS), f"fault_seed={cfg.fault_seed}", *overrides])
+    print_safely("\n" + fault_table(results))
+    print_safely(f"\nthe same faults again: {command}")
+    if cfg.to is not None:
+        code = {"code": git_state(), "versions": library_versions()}
+        write_json(Path(cfg.to).absolute(), {"command": command, **code, "faults": [as_record(result) for result in results]})
+    if broken:
+        print_note(f"{len(broken)} of {len(results)} faults broke a promise; their runs are in {folder}; one of them again: only={broken[0].name}")
+        raise SystemExit(1)
+    if cfg.folder is None:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,171 @@
+"""Findings about files that a resume does not need: pointers, model/, temporary and foreign files, the lock, the free space."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from common import filesystem
+from common.errors import UserError
+from common.filesystem import make_dirs, read_bounded
+from common.guarded_files import DAMAGED_DIR
+from common.ownership.owner_file import is_owner_file
+from models.formats.stored_size import stored_size
+from runner.checkpoint import atomic_dir
+from runner.checkpoint.best import BEST_DIR, BEST_POINTER, find_best_weights
+from runner.checkpoint.format import CHECKPOINTS_DIR
+from runner.recovery.evidence import Evidence
+from runner.recovery.finding import Finding, Repair, Severity
+from runner.run_dir.lock import LOCK_FILE, describe_holder, is_locked
+from runner.run_dir.metadata import GUARDED_NAMES, OWN_NAMES, RunMetadata
+from runner.tracking.config import TRACKERS
+
+LATEST_POINTER = "latest"
+MAX_POINTER_BYTES = 200
+OTHER_NAMES = {"report.html", "diagnosis.json"}
+TEMPORARY = (".tmp-", ".del-")
+MAX_FOREIGN = 20  # findings about foreign files
+
+
+def check_other_files(evidence: Evidence, holds_lock: bool = False) -> Iterator[Repair]:
+    """Yield the findings of this module about one run. `holds_lock`: whether this process has locked it."""
+    folder = evidence.folder
+    is_busy = not holds_lock and is_locked(folder)
+    if is_busy:
+        state = f"held by {describe_holder(folder)}"
+        yield Repair(Finding(LOCK_FILE, Severity.BLOCKING, state, "wait for it to end; findings about files that it writes now may be wrong"))
+    yield from _check_pointers(evidence)
+    yield from _check_model(folder)
+    if not is_busy:  # otherwise they are of the process that trains
+        yield from _check_temporary(folder)
+    yield from _check_foreign(folder)
+    yield from _check_space(evidence)
+
+
+def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
+    """`latest` and `best` are for users; no code reads them."""
+    checkpoints = evidence.folder / CHECKPOINTS_DIR
+    if evidence.newest_whole is None:
+        return
+    newest, state = evidence.newest_whole
+    best_step = state["progress"]["best_step"]
+    best = None if best_step is None else find_best_weights(checkpoints, best_step)
+    for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
+        file, actual = f"{CHECKPOINTS_DIR}/{pointer}", _read_pointer(checkpoints / pointer)
+        is_later_best = (
+            pointer == BEST_POINTER and actual is not None and atomic_dir.verify_dir(checkpoints / actual) is None
+        )  # of an evaluation after the save
+        if actual == name or is_later_best:
+            yield from [Repair(Finding(file, Severity.SOUND, actual))] if actual else []
+        elif name is not None:
+            write = partial(atomic_dir.write_pointer, checkpoints, pointer, name)
+            yield Repair(Finding(file, Severity.NOTE, f"{actual or 'missing'}, should be {name}", "for users only, no code reads it", f"{name} written"), write)
+    if best_step is not None and best is None:
+        state_text = f"the weights of the best evaluation, step {best_step}, are not on disk"
+        yield Repair(
+            Finding(f"{CHECKPOINTS_DIR}/{BEST_POINTER}", Severity.DAMAGED, state_text, "model/ gets the last weights unless a better evaluation follows")
+        )
+
+
+def _read_pointer(path: Path) -> str | None:
+    """Return the name of the checkpoint or of the folder of best weights in the file, None if it has none."""
+    try:
+        name = read_bounded(path, MAX_POINTER_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    return name if atomic_dir.STEP_NAME.fullmatch(name) or BEST_DIR.fullmatch(name) else None
+
+
+def _check_model(folder: Path) -> Iterator[Repair]:
+    """A completed run has model/; its files of weights must be as long as their headers say."""
+    fields, model = RunMetadata.read(folder), folder / "model"
+    export = fields.get("export")
+    if not model.is_dir():
+        if fields.get("status") == "completed" and export:
+            consequence = "resume= with more steps writes it again; the weights are in checkpoints/"
+            yield Repair(Finding("model", Severity.DAMAGED, "missing, and run.json says that it was written", consequence))
+        return
+    files = sorted(model.glob("*.safetensors"))
+    try:
+        numbers = stored_size(files).numbers
+        problem = next((reason for file in files if (reason := _length_problem(file))), None if files else "no file of weights")
+    except (UserError, OSError) as error:
+        problem = error.message if isinstance(error, UserError) else str(error)
+    if problem:
+        yield Repair(Finding("model", Severity.DAMAGED, problem, "the weights are in checkpoints/; resume= with more steps writes it again"))
+    else:
+        weights = f", {export.get('weights')} weights of step {export.get('step')}" if isinstance(export, dict) else ""
+        yield Repair(Finding("model", Severity.SOUND, f"{numbers:,} numbers{weights}"))
+
+
+def _length_problem(path: Path) -> str | None:
+    """Return why a safetensors file is not as long as its header says; None if it is."""
+    from common.limits.parsers import parse_json
+
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length))
+    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    size, expected = path.stat().st_size, 8 + length + end
+    return None if size == expected else f"{path.name}: {size:,} bytes instead of {expected:,}"
+
+
+def _check_temporary(folder: Path) -> Iterator[Repair]:
+    for parent in (folder, folder / CHECKPOINTS_DIR):
+        names = [name for name in (os.listdir(parent) if parent.is_dir() else []) if name.startswith(TEMPORARY)]
+        for name in sorted(names):
+            file = str((parent / name).relative_to(folder))
+            yield Repair(
+                Finding(file, Severity.NOTE, "left by a launch that was killed", "removed by the next resume=", "removed"), partial(_remove, parent / name)
+            )
+
+
+def _remove(path: Path) -> None:
+    if os.path.lexists(path):  # opening the run has removed it already
+        filesystem.remove_tree(path)
+
+
+def _check_foreign(folder: Path) -> Iterator[Repair]:
+    known = {*OWN_NAMES, *GUARDED_NAMES, *OTHER_NAMES, *TRACKERS.names()}
+    names = [
+        name for name in os.listdir(folder) if name not in known and not _is_log(name) and not is_owner_file(LOCK_FILE, name) and not name.startswith(TEMPORARY)
+    ]
+    for name in sorted(names)[:MAX_FOREIGN]:
+        yield Repair(Finding(name, Severity.NOTE, "not a file of this program", "not read"))
+    checkpoints = folder / CHECKPOINTS_DIR
+    for name in atomic_dir.step_names(checkpoints) if checkpoints.is_dir() else []:
+        if atomic_dir.verify_dir(checkpoints / name) is None:
+            for other in atomic_dir.foreign_names(checkpoints / name)[:MAX_FOREIGN]:
+                path = checkpoints / name / other
+                action = f"moved to {DAMAGED_DIR}/"
+                yield Repair(
+                    Finding(str(path.relative_to(folder)), Severity.NOTE, "not a file of this checkpoint", "not read", action),
+                    partial(_move_aside, folder, path),
+                )
+
+
+def _is_log(name: str) -> bool:
+    return name.startswith(("metrics.", "samples.")) and name.endswith("jsonl")
+
+
+def _move_aside(folder: Path, path: Path) -> None:
+    target = folder / DAMAGED_DIR / path.relative_to(folder)
+    make_dirs(target.parent)
+    if not os.path.lexists(target):
+        filesystem.fs.rename(path, target)
+
+
+def _check_space(evidence: Evidence) -> Iterator[Repair]:
+    """The next save needs as many bytes as the newest checkpoint has."""
+    if evidence.newest_whole is None:
+        return
+    checkpoint = evidence.folder / CHECKPOINTS_DIR / evidence.newest_whole[0]
+    need = sum(path.lstat().st_size for path in checkpoint.iterdir()) + atomic_dir.RESERVED_BYTES
+    free = filesystem.fs.free(evidence.folder)
+    text = f"{free:,} bytes free, the next save needs {need:,}"
+    if free < need:
+        yield Repair(Finding("disk", Severity.DAMAGED, text, "saves fail until there is space"))
+    else:
+        yield Repair(Finding("disk", Severity.SOUND, text))

@@ -1,0 +1,81 @@
+"""The files of a run directory: what is wrong with each, and the repairs with which a resume begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.errors import UserError
+from common.guarded_files import read_from
+from runner.checkpoint import atomic_dir
+from runner.checkpoint.format import CHECKPOINTS_DIR
+from runner.recovery.evidence import Evidence
+from runner.recovery.finding import Finding, Repair, Severity
+from runner.recovery.run_json import check_run_json
+from runner.recovery.settings_files import check_settings
+from runner.recovery.tokenizer_files import check_tokenizer_files
+from runner.run_dir.metadata import check_run_files
+from runner.tracking.log_recovery import LogProof, inspect_log
+
+LOGS = ("metrics", "samples")
+
+
+def inspect_run(folder: Path) -> list[Finding]:
+    """Return a finding for each file of the run that a resume reads, checkpoints and logs with all their bytes. Nothing is written.
+
+    Raises UserError if one of them is a link, a pipe or a device.
+    """
+    evidence = Evidence(folder)
+    check_run_files(folder)
+    return [repair.finding for repair in (*plan_repairs(evidence), *_check_checkpoints(evidence), *_check_logs(evidence))]
+
+
+def recover_run(folder: Path) -> list[str]:
+    """Repair what a resume of the run needs; return a message for each repair. The caller holds the lock of the directory.
+
+    Raises UserError, having changed nothing, if something is lost that no checkpoint proves. Logs are repaired when they are opened.
+    """
+    repairs = plan_repairs(Evidence(folder))
+    for finding in (repair.finding for repair in repairs):
+        if finding.severity is Severity.BLOCKING:
+            raise UserError(f"{finding.file}: {finding.state}", str(folder / finding.file), finding.consequence)
+    for repair in repairs:
+        repair.apply()
+    return [f"{finding.file}: {finding.state}; {finding.consequence}" for repair in repairs if (finding := repair.finding).severity is Severity.DAMAGED]
+
+
+def plan_repairs(evidence: Evidence) -> list[Repair]:
+    """Return the finding about each file that a resume restores or refuses to be without."""
+    return [*check_run_json(evidence), *check_settings(evidence), *check_tokenizer_files(evidence)]
+
+
+def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
+    for name in evidence.names:
+        folder = evidence.folder / CHECKPOINTS_DIR / name
+        reason = atomic_dir.verify_dir(folder)
+        foreign = [] if reason else atomic_dir.foreign_names(folder)
+        file = f"{CHECKPOINTS_DIR}/{name}"
+        if reason:
+            yield Repair(Finding(file, Severity.DAMAGED, reason, "skipped: the newest whole checkpoint is used"))
+        elif foreign:
+            yield Repair(Finding(file, Severity.NOTE, f"whole; not part of it and not read: {', '.join(foreign[:4])}"))
+        else:
+            yield Repair(Finding(file, Severity.SOUND, "whole"))
+    if evidence.names and evidence.newest_whole is None:
+        yield Repair(Finding(CHECKPOINTS_DIR, Severity.BLOCKING, "no checkpoint is whole", "restore one from a backup, or start a new run"))
+
+
+def _check_logs(evidence: Evidence) -> Iterator[Repair]:
+    if evidence.newest_whole is None:
+        return
+    _, saved = evidence.newest_whole
+    proof = LogProof.of_state(saved)
+    for name in LOGS:
+        path = evidence.folder / f"{name}.jsonl"
+        content = read_from(path, 0) if os.path.lexists(path) else None
+        damage = inspect_log(name, content, saved["log"].get(name, 0), proof)
+        if damage is None:
+            yield Repair(Finding(path.name, Severity.SOUND, "whole up to the checkpoint"))
+        else:
+            yield Repair(Finding(path.name, Severity.DAMAGED, damage.state, damage.consequence("damaged/"), "done by resume="))

@@ -1,0 +1,75 @@
+"""Why a training process ended: the kind of a failure, from its exit code, what it has recorded, and what the kernel has counted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from common.errors import Outcome, TrainingError
+
+# Files with a counter of processes that the kernel has killed for lack of memory: of the control group (versions 2 and 1), or of the machine
+OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"), Path("/proc/vmstat"))
+STOP_CODES = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+FIRST_SIGNAL_CODE = 128  # a process that exits by itself because of signal n has exit code 128 + n
+# Texts in the message of an exception, in the order in which they are looked for
+ERROR_TEXTS = (
+    ("out_of_memory", ("out of memory", "can't allocate memory", "cannot allocate memory", "memoryerror", "bad_alloc", "status_alloc_failed")),
+    ("data_worker", ("data worker", "dataloader worker")),
+    ("device", ("cuda error", "cublas", "cudnn", "nccl", "hip error", "device-side assert", "ecc error")),
+    ("peer", ("another rank", "closed by peer", "reset by peer")),
+)
+
+
+class FailureKind(StrEnum):
+    KILLED = "killed"  # SIGKILL
+    OUT_OF_MEMORY = "out_of_memory"  # the kernel's, a device's, or Python's
+    CRASH = "crash"  # another signal: SIGSEGV, SIGBUS, SIGABRT, ...
+    HANG = "hang"  # no sign of life
+    DATA_WORKER = "data_worker"
+    DEVICE = "device"
+    PEER = "peer"  # a rank lost another one
+    ERROR = "error"  # an exception
+    DIVERGED = "diverged"
+    STOPPED = "stopped"  # by a signal that only the training process received
+
+
+@dataclass(frozen=True)
+class Failure:
+    kind: FailureKind
+    code: int  # exit code of `rank`, which failed first; negative: killed by this signal
+    rank: int
+    error: TrainingError
+
+    @property
+    def signal_name(self) -> str | None:
+        return signal.Signals(-self.code).name if self.code < 0 else None
+
+
+def classify_failure(code: int, error: str, outcome: str | None, is_hanging: bool, oom_kills: int) -> FailureKind:
+    """Return the kind of a failure. `outcome` and `error`: of run.json; `oom_kills`: processes that the kernel has killed for memory meanwhile."""
+    if is_hanging:
+        return FailureKind.HANG
+    if code == -signal.SIGKILL:
+        return FailureKind.OUT_OF_MEMORY if oom_kills > 0 else FailureKind.KILLED
+    if -code in STOP_CODES or code - FIRST_SIGNAL_CODE in STOP_CODES:
+        return FailureKind.STOPPED
+    if code < 0:
+        return FailureKind.CRASH
+    if outcome == Outcome.DIVERGED:
+        return FailureKind.DIVERGED
+    text = error.lower()
+    return FailureKind(next((kind for kind, texts in ERROR_TEXTS if any(part in text for part in texts)), FailureKind.ERROR))
+
+
+def count_oom_kills(files: Iterable[Path] = OOM_COUNTERS) -> int:
+    """Return how many processes the kernel has killed for lack of memory since it started: of this control group, or else of the machine."""
+    for file in files:
+        try:
+            lines = file.read_text(encoding="ascii", errors="replace").splitlines()
+            return next(int(value) for name, _, value in (line.partition(" ") for line in lines) if name == "oom_kill")
+        except (OSError, ValueError, StopIteration):
+            continue
+    return 0

@@ -1,0 +1,134 @@
+"""Stuck, killed and failing tokenizing processes: each is named with what happened to it and its rows, and no store is left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.plugins import PLUGINS_ENV
+from data.sources.files import Source
+from data.store import cache as cache_module
+from data.store.cache import load_or_build
+from data.types import EncodingConfig
+
+TIMEOUT = 2.0  # seconds without a chunk; a process needs some of it to start
+NO_LIMIT = 0.0
+PLUGIN = """
+import os, re, signal, sys
+from data.tokenize.encoder import Encoder
+
+encode = Encoder.encode
+
+
+def faulty(self, source, chunk):
+    if chunk[0][0] >= {row}:
+        {fault}
+    return encode(self, source, chunk)
+
+
+Encoder.encode = faulty
+"""
+FAULTS = {  # name -> (what a process does, data.worker_timeout, what the error says)
+    "stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", TIMEOUT, r"stuck: no rows encoded for 2\.\d s \(data\.worker_timeout\): it is stopped, continue it with kill -CONT"),
+    "endless regex": ("re.match('(a|a)+$', 64 * 'a' + 'b')", TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
+    "blocked in a read": ("os.read(os.pipe()[0], 1)", TIMEOUT, r"stuck: no rows encoded for 2\.\d s"),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", NO_LIMIT, r"was killed by SIGKILL \(out of memory, or kill -9\)"),
+    "exit": ("os._exit(3)", NO_LIMIT, r"ended early with exit code 3"),
+    "too many files": ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8)); [open(os.devnull) for _ in range(9)]", NO_LIMIT, r"Too many open files"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def load_with(tmp_path, write, tokenizer, monkeypatch):
+    """`load_with(fault, row, timeout)` tokenizes 200 rows in two processes that do `fault` at the chunk with that row."""
+    encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
+    started: list[subprocess.Popen] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1])
+    monkeypatch.setattr(cache_module, "MAX_CHUNK_ROWS", 8)
+
+    def load(fault, row, timeout):
+        (tmp_path / "faulty.py").write_text(PLUGIN.format(fault=fault, row=row))
+        monkeypatch.setenv(PLUGINS_ENV, json.dumps([str(tmp_path / "faulty.py")]))
+        source = Source.open(write([{"text": f"row {i} " + "again " * (i % 9)} for i in range(200)]))
+        try:
+            load_or_build(source, encoding, tokenizer, tmp_path / "cache", num_workers=2, worker_timeout=timeout)
+        finally:
+            assert all(process.poll() is not None for process in started), "a process is left"
+
+    return load
+
+
+SLOW = [
+    pytest.param(fault, row, marks=pytest.mark.slow) for fault, row in (("stopped", 0), ("endless regex", 100), ("blocked in a read", 0), ("too many files", 0))
+]
+
+
+@pytest.mark.parametrize(("fault", "row"), [("killed", 0), ("exit", 100), *SLOW])
+def test_tokenizing_process_that_fails_is_named_with_its_rows(load_with, tmp_path, fault, row):
+    does, timeout, says = FAULTS[fault]
+    with pytest.raises(UserError, match=says) as error:
+        load_with(does, row, timeout)
+    assert "tokenizing process " in error.value.message and " of 2 (pid " in error.value.message
+    assert "rows.jsonl:" in error.value.setting and int(error.value.setting.rpartition(" to ")[2]) >= row
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name != "contents"] == []
+
+
+def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, tmp_path, monkeypatch):
+    popen, calls = subprocess.Popen, []
+
+    def failing(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(24, "Too many open files")
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", failing)
+    with pytest.raises(UserError, match="2 tokenizing processes cannot be started: Too many open files"):
+        load_with("pass", 0, NO_LIMIT)
+
+
+ORPHANS = """
+import os, signal, subprocess, sys, time, threading
+sys.path[:0] = ["tests/data"]
+from pathlib import Path
+from data.sources.files import Source
+from data.store import cache as cache_module
+from data.store.cache import load_or_build
+from data.tokenize.tokenizer import Tokenizer
+from data.types import EncodingConfig
+cache_module.MAX_CHUNK_ROWS = 8
+folder = Path(sys.argv[1])
+tokenizer = Tokenizer.load(Path("data/samples/tokenizer").absolute())
+encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
+popen = subprocess.Popen
+def recorded(*args, **options):
+    process = popen(*args, **options)
+    print(process.pid, flush=True)
+    return process
+subprocess.Popen = recorded
+threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / "cache", num_workers=2)
+"""
+
+
+@pytest.mark.slow
+def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write):
+    write([{"text": f"row {i}"} for i in range(200)])
+    (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0))
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root, timeout=120, check=False,
+        env={**os.environ, PLUGINS_ENV: json.dumps([str(tmp_path / "faulty.py")])},
+    )  # fmt: skip
+    pids = run.stdout.split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" for pid in pids):
+        assert time.monotonic() < deadline, "a process outlives its parent"
+        time.sleep(0.05)

@@ -1,0 +1,143 @@
+"""doctor.py: what it says resume= would do with a damaged run is what resume= does, and what it repairs is sound afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, kill, on, train_reference
+
+from common.errors import UserError
+from common.file_lock import FileLock
+from runner.recovery.doctor.config import DoctorConfig
+from runner.recovery.doctor.examine import Examination, doctor, examine_run, repair_run
+from runner.recovery.doctor.prediction import Verdict
+from runner.recovery.finding import Severity
+from runner.run_dir.metadata import RunMetadata
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_reference(tmp_path_factory.mktemp("pretrain"), "pretrain", None)
+
+
+@pytest.fixture
+def killed(uninterrupted: Path, tmp_path: Path) -> Path:
+    return kill(uninterrupted, tmp_path / "run")
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")}
+
+
+def link(name: str) -> Callable[[Path], object]:
+    def replace(run: Path) -> None:
+        (run / name).rename(run.parent / "outside")
+        (run / name).symlink_to(run.parent / "outside")
+
+    return replace
+
+
+UNSAFE = {f"link as {name}": Damage(link(name), is_refused=True) for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")}
+NEWEST_IS_LOST = ("newest checkpoint damaged", "newest checkpoint deleted", "newest checkpoint damaged, run.json missing")
+# The others are predicted where they are resumed: test_recover_run.py
+PREDICTED = ("run.json cut off", "config.yaml missing", "metrics missing", "newest checkpoint damaged", "checkpoints not mounted", "all checkpoints damaged")
+
+
+@pytest.mark.parametrize("name", [*PREDICTED, *UNSAFE])
+def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, killed: Path) -> None:
+    damage = {**DAMAGES, **UNSAFE}[name]
+    damage.apply(killed)
+    before = snapshot(killed)
+    examination = examine_run(killed)
+    after = snapshot(killed)
+    assert after == before
+    prediction = examination.prediction
+    assert (prediction.verdict is Verdict.REFUSES) == damage.is_refused, examination
+    assert prediction.inexact == [] or damage.is_refused
+    if not damage.is_refused:
+        assert prediction.step == (SAVED - 2 if name in NEWEST_IS_LOST else SAVED), examination
+    is_harmless = not damage.message and not damage.is_refused and not damage.loses_records and name not in NEWEST_IS_LOST
+    assert examination.is_sound == is_harmless, examination.findings
+
+
+REPAIRED = {name: DAMAGES[name] for name in ("run.json missing", "tokenizer.json cut off", "hints damaged", "files in a checkpoint")}
+REPAIRED["temporary folder"] = Damage(on("checkpoints/.tmp-step-00000006-1-a", Path.mkdir))
+
+
+@pytest.mark.parametrize("damage", [pytest.param(REPAIRED[name], id=name, marks=[] if "files" in name else pytest.mark.slow) for name in REPAIRED])
+def test_doctor_repairs_what_it_says_and_records_it(damage: Damage, killed: Path) -> None:
+    damage.apply(killed)
+    promised, checkpoints = examine_run(killed).repairs, checkpoint_names(killed)
+    done = repair_run(killed)
+    after = examine_run(killed)
+    assert promised and len(done) == len(promised) and RunMetadata.read(killed)["recovered"] == done
+    assert after.is_sound and not after.repairs, after.findings
+    assert checkpoint_names(killed) == checkpoints and repair_run(killed) == []
+
+
+def checkpoint_names(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
+
+
+def test_doctor_does_not_repair_what_a_resume_refuses(killed: Path, capsys: pytest.CaptureFixture) -> None:
+    for checkpoint in (LATEST, OLDER):
+        cut(killed / checkpoint / "model.safetensors")
+    (killed / "run.json").unlink()
+    before = snapshot(killed / "checkpoints")
+    with pytest.raises(SystemExit) as error:
+        doctor(DoctorConfig(run=str(killed), all=False, repair="true"))
+    assert error.value.code == 1 and snapshot(killed / "checkpoints") == before
+    printed = capsys.readouterr().out
+    assert "blocks" in printed and "resume= refuses" in printed
+
+
+@contextmanager
+def held_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock in another process: a lock of this one would be seen as its own."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        FileLock.acquire(folder / ".lock")
+        os.write(writer, b"x")
+        signal.pause()
+    os.read(reader, 1)
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_doctor_names_the_process_that_trains_the_run(killed: Path) -> None:
+    with held_lock(killed):
+        examination = examine_run(killed)
+        assert examination.prediction.verdict is Verdict.REFUSES and severity_of(examination, ".lock") is Severity.BLOCKING
+        with pytest.raises(UserError, match="being trained"):
+            repair_run(killed)
+
+
+def severity_of(examination: Examination, file: str) -> Severity:
+    return next(finding.severity for finding in examination.findings if finding.file == file)
+
+
+def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    assert examine_run(folder).prediction.verdict is Verdict.COMPLETE and severity_of(examine_run(folder), "model") is Severity.SOUND
+    cut(folder / "model" / "model.safetensors")
+    assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
+    shutil.rmtree(folder / "model")
+    assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
+
+
+def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.recovery.doctor import prediction
+
+    assert examine_run(killed).prediction.inexact == []
+    monkeypatch.setattr(prediction, "cpu_model", lambda: "another processor")
+    (reason,) = examine_run(killed).prediction.inexact
+    assert "cpu_model" in reason and "another processor" in reason
