@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_choice
 from models.config import ModelConfig, ModelSize, register_model
 
-ATTENTION_KERNELS = ("auto", "own", "sdpa", "eager")
+HF_ATTENTION = ("auto", "own", "sdpa", "eager")
 # Fields of config.json that name code or kernels to download, or how a file was written: nothing of them is used.
 UNREAD_FIELDS = (
     "auto_map",
@@ -25,7 +25,7 @@ UNREAD_FIELDS = (
     "torch_dtype",
 )
 IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
-FIX = "choose another model; docs/reference/models.md lists what loads"
+CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what loads"
 
 
 @register_model("transformers")
@@ -37,14 +37,14 @@ class TransformersConfig(ModelConfig):
     attention: str = field(
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
-    path: Optional[str] = None  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
+    path: Optional[str]  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
     hf_model_types: ClassVar[tuple[str, ...]] = ()  # `read_model_config` tries this family after all others
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("model.attention", self.attention, ATTENTION_KERNELS)
+        check_choice("model.attention", self.attention, HF_ATTENTION)
         if not isinstance(self.config.get("model_type"), str):
             raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
 
@@ -53,7 +53,7 @@ class TransformersConfig(ModelConfig):
         from transformers import AutoModelForCausalLM
 
         if self.num_hidden_layers > MAX_LAYERS:
-            raise UserError(f"the model has {self.num_hidden_layers:,} layers, at most {MAX_LAYERS:,} are allowed", "model.config", FIX)
+            raise UserError(f"the model has {self.num_hidden_layers:,} layers, at most {MAX_LAYERS:,} are allowed", "model.config", CHOOSE_ANOTHER)
         with torch.device("meta"):
             hf = AutoModelForCausalLM.from_config(create_hf_config(self.config, "model.config"), trust_remote_code=False)
         parameters = list(hf.parameters())
@@ -78,6 +78,7 @@ class TransformersConfig(ModelConfig):
             tie_word_embeddings=bool(text.tie_word_embeddings),
             config=config,
             attention="auto",
+            path=None,
         )
 
 
@@ -96,11 +97,13 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
     if config.get("quantization_config") is not None:
         raise UserError("quantized weights cannot be trained", where, "choose the folder of the model that is not quantized")
     if model_type not in CONFIG_MAPPING:
-        fix = f"upgrade transformers if it is newer, or {FIX}" + ("; code of a model folder (auto_map) is never executed" if "auto_map" in config else "")
+        fix = f"upgrade transformers if it is newer, or {CHOOSE_ANOTHER}" + (
+            "; code of a model folder (auto_map) is never executed" if "auto_map" in config else ""
+        )
         raise UserError(f"transformers has no model_type {model_type}", where, fix)
     cls = CONFIG_MAPPING[model_type]
     if cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"model_type {model_type} is no causal language model", where, FIX)
+        raise UserError(f"model_type {model_type} is no causal language model", where, CHOOSE_ANOTHER)
     return cls.from_dict({name: _decode_floats(value) for name, value in config.items() if name not in UNREAD_FIELDS})
 
 

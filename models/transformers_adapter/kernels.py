@@ -21,7 +21,7 @@ PADDING_LENGTH = 2  # padding tokens at the end of the packed row
 MAX_ROUNDING_RATIO = 10.0  # an exact kernel differs by less than this many times the difference between rows in a batch and single rows
 MIN_TOLERANCE = 1e-6  # of a log-probability, relative to the largest one
 AMPLIFIED_STD = 30.0  # of the logits with which the loss is probed
-PACKING_METHODS = ("positions", "mask")  # how documents are told apart: by position_ids alone, or by a mask (B, 1, T, T)
+PACKING_METHODS = ("positions", "mask")  # how documents are separated: by position_ids alone, or by a mask (B, 1, T, T)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from models.language_model import LanguageModel
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.model import TransformersModel
 
-MAX_NAMES = 6  # tensors that an error names of each kind
+MAX_LISTED = 6  # tensors that an error names of each kind
 
 
 def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"transformers cannot load the weights: {str(error).splitlines()[0]}", str(folder), "download the folder again") from error
     model, report = loaded
-    problems = [f"{kind.replace('_', ' ')}: {', '.join(map(str, list(report[kind])[:MAX_NAMES]))}" for kind in report if report[kind]]
+    problems = [f"{kind.replace('_', ' ')}: {', '.join(map(str, list(report[kind])[:MAX_LISTED]))}" for kind in report if report[kind]]
     if problems:
         raise UserError("the weights do not fit config.json: " + "; ".join(problems), str(folder), "download the folder again, or choose another")
     state: dict[str, Tensor] = model.state_dict()

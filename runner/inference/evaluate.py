@@ -84,8 +84,6 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     import torch
 
     check_own_files(folder, (EVALUATIONS_FILE,))
-    if cfg.tasks:
-        return evaluate_tasks(cfg, folder)
     examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
     trained = load_trained(folder, cfg.device)
     with torch.inference_mode():
@@ -94,22 +92,12 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
     files = [source.name for source, _ in examples.files]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    _record(folder, {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results})
+    record_results(folder, {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results})
     return results
 
 
-def evaluate_tasks(cfg: EvaluateConfig, folder: Path) -> MetricResults:
-    """Run tasks of lm-evaluation-harness on the model in `folder`; print and record their results."""
-    from runner.inference.harness.tasks import run_tasks
-
-    trained = load_trained(folder, cfg.device)
-    results = run_tasks(trained, cfg.tasks, cfg.tasks_path, cfg.limit, cfg.shots, cfg.chat_template, cfg.batch_size)
-    settings = {"limit": cfg.limit, "shots": cfg.shots, "chat_template": cfg.chat_template}
-    _record(folder, {"tasks": cfg.tasks, **{name: value for name, value in settings.items() if value}, **results})
-    return results
-
-
-def _record(folder: Path, record: dict[str, Any]) -> None:
+def record_results(folder: Path, record: dict[str, Any]) -> None:
+    """Print the results of an evaluation as JSON and append them to `folder/evaluations.jsonl`."""
     line = json.dumps(record, ensure_ascii=False)
     print(line if strip_control(line) == line else json.dumps(record))  # a file may have any name
     with open_append(folder / EVALUATIONS_FILE) as file:

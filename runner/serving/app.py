@@ -19,8 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from common.errors import UserError
 from data.errors import BadRowError
 from data.tokenize.chat_template import ChatTemplate
-from runner.serving.generation import Answer, GenerationQueue, Sampling
-from runner.serving.generation import Request as Generation
+from runner.serving.generation import Answer, GenerationQueue, GenerationRequest, Sampling
 from runner.serving.protocol import ChatRequest, CompletionRequest
 
 MAX_BODY_BYTES = 4 << 20
@@ -90,14 +89,14 @@ class _Server:
         except (UserError, BadRowError) as error:
             raise HTTPException(400, str(error.args[0])) from error
         sampling = self._sampling(body, max(map(len, prompts)))
-        generation = Generation([Answer(prompt, body.stops) for prompt in prompts for _ in range(body.n)], sampling)
+        generation = GenerationRequest([Answer(prompt, body.stops) for prompt in prompts for _ in range(body.n)], sampling)
         head = {"id": f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
         if body.stream:
             if isinstance(body, CompletionRequest) and (body.echo or body.logprobs is not None):
                 raise HTTPException(400, "echo and logprobs are not supported with stream=true")
             return StreamingResponse(self._stream(body, generation, head), media_type="text/event-stream")
         await self._run(generation, request)
-        return await self._whole(body, generation, head, request)
+        return await self._complete(body, generation, head, request)
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
@@ -107,18 +106,18 @@ class _Server:
         return [self.template.encode_prompt(body.messages, body.tools)]
 
     def _sampling(self, body: Body, longest: int) -> Sampling:
-        asked = body.max_completion_tokens if isinstance(body, ChatRequest) and body.max_completion_tokens is not None else body.max_tokens
+        requested = body.max_completion_tokens if isinstance(body, ChatRequest) and body.max_completion_tokens is not None else body.max_tokens
         positions = self.generation.trained.model.cfg.max_position_embeddings
-        if longest > positions - (asked or 0):
-            raise HTTPException(400, f"the prompt has {longest} tokens and max_tokens is {asked or 0}: this model has {positions} positions")
+        if longest > positions - (requested or 0):
+            raise HTTPException(400, f"the prompt has {longest} tokens and max_tokens is {requested or 0}: this model has {positions} positions")
         vocabulary = self.generation.trained.model.cfg.vocab_size
         stop_ids = tuple(self.template.stop_ids) if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
         if isinstance(body, CompletionRequest) and any(not 0 <= i < vocabulary for prompt in body.prompts if isinstance(prompt, list) for i in prompt):
             raise HTTPException(400, f"prompt: token ids must be in [0, {vocabulary})")
-        limit = self.max_new_tokens if asked is None else asked
+        limit = self.max_new_tokens if requested is None else requested
         return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, body.seed, stop_ids)
 
-    async def _run(self, generation: Generation, request: Request) -> None:
+    async def _run(self, generation: GenerationRequest, request: Request) -> None:
         """Wait for the answers; a client that goes away cancels them. Raises HTTPException."""
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         generation.on_end = lambda: loop.call_soon_threadsafe(done.set)
@@ -133,12 +132,12 @@ class _Server:
         if generation.error is not None:
             raise generation.error
 
-    async def _whole(self, body: Body, generation: Generation, head: dict[str, Any], request: Request) -> dict[str, Any]:
+    async def _complete(self, body: Body, generation: GenerationRequest, head: dict[str, Any], request: Request) -> dict[str, Any]:
         scores: list[dict[str, Any] | None] = [None] * len(generation.answers)
         if isinstance(body, CompletionRequest) and body.logprobs is not None:
             # The token that ended an answer is listed too: lm-evaluation-harness asks for one token and drops it from the lists.
             whole = [answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token for answer in generation.answers]
-            scoring = Generation([], generation.sampling, scored=whole)
+            scoring = GenerationRequest([], generation.sampling, scored=whole)
             await self._run(scoring, request)
             starts = [0 if body.echo else len(answer.prompt) for answer in generation.answers]
             scores = [self._logprobs(ids, start, body.logprobs, *score) for ids, start, score in zip(whole, starts, scoring.scores, strict=True)]
@@ -153,7 +152,7 @@ class _Server:
         kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
         return {**head, "object": kind, "choices": choices, "usage": _usage(generation, body.n)}
 
-    async def _stream(self, body: Body, generation: Generation, head: dict[str, Any]) -> AsyncIterator[str]:
+    async def _stream(self, body: Body, generation: GenerationRequest, head: dict[str, Any]) -> AsyncIterator[str]:
         """Yield server-sent events; if the client goes away, this generator is closed and the answers are cancelled."""
         loop = asyncio.get_running_loop()
         pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
@@ -205,6 +204,6 @@ def _put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str] 
     loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 
 
-def _usage(generation: Generation, n: int) -> dict[str, int]:
+def _usage(generation: GenerationRequest, n: int) -> dict[str, int]:
     prompt, completion = sum(len(answer.prompt) for answer in generation.answers[::n]), sum(len(answer.ids) for answer in generation.answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

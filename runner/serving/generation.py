@@ -67,7 +67,7 @@ class Answer:
 
 
 @dataclass
-class Request:
+class GenerationRequest:
     """Answers to generate with the same settings, or token ids to score."""
 
     answers: list[Answer]
@@ -88,12 +88,12 @@ class GenerationQueue:
 
     def __init__(self, trained: LoadedModel, max_batch: int) -> None:
         self.trained, self._max_batch = trained, max_batch
-        self._waiting: queue.Queue[Request | None] = queue.Queue()
-        self._next: Request | None = None  # taken from the queue, but does not fit into the current batch
+        self._waiting: queue.Queue[GenerationRequest | None] = queue.Queue()
+        self._next: GenerationRequest | None = None  # taken from the queue, but does not fit into the current batch
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         self._waiting.put(request)
 
     def close(self) -> None:
@@ -115,9 +115,9 @@ class GenerationQueue:
             for each in batch:
                 each.on_end()
 
-    def _companions(self, first: Request) -> list[Request]:
+    def _companions(self, first: GenerationRequest) -> list[GenerationRequest]:
         """Take the requests from the queue that can be generated together with `first`."""
-        found: list[Request] = []
+        found: list[GenerationRequest] = []
         rows = len(first.answers)
         while first.scored is None and first.sampling.is_greedy and rows < self._max_batch:
             try:
@@ -133,7 +133,7 @@ class GenerationQueue:
             rows += len(request.answers)
         return found
 
-    def _generate(self, requests: list[Request]) -> None:
+    def _generate(self, requests: list[GenerationRequest]) -> None:
         answers = [(answer, request) for request in requests for answer in request.answers]
         if not answers:
             return

@@ -23,7 +23,6 @@ def command(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., C
     import torch
 
     from runner.checkpoint.environment import code_fingerprint
-
     from runner.cli.entrypoint import train_command
     from runner.train import train_task
 

@@ -15,16 +15,16 @@ from models.formats.load import load_model
 from models.formats.save import save_adapter
 from models.lora import add_lora
 from runner.inference.export import verify
-from runner.inference.export.command import ExportConfig, export
+from runner.inference.export.command import ExportSettings, export
 from runner.inference.load import load_trained
 
 ROUNDING_OF_LLAMA_CPP = 0.1  # of a logit; these have a standard deviation of 1.7
 IDS = torch.arange(3, 30)[None]
 
 
-def export_config(run: Path, to: Path, **changes: object) -> ExportConfig:
+def export_config(run: Path, to: Path, **changes: object) -> ExportSettings:
     values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "shard_size": "5GB", "license": None, "converter": None, "verify": True}
-    return ExportConfig(**values | changes)
+    return ExportSettings(**values | changes)
 
 
 def run_export(run: Path, to: Path, **changes: object) -> None:

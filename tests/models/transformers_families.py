@@ -67,7 +67,7 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family({"sliding_window": 8}),
     "gpt_neox": Family({}),
     "gpt2": Family(GPT),
-    "opt": Family({"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, packing="mask"),
+    "opt": Family({"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, packing="mask"),  # language: allow word
     "lfm2": Family({"full_attn_idxs": [1]}, packing="none"),
     "qwen3_next": Family(EXPERTS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, packing="none"),
     "mamba2": Family({"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16}, packing="none"),

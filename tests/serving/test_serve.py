@@ -20,7 +20,7 @@ from models.generate import generate
 from models.language_model import create_model
 from runner.inference.load import LoadedModel, load_trained
 from runner.serving.command import API_KEY, ServeConfig, serve
-from runner.serving.generation import Answer, GenerationQueue, Request, Sampling
+from runner.serving.generation import Answer, GenerationQueue, GenerationRequest, Sampling
 
 openai = pytest.importorskip("openai", reason="the client of the interface; part of the extra dev")
 uvicorn = pytest.importorskip("uvicorn", reason="part of the extra serve")
@@ -112,13 +112,13 @@ def test_serve_scores_prompts_as_the_model_does(client: Any, trained: LoadedMode
 
 def test_serve_batches_greedy_requests_without_changing_them(trained: LoadedModel) -> None:
     prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜")]
-    requests = [Request([Answer(prompt, ())], Sampling(8, temperature=0, stop_ids=trained.tokenizer.stop_ids)) for prompt in prompts]
+    requests = [GenerationRequest([Answer(prompt, ())], Sampling(8, temperature=0, stop_ids=trained.tokenizer.stop_ids)) for prompt in prompts]
     generation = GenerationQueue(trained, max_batch=3)
     done = threading.Semaphore(0)
     sizes: list[int] = []
     generate_batch = generation._generate
     generation._generate = lambda batch: (sizes.append(len(batch)), generate_batch(batch))[1]  # type: ignore[method-assign]
-    blocker = Request([], Sampling(1), scored=[prompts[1] * 8])
+    blocker = GenerationRequest([], Sampling(1), scored=[prompts[1] * 8])
     for request in (blocker, *requests):
         request.on_end = done.release
         generation.submit(request)
@@ -146,7 +146,7 @@ def test_serve_refuses_what_it_does_not_answer(client: Any, request_body: dict, 
 
 def test_serve_refuses_messages_that_the_template_does_not_take(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="role must be one of"):
-        client.chat.completions.create(model="small", messages=[{"role": "nobody", "content": "a"}])
+        client.chat.completions.create(model="small", messages=[{"role": "visitor", "content": "a"}])
 
 
 def test_serve_needs_the_key_and_its_own_host_name(client: Any) -> None:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "q8_0")
 SHARD_SIZE = re.compile(r"\d+(\.\d+)?(KB|MB|GB|TB)")
 
-FORMATS: Registry[Callable[[ExportConfig, LoadedModel, Path], Callable[[], str]]] = Registry("format", "runner.inference.export.formats")
+FORMATS: Registry[Callable[[ExportSettings, LoadedModel, Path], Callable[[], str]]] = Registry("format", "runner.inference.export.formats")
 
 
 @dataclass
-class ExportConfig:
+class ExportSettings:
     run: str  # run directory (the weights in its model/), Hugging Face or PEFT folder, sweep (its best job), or last: the newest run
     to: str  # folder to write; it must not exist
     format: str  # hf, merged (an adapter added to its base model), peft (an adapter), gguf (llama.cpp, Ollama) or minimind (.pth)
@@ -50,7 +50,7 @@ class ExportConfig:
             raise UserError(f"converter {problem}", f"converter={self.converter}", "format=gguf converter=PATH/convert_hf_to_gguf.py")
 
 
-def export(cfg: ExportConfig, folder: Path) -> None:
+def export(cfg: ExportSettings, folder: Path) -> None:
     """Write the model in `folder` to cfg.to, print what was compared. Raises UserError if it cannot be written so, or if the comparison fails."""
     target = Path(cfg.to).absolute()
     if target.exists():
@@ -62,7 +62,7 @@ def export(cfg: ExportConfig, folder: Path) -> None:
     temporary.mkdir()
     try:
         verify = FORMATS.get(cfg.format)(cfg, source, temporary)
-        write_model_card(temporary, source.model.cfg, read_json_object(folder / "run.json"), folder, cfg)
+        write_model_card(temporary, source.model.cfg, read_json_object(folder / "run.json"), folder.name, cfg.format, cfg.dtype, cfg.license)
         result = verify() if cfg.verify else "not compared (verify=false)"
         sync_tree(temporary)
         temporary.rename(target)

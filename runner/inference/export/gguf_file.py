@@ -67,7 +67,7 @@ def write_gguf(path: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: st
     return tensors
 
 
-def largest_difference(path: Path, tensors: dict[str, np.ndarray]) -> float:
+def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
     """Read the file again; return the largest difference from `tensors`, relative to the largest value of each: what rounding has changed.
 
     Raises ValueError if a tensor is missing or of another shape.

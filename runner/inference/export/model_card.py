@@ -15,7 +15,6 @@ from common.paths import command_line
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
-    from runner.inference.export.command import ExportConfig
 
 USAGE = {
     "gguf": "llama-cli -m model.gguf\n\nor, with a `Modelfile` of the line `FROM ./model.gguf`: `ollama create my-model && ollama run my-model`",
@@ -25,23 +24,23 @@ USAGE = {
 DEFAULT_USAGE = 'AutoModelForCausalLM.from_pretrained("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")'
 
 
-def write_model_card(target: Path, model: ModelConfig, run: Mapping[str, Any], source: Path, cfg: ExportConfig) -> None:
-    """Write README.md. `run`: the content of run.json, {} for a folder without a run."""
-    header: dict[str, Any] = {"library_name": {"peft": "peft", "gguf": "gguf"}.get(cfg.format, "transformers"), "pipeline_tag": "text-generation"}
-    if cfg.license:
-        header["license"] = cfg.license
-    lines = [f"# {source.name}", "", *_facts(model, run, cfg), "", "## Use", "", USAGE.get(cfg.format, f"    {DEFAULT_USAGE}"), ""]
+def write_model_card(target: Path, model: ModelConfig, run: Mapping[str, Any], name: str, kind: str, dtype: str, license: str | None) -> None:
+    """Write README.md into `target`. `run`: the content of run.json, {} for a folder without a run; `name` of the model; `kind`: the format."""
+    header: dict[str, Any] = {"library_name": {"peft": "peft", "gguf": "gguf"}.get(kind, "transformers"), "pipeline_tag": "text-generation"}
+    if license:
+        header["license"] = license
+    lines = [f"# {name}", "", *_facts(model, run, dtype, license), "", "## Use", "", USAGE.get(kind, f"    {DEFAULT_USAGE}"), ""]
     lines += [
         "## Command",
         "",
-        f"    {shlex.join([*command_line('export'), f'run={source.name}', f'to={Path(cfg.to).name}', f'format={cfg.format}', f'dtype={cfg.dtype}'])}",
+        f"    {shlex.join([*command_line('export'), f'run={name}', 'to=FOLDER', f'format={kind}', f'dtype={dtype}'])}",
         "",
     ]
     text = f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n" + strip_control("\n".join(lines))
     (target / "README.md").write_text(text, encoding="utf-8")
 
 
-def _facts(model: ModelConfig, run: Mapping[str, Any], cfg: ExportConfig) -> list[str]:
+def _facts(model: ModelConfig, run: Mapping[str, Any], dtype: str, license: str | None) -> list[str]:
     """Return the rows of a table."""
     exported = run.get("export") if isinstance(run.get("export"), dict) else {}
     files = [entry for entry in run.get("data") or () if isinstance(entry, dict)] if isinstance(run.get("data"), list) else []
@@ -54,8 +53,8 @@ def _facts(model: ModelConfig, run: Mapping[str, Any], cfg: ExportConfig) -> lis
         "tokens": run.get("tokens"),
         "data": ", ".join(f"{Path(str(entry.get('file'))).name} ({entry.get('kept')} rows, {entry.get('tokens')} tokens)" for entry in files) or None,
         "metrics": json.dumps(run["metrics"]) if isinstance(run.get("metrics"), dict) else None,
-        "licence": cfg.license or "not given",
-        "dtype": cfg.dtype,
+        "licence": license or "not given",
+        "dtype": dtype,
     }
     rows = [f"| {name} | {str(value).replace('|', '/')} |" for name, value in facts.items() if value is not None]
     return ["| | |", "|---|---|", *rows]

@@ -51,7 +51,7 @@ def check_token_ids(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if transformers reads other token ids from the tokenizer in `folder`."""
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    reference = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     for text in TEXTS:
-        if theirs(text, add_special_tokens=False)["input_ids"] != tokenizer.encode(text):
+        if reference(text, add_special_tokens=False)["input_ids"] != tokenizer.encode(text):
             raise UserError("transformers reads other token ids from the written tokenizer", str(folder), "report this with the tokenizer")

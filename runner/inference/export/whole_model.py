@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.inference.export.command import ExportConfig
+from runner.inference.export.command import ExportSettings
 from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, check_difference, check_token_ids, largest_difference, log_probs
 from runner.inference.load import LoadedModel
 
@@ -20,7 +20,7 @@ def has_adapter(model: nn.Module) -> bool:
     return any(isinstance(module, LoraLinear) for module in model.modules())
 
 
-def write_whole_model(cfg: ExportConfig, source: LoadedModel, folder: Path, before: Any) -> Callable[[], str]:
+def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, before: Any) -> Callable[[], str]:
     import torch
 
     from models.formats.load import load_model

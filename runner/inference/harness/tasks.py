@@ -7,9 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean
+from common.guarded_files import check_own_files
+from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, MetricResults, record_results
+from runner.inference.load import load_trained
 
 if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
+
+
+def evaluate_tasks(cfg: EvaluateConfig, folder: Path) -> MetricResults:
+    """Run the tasks `cfg.tasks` on the model in `folder`; print and record their results."""
+    check_own_files(folder, (EVALUATIONS_FILE,))
+    trained = load_trained(folder, cfg.device)
+    results = run_tasks(trained, cfg.tasks, cfg.tasks_path, cfg.limit, cfg.shots, cfg.chat_template, cfg.batch_size)
+    settings = {"limit": cfg.limit, "shots": cfg.shots, "chat_template": cfg.chat_template}
+    record_results(folder, {"tasks": cfg.tasks, **{name: value for name, value in settings.items() if value}, **results})
+    return results
 
 
 def run_tasks(

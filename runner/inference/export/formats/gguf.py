@@ -9,12 +9,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common.errors import UserError
-from runner.inference.export.command import FORMATS, ExportConfig
+from runner.inference.export.command import FORMATS, ExportSettings
 from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("gguf")
-def write_gguf_format(cfg: ExportConfig, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_gguf_format(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
     """model.gguf for llama.cpp and Ollama; an adapter is merged."""
     from models.lora import merge_adapters
     from runner.inference.export import gguf_file
@@ -29,7 +29,7 @@ def write_gguf_format(cfg: ExportConfig, source: LoadedModel, folder: Path) -> C
         raise UserError("format=gguf needs the package gguf", "format=gguf", 'pip install "lm-runner[gguf]", or pip install gguf') from error
 
     def verify() -> str:
-        difference = gguf_file.largest_difference(path, tensors)
+        difference = gguf_file.largest_tensor_error(path, tensors)
         limit = gguf_file.ROUNDING[cfg.dtype]
         if not difference <= limit:
             raise UserError(
@@ -42,7 +42,7 @@ def write_gguf_format(cfg: ExportConfig, source: LoadedModel, folder: Path) -> C
     return verify
 
 
-def _convert(cfg: ExportConfig, source: LoadedModel, path: Path) -> Callable[[], str]:
+def _convert(cfg: ExportSettings, source: LoadedModel, path: Path) -> Callable[[], str]:
     """Write a Hugging Face folder beside `path` and let llama.cpp's converter read it; the user names that program, so it is trusted."""
     from models.formats.save import save_model
 

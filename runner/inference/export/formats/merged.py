@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
-from runner.inference.export.command import FORMATS, ExportConfig
+from runner.inference.export.command import FORMATS, ExportSettings
 from runner.inference.export.verify import log_probs
 from runner.inference.export.whole_model import has_adapter, write_whole_model
 from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("merged")
-def write_merged(cfg: ExportConfig, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_merged(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
     """The same folder, of the base model with the adapter added to its weights in fp32."""
     from models.lora import merge_adapters
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
-from runner.inference.export.command import FORMATS, ExportConfig
+from runner.inference.export.command import FORMATS, ExportSettings
 from runner.inference.export.verify import MAX_DIFFERENCE, check_difference, largest_difference, log_probs
 from runner.inference.export.whole_model import round_weights
 from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("minimind")
-def write_minimind(cfg: ExportConfig, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
     """model.pth as MiniMind's scripts read it (a state dict in float16), and the tokenizer."""
     import torch
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.errors import UserError
-from runner.inference.export.command import FORMATS, ExportConfig
+from runner.inference.export.command import FORMATS, ExportSettings
 from runner.inference.export.verify import MAX_DIFFERENCE, check_difference, largest_difference, log_probs
 from runner.inference.export.whole_model import has_adapter
 from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("peft")
-def write_peft(cfg: ExportConfig, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_peft(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
     """An adapter folder of PEFT, with the path of its base model."""
     from models.formats.json_files import base_model_of
     from models.formats.load import load_model
