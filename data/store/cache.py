@@ -117,7 +117,7 @@ def is_own_cache(folder: Path) -> bool:
     try:
         status = folder.stat()
         is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
-        return is_private and all(CACHE_ENTRY.fullmatch(entry.name) and not entry.is_symlink() for entry in os.scandir(folder))
+        return is_private and all(CACHE_ENTRY.fullmatch(name) and not (folder / name).is_symlink() for name in os.listdir(folder))
     except OSError:
         return False
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DivergedError, Interrupted, TrainingError, UserError, print_note, print_safely, strip_control
+from common.errors import DivergedError, Interrupted, TrainingError, UserError, print_note, print_safely, strip_control, stripping_stdout
 from runner.cli.exit_code import exiting_with_code
 
 
@@ -54,6 +54,20 @@ def test_notes_are_one_line_without_control_characters(capsys: pytest.CaptureFix
     print_safely(f"two\nlines {HOSTILE}")
     out, err = capsys.readouterr()
     assert err.count("\n") == 1 and strip_control(out + err) == out + err and "\r" not in out + err
+
+
+def test_what_a_library_prints_is_stripped_also_if_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), stripping_stdout():
+        print(HOSTILE)
+        raise KeyError
+    out = capsys.readouterr().out
+    assert strip_control(out) == out and "\\u202e" in out
+
+
+def test_error_of_a_megabyte_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit), exiting_with_code():
+        raise UserError("x" * 1_000_000, "y" * 1_000_000, "z" * 1_000_000)
+    assert len(capsys.readouterr().err) < 40_000
 
 
 def test_commands_print_text_of_folders_by_these_functions_only() -> None:
