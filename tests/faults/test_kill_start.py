@@ -14,7 +14,7 @@ from killed_calls import KILLED, run_in_fork
 
 from runner.engine.verify_resume import diff_run_dirs
 
-EVERY = int(os.environ.get("KILL_EVERY", "20"))  # KILL_EVERY=1: at every change; each takes about a second
+EVERY = int(os.environ.get("KILL_EVERY", "24"))  # KILL_EVERY=1: at every change; each takes about a second
 
 
 @pytest.fixture
@@ -23,7 +23,6 @@ def command(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., C
     import torch
 
     from runner.checkpoint.environment import code_fingerprint
-
     from runner.cli.entrypoint import train_command
     from runner.train import train_task
 

@@ -128,7 +128,12 @@ def severity_of(examination: Examination, file: str) -> Severity:
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert examine_run(folder).prediction.verdict is Verdict.COMPLETE and severity_of(examine_run(folder), "model") is Severity.SOUND
-    cut(folder / "model" / "model.safetensors")
+    weights = folder / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
+    cut(weights)
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
     shutil.rmtree(folder / "model")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED

@@ -15,7 +15,7 @@ from killed_calls import KILLED, run_in_fork
 from runner.run_dir.resume import plan_resume
 from runner.sweep import command
 
-EVERY = int(os.environ.get("KILL_EVERY", "30"))  # KILL_EVERY=1: at every change
+EVERY = int(os.environ.get("KILL_EVERY", "40"))  # KILL_EVERY=1: at every change
 
 
 def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(resume: Callable[..., int], finished: Path) -> None:
