@@ -46,10 +46,11 @@ def link(name: str) -> Callable[[Path], object]:
 UNSAFE = {f"link as {name}": Damage(link(name), is_refused=True) for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")}
 NEWEST_IS_LOST = ("newest checkpoint damaged", "newest checkpoint deleted", "newest checkpoint damaged, run.json missing")
 # The others are predicted where they are resumed: test_recover_run.py
+FAST = ("metrics missing", "checkpoints not mounted", "link as checkpoints")
 PREDICTED = ("run.json cut off", "config.yaml missing", "metrics missing", "newest checkpoint damaged", "checkpoints not mounted", "all checkpoints damaged")
 
 
-@pytest.mark.parametrize("name", [*PREDICTED, *UNSAFE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*PREDICTED, *UNSAFE)])
 def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, killed: Path) -> None:
     damage = {**DAMAGES, **UNSAFE}[name]
     damage.apply(killed)
