@@ -207,8 +207,8 @@ def test_failure_names_the_cause_and_not_the_rank_that_lost_its_peer(end: str, c
     assert str(failed.value) == f"rank 1: {cause}" == run_json(tmp_path)["error"]
 
 
-@pytest.mark.slow
-def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path) -> None:
+def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 0.3)
     with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step \(pid \d+, no progress\), .*; rank 0 says: another rank does not answer"):
         run(LOSES_PEER, EXITS_LATE.format(60))
 
