@@ -108,8 +108,9 @@ def test_second_launch_after_the_lock_file_was_deleted_is_refused(run: RunMetada
         finally:
             os._exit(0)
     os.waitpid(child, 0)
+    os.close(write)
     assert os.read(read, 1000).decode().startswith(f"this run is being trained by process {os.getpid()} on ")
-    os.close(read), os.close(write)
+    os.close(read)
 
 
 @pytest.mark.parametrize("has_locks", [True, False], ids=["lockf", "owner files"])
