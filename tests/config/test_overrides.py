@@ -32,6 +32,7 @@ UNKNOWN = [
     ("distributed.nme=single", "distributed.name"),
     ("tracker.consol=plain", "tracker.console"),
     ("sweep.match_budgets=steps", "sweep.match_budget"),
+    ("supervise.max_restart=2", "supervise.max_restarts"),
     ("stage.beta_=1", "stage.beta"),
     ("sed=1", "seed"),
     ("+stage.lora.rankk=3", "stage.lora.rank"),
