@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from runner.fault_injection.disk_faults import DiskFault, DiskHook
 from runner.fault_injection.harness import check_overrides, complete, estimate, make_folder, run_faults
 from runner.fault_injection.kinds import INJECT
 from runner.fault_injection.launches import Launch, fork_process
+from runner.fault_injection.processes import WorkerProbe
 from runner.fault_injection.rig import FaultResult, Reference, Rig, Trial, run_reference
 from runner.fault_injection.table import fault_table
 
@@ -172,3 +174,22 @@ def test_faults_that_break_promises_are_found(measured: tuple[Rig, Reference], m
 def test_command_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exit code 2"):
         run_faults(config(kills=1, folder=str(tmp_path / "faults")), [*SHORT, "data.path=/nowhere.jsonl"])
+
+
+def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: Path) -> None:
+    probe = WorkerProbe()
+
+    def target() -> None:
+        signal.pause()
+
+    def main() -> int:
+        for module in ("data.store.workers", "data.batching.batch_workers", "data.batching.batch_workers"):
+            target.__module__ = module
+            multiprocessing.get_context("fork").Process(target=target, daemon=True).start()
+        signal.pause()
+        return 0
+
+    launch = Launch(fork_process(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL)), tmp_path / "output.txt")
+    launch.wait(1.0, until=lambda: False)
+    assert len(probe.alive()) == 1
+    assert launch.left_processes(0.1) and not launch.left_processes(60)
