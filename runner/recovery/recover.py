@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.guarded_files import read_from
+from data.tokenize.origin import RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.recovery.evidence import Evidence
@@ -16,7 +17,7 @@ from runner.recovery.run_json import check_run_json
 from runner.recovery.settings_files import check_settings
 from runner.recovery.tokenizer_files import check_tokenizer_files
 from runner.run_dir.lock import unusable_error
-from runner.run_dir.metadata import check_run_files
+from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.tracking.log_recovery import LogProof, inspect_log
 
 LOGS = ("metrics", "samples")
@@ -55,9 +56,12 @@ def plan_repairs(evidence: Evidence) -> list[Repair]:
 
 
 def _check_kinds(folder: Path) -> Iterator[Repair]:
-    for name in LOGS:
-        if (folder / f"{name}.jsonl").is_dir():
-            yield Repair(Finding(f"{name}.jsonl", Severity.BLOCKING, "a folder, not a file", "move it out of the run directory"))
+    for name in (RUN_FILE, *(f"{log}.jsonl" for log in LOGS)):
+        if (folder / name).is_dir():
+            yield Repair(Finding(name, Severity.BLOCKING, "a folder, not a file", "move it out of the run directory"))
+    for name in (HYDRA_DIR, RUN_TOKENIZER, CHECKPOINTS_DIR):
+        if (folder / name).is_file():
+            yield Repair(Finding(name, Severity.BLOCKING, "a file, not a folder", "move it out of the run directory"))
 
 
 def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
