@@ -15,13 +15,13 @@ from trainee import OVERRIDES, write_rows
 
 from common.errors import UserError
 from runner.engine import loop
-from runner.fault_injection.config import KINDS, FaultsConfig
+from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
-from runner.fault_injection.harness import check_overrides, complete, estimate, make_folder, run_faults
+from runner.fault_injection.harness import check_harness_overrides, complete, estimate, make_folder, run_faults
 from runner.fault_injection.kinds import INJECT
 from runner.fault_injection.launches import Launch, fork_process
 from runner.fault_injection.processes import WorkerProbe
-from runner.fault_injection.rig import FaultResult, Reference, Rig, Trial, run_reference
+from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, run_reference
 from runner.fault_injection.table import fault_table
 
 SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + ["train.max_steps=5", "train.sample_every=2"]
@@ -29,7 +29,7 @@ SHORT = [override for override in OVERRIDES if not override.startswith(("train.e
 
 def config(**changed: object) -> FaultsConfig:
     values = {"cold": 0, "fault_seed": 1, "only": None, "folder": None, "to": None, "acknowledge_within": 30.0, "timeout": 120.0}
-    return FaultsConfig(**{**dict.fromkeys(KINDS, 0), **values, **changed})
+    return FaultsConfig(**{**dict.fromkeys(FAULT_KINDS, 0), **values, **changed})
 
 
 def in_fork(folder: Path, main) -> Launch:
@@ -120,7 +120,7 @@ def test_promises_that_are_not_kept_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["resume=last", "hydra.run.dir=x", "data.cache=y"])
 def test_settings_of_the_harness_are_refused(override: str) -> None:
     with pytest.raises(UserError, match="places the runs itself"):
-        check_overrides([override])
+        check_harness_overrides([override])
 
 
 def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Reference]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, UninterruptedRun]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("faults")
     write_rows(folder)
@@ -148,7 +148,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Reference]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, number", [("kills", 2), ("disk", 1), ("flips", 1), ("signals", 1), ("signals", 5)])
-def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, Reference], kind: str, number: int) -> None:
+def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, UninterruptedRun], kind: str, number: int) -> None:
     rig, reference = measured
     trial = Trial(rig, kind, number, seed=1)
     INJECT[kind](trial, reference, False)
@@ -158,7 +158,7 @@ def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, Reference], ki
 
 
 @pytest.mark.slow
-def test_faults_that_break_promises_are_found(measured: tuple[Rig, Reference], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_break_promises_are_found(measured: tuple[Rig, UninterruptedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that depends on how often it was launched, and that dies of a signal with a traceback."""
     rig, reference = measured
     monkeypatch.setattr(loop, "lr_at", lambda step, total, lr, schedule: lr * (1 + os.getpid() % 7))
