@@ -4,6 +4,7 @@ Modules import only what is above them in this list:
 
     common                     errors, files, locks
     errors.py, types.py        bad rows; encoding settings and encoded rows (numpy)
+    background.py              waits for threads and processes: stop requests, deadlines, how they ended
     sources/                   files -> rows (pyarrow, datasets)
     schemas/                   rows -> examples: text, conversation, preference
     config.py                  settings of the group `data`

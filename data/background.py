@@ -18,9 +18,9 @@ from typing import TypeVar
 from common.errors import StopRequested, TrainingError
 
 T = TypeVar("T")
-POLL_SECONDS = 0.1
+WATCH_POLL_SECONDS = 0.1
 GRACE_SECONDS = 0.5  # for a thread to end by itself after a stop request or at the end; then it is abandoned
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 PROCESS_STATES = {
     "T": "it is stopped, continue it with kill -CONT {pid}",
     "t": "a debugger has stopped it",
@@ -47,11 +47,11 @@ class Watch:
     def wait_for(self, poll: Callable[[float], bool], stuck: Callable[[float], Exception]) -> None:
         """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)`."""
         waited, seen, last = 0.0, self._progress(), time.monotonic()
-        while not poll(POLL_SECONDS):
+        while not poll(WATCH_POLL_SECONDS):
             if self.stop_requested():
                 raise StopRequested
             now = time.monotonic()
-            waited, last = waited + min(now - last, 2 * POLL_SECONDS), now
+            waited, last = waited + min(now - last, 2 * WATCH_POLL_SECONDS), now
             if (current := self._progress()) != seen:
                 seen, waited = current, 0.0
             if 0 < self.timeout <= waited:
@@ -107,7 +107,7 @@ def prefetch(items: Generator[T], watch: Watch | None = None, describe: Callable
 def kill_with_parent(parent: int) -> None:
     """Make the kernel kill this process when process `parent` dies, even if this one is stuck (Linux; on other systems it ends when it is not stuck)."""
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call
         os._exit(128 + signal.SIGKILL)
 

@@ -19,7 +19,7 @@ from common.filesystem import read_bounded, read_json_object, temp_name, write_a
 from common.ownership.processes import is_alive, process_id
 
 MAX_OWNER_BYTES = 4096
-POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
+OWNER_POLL_SECONDS = 0.2  # between two attempts to take a lock that is held
 
 
 class OwnerFile:
@@ -34,7 +34,7 @@ class OwnerFile:
         while not (owner := cls._try(lock, byte)):
             if not wait:
                 raise BlockingIOError(errno.EAGAIN, "locked by another process", str(lock))
-            time.sleep(POLL_SECONDS)
+            time.sleep(OWNER_POLL_SECONDS)
         return owner
 
     @classmethod

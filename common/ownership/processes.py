@@ -26,8 +26,22 @@ def is_alive(process: Mapping[str, Any]) -> bool:
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
-    """Return whether the process that `process_id` described is alive on this host."""
-    return is_on_this_host(process) and process.get("boot_id") == boot_id() and process.get("start_ticks") == start_ticks(process.get("pid"))
+    """Return whether the process that `process_id` described is alive on this host. One that has ended, and that its parent has not noticed, is not."""
+    if not is_on_this_host(process) or process.get("boot_id") != boot_id():
+        return False
+    ticks = process.get("start_ticks")
+    return _has_pid(process.get("pid")) if ticks is None else ticks == start_ticks(process.get("pid"))
+
+
+def _has_pid(pid: Any) -> bool:
+    """Return whether there is a process `pid`: all that is known without /proc."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError, TypeError, OverflowError):
+        return False
+    return int(pid) > 0
 
 
 def is_on_this_host(process: Mapping[str, Any]) -> bool:
@@ -42,8 +56,9 @@ def boot_id() -> str | None:
 
 
 def start_ticks(pid: Any) -> int | None:
-    """Return when the process started (clock ticks since boot), None if there is no such process or no /proc."""
+    """Return when the process started (clock ticks since boot), None if it has ended, if there is no such process or no /proc."""
     try:
-        return int(Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])
     except (OSError, ValueError, TypeError, IndexError):
         return None

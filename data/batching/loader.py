@@ -54,23 +54,23 @@ class StepLoader:
 
     def iter_steps(self, start: int, end: int, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
         """Yield steps [start, end) of the whole training; workers and prefetching continue across epochs. Close it as `iter_epoch`."""
-        steps, positions = range(start, end), Positions(max(1, self.num_workers))
+        steps, positions, pin = range(start, end), Positions(max(1, self.num_workers)), self._pinning()
         task = BatchTask(self.sequences, self.collate, partial(self._batches_of_worker, steps))
         watch = Watch(stop_requested, self.worker_timeout, positions.snapshot)
         if self.num_workers:
-            return self._from_workers(steps, task, watch, positions)
-        return prefetch(self._from_this_process(steps, task, positions), watch, partial(task.describe, positions, 0))
+            return self._from_workers(steps, task, watch, positions, pin)
+        return prefetch(self._from_this_process(steps, task, positions, pin), watch, partial(task.describe, positions, 0))
 
-    def _from_workers(self, steps: range, task: BatchTask, watch: Watch, positions: Positions) -> Generator[list[Batch]]:
-        with closing(BatchWorkers(task, self.num_workers, watch, positions, self._pin)) as batches:
+    def _from_workers(self, steps: range, task: BatchTask, watch: Watch, positions: Positions, pin: Callable[[Batch], Batch]) -> Generator[list[Batch]]:
+        with closing(BatchWorkers(task, self.num_workers, watch, positions, pin)) as batches:
             for step in steps:
                 yield self._with_dummies([next(batches) for _ in range(self._num_own_batches(step))], step)
 
-    def _from_this_process(self, steps: range, task: BatchTask, positions: Positions) -> Generator[list[Batch]]:
+    def _from_this_process(self, steps: range, task: BatchTask, positions: Positions, pin: Callable[[Batch], Batch]) -> Generator[list[Batch]]:
         if isinstance(self.sequences, PackedSequences):
             self.sequences.progress = lambda *_: positions.tick(0)
         for step in steps:
-            yield self._with_dummies([self._pin(task.read(batch, positions, 0)) for batch in self._batch_indices(step)], step)
+            yield self._with_dummies([pin(task.read(batch, positions, 0)) for batch in self._batch_indices(step)], step)
 
     def _with_dummies(self, mine: list[Batch], step: int) -> list[Batch]:
         return mine + [self._dummy] * (self._num_batches(step) - len(mine))
@@ -79,9 +79,8 @@ class StepLoader:
     def _dummy(self) -> Batch:
         return self.collate([self.sequences[0]]).as_dummy()
 
-    @cached_property
-    def _pin(self) -> Callable[[Batch], Batch]:
-        """Function that copies a batch to pinned memory, for the GPU of this rank, in any thread."""
+    def _pinning(self) -> Callable[[Batch], Batch]:
+        """Return a function that copies a batch to pinned memory, for the GPU that is current in the calling thread, from any thread."""
         if not self.pin_memory:
             return lambda batch: batch
         device = torch.cuda.current_device()

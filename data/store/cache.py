@@ -69,7 +69,7 @@ def load_or_build(
     with with_cache_hint(cache):
         cache.mkdir(parents=True, exist_ok=True)
         content = file_sha256_cached(source.path, cache)
-    parts = [content, *source.reading, encoding.key(tokenizer.fingerprint), STORE_FORMAT, code_fingerprint(encoding.schema)]
+    parts = [content, *source.reading, encoding.key(tokenizer.fingerprint), STORE_FORMAT, encoding_code_fingerprint(encoding.schema)]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def build() -> None:
@@ -117,7 +117,7 @@ def is_own_cache(folder: Path) -> bool:
     try:
         status = folder.stat()
         is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
-        return is_private and all(CACHE_ENTRY.fullmatch(entry.name) and not entry.is_symlink() for entry in os.scandir(folder))
+        return is_private and all(CACHE_ENTRY.fullmatch(name) and not (folder / name).is_symlink() for name in os.listdir(folder))
     except OSError:
         return False
 
@@ -150,7 +150,7 @@ def fingerprinted_files(schema: str) -> list[Path]:
 
 
 @lru_cache
-def code_fingerprint(schema: str) -> str:
+def encoding_code_fingerprint(schema: str) -> str:
     """Return the sha256 (hex) of `fingerprinted_files` and of the libraries' versions."""
     digest = hashlib.sha256(json.dumps([[name, version(name)] for name in FINGERPRINTED_LIBRARIES]).encode())
     for file in fingerprinted_files(schema):

@@ -11,13 +11,13 @@ import sys
 
 from tokenizers import Tokenizer as Engine
 
-MAX_MEMORY = 1 << 30  # bytes of the process
+PROBE_MEMORY = 1 << 30  # bytes of the process
 
 
-def main() -> int:
+def probe_tokenizer() -> int:
     seconds = int(sys.argv[1])
     tokenizer_json, texts = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
@@ -32,4 +32,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(probe_tokenizer())

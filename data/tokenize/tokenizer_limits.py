@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from data.tokenize.templates.renderer import PASSED_VARIABLES
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
@@ -27,7 +28,6 @@ MAX_PATTERN_CHARACTERS = 4000  # of a regular expression
 MAX_GROWTH = 64  # characters that the normalizers, or the decoders, make of one
 PROBE_SECONDS, PROBE_CHARACTERS, PROBE_UNITS = 3, 10_000, 60  # processor time of a probe; of a text, and the texts
 SECTIONS = ("normalizer", "pre_tokenizer", "decoder")
-PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 KNOWN_PATTERNS = frozenset(  # of public tokenizers: GPT-2, Llama 3, Qwen, GPT-4o, DeepSeek, SmolLM3
@@ -44,7 +44,7 @@ KNOWN_PATTERNS = frozenset(  # of public tokenizers: GPT-2, Llama 3, Qwen, GPT-4
 )
 COMMON_UNITS = (" ", "\n", "\t", "a", "A", "1", "'", "!", "_", "\u00e9", "\u4e2d", "\u0301", "aA", "a ", " \n", "1.")
 LITERAL = re.compile(r"[^\\\[\](){}|?*+.^$]{1,20}")
-FIX = "choose another tokenizer, or train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
+OTHER_TOKENIZER_HINT = "choose another tokenizer, or train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
 
 
 def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
@@ -52,23 +52,27 @@ def check_stored_tokenizer(stored: dict[str, Any], path: Path) -> None:
     added, vocab = stored["added_tokens"], stored["model"]["vocab"]
     ids = [*vocab.values(), *(token["id"] for token in added)]
     if not all(type(token_id) is int and 0 <= token_id < MAX_TOKEN_ID for token_id in ids):
-        raise UserError(f"a token has an id outside of [0, {MAX_TOKEN_ID:,})", str(path), FIX)
+        raise UserError(f"a token has an id outside of [0, {MAX_TOKEN_ID:,})", str(path), OTHER_TOKENIZER_HINT)
     if len(added) > MAX_ADDED_TOKENS or any(len(token["content"]) > MAX_ADDED_CHARACTERS for token in added):
-        raise UserError(f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters", str(path), FIX)
+        raise UserError(
+            f"more than {MAX_ADDED_TOKENS:,} added tokens, or one of more than {MAX_ADDED_CHARACTERS:,} characters", str(path), OTHER_TOKENIZER_HINT
+        )
     for section in SECTIONS:
         parts = list(_components(stored.get(section)))
         if len(parts) > MAX_COMPONENTS:
-            raise UserError(f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed", str(path), FIX)
+            raise UserError(f"the {section} has {len(parts)} parts, at most {MAX_COMPONENTS} are allowed", str(path), OTHER_TOKENIZER_HINT)
         growth = 1.0
         for part in parts:
             growth *= _growth(part)
         if growth > MAX_GROWTH:
-            raise UserError(f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), FIX)
+            raise UserError(f"the {section} can make a text more than {MAX_GROWTH} times as long", str(path), OTHER_TOKENIZER_HINT)
     unknown = sorted({pattern for section in SECTIONS for pattern in _patterns(stored.get(section))} - KNOWN_PATTERNS)
     if too_long := next((pattern for pattern in unknown if len(pattern) > MAX_PATTERN_CHARACTERS), None):
-        raise UserError(f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed", str(path), FIX)
+        raise UserError(
+            f"a regular expression has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed", str(path), OTHER_TOKENIZER_HINT
+        )
     if unknown and (problem := _probe(json.dumps(stored), tuple(unknown))):
-        raise UserError(f"the tokenizer has a regular expression that is not usable: {problem}", str(path), FIX)
+        raise UserError(f"the tokenizer has a regular expression that is not usable: {problem}", str(path), OTHER_TOKENIZER_HINT)
 
 
 def _components(value: Any) -> Iterator[dict[str, Any]]:

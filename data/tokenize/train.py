@@ -35,7 +35,7 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         print(f"skipped {count} texts of {stats.rows} rows that are not held out")
     else:
         tokenizer = train_bpe(texts, cfg.vocab_size, Path(str(cfg.to)), CHATML.read_text(encoding="utf-8"))
-        print(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
+        print_safely(f"{tokenizer.vocab_size} tokens from {stats.rows} rows in {cfg.to}")
     for reason, count in stats.bad.most_common():
         print_safely(f"left out {count}: {reason}, first at {stats.first_seen[reason]}")
     print_safely(report_table({str(each.folder): measure_tokenizer(each, stats.held_out) for each in (tokenizer, other) if each}, stats))

@@ -16,9 +16,9 @@ from models.config import ModelConfig
 from models.formats.json_files import MAX_BASE_MODELS, base_model_of, is_adapter_dir, model_dir
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; one of 10,000 tensors has 1 MB
-MAX_FILES = 1000  # of weights in a folder
+MAX_WEIGHT_FILES = 1000  # of weights in a folder
 SLACK_NUMBERS, SLACK_TENSORS = 16 << 20, 1000  # what config.json and weights may differ by without a limit: a model of 64 MB, which loading compares exactly
-LENGTH_BYTES = 8  # before the header
+PREFIX_BYTES = 8  # before the header
 HALF_BYTES = 2  # of a number in a .pth file of MiniMind
 DAMAGED_HINT = "write or download the folder again"
 
@@ -35,8 +35,8 @@ class StoredSize:
 def stored_size(files: Iterable[Path]) -> StoredSize:
     """Return what the headers of safetensors files declare. Raises UserError for a header that is damaged or beyond the limits."""
     files = list(files)
-    if len(files) > MAX_FILES:
-        raise UserError(f"more than {MAX_FILES:,} files of weights", str(files[0].parent), DAMAGED_HINT)
+    if len(files) > MAX_WEIGHT_FILES:
+        raise UserError(f"more than {MAX_WEIGHT_FILES:,} files of weights", str(files[0].parent), DAMAGED_HINT)
     total = StoredSize(0, 0)
     for path in files:
         header = _read_header(path)
@@ -48,14 +48,14 @@ def _read_header(path: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor. The library compares shapes, types and positions when it reads the tensors."""
     fd, size = open_source_file(path)
     with open(fd, "rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if not 0 < length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        length = int.from_bytes(file.read(PREFIX_BYTES), "little")
+        if not 0 < length <= min(MAX_HEADER_BYTES, size - PREFIX_BYTES):
             limit = f"at most {MAX_HEADER_BYTES:,} are read" if length > MAX_HEADER_BYTES else f"the file has {size:,}"
             raise _damaged(path, f"its header has {length:,} bytes, {limit}")
         text = file.read(length)
     try:
         header = {name: entry for name, entry in parse_json(text).items() if name != "__metadata__"}
-        end = LENGTH_BYTES + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
+        end = PREFIX_BYTES + length + max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
         shapes = {name: _shape(entry) for name, entry in header.items()}
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise _damaged(path, str(error)) from error

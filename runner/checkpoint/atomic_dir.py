@@ -92,7 +92,7 @@ def write_atomic_dir(parent: Path, name: str, files: Mapping[str, Chunks | Calla
 def verify_dir(folder: Path) -> str | None:
     """Return None if every file that was committed is there, byte for byte, otherwise the reason why not.
 
-    Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nobody reads them.
+    Other names, e.g. `.DS_Store` or `.nfs*`, are no part of the folder: nothing reads them.
     """
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):

@@ -100,12 +100,12 @@ def generate_samples(state: TrainState) -> list[dict[str, str]]:
     autocast = state.precision.autocast() if state.dist.sharded else nullcontext()
     with state.stop.working_on("after this token, then saving"), ending_together(state), autocast, suppress(StopRequested):
         enter("while it generates samples", state.progress.step)
-        answers = generate_answers(state)
+        answers = generate_sample_ids(state)
     state.check_stop()
     return [{"prompt": prompt, "answer": state.tokenizer.decode(ids)} for prompt, ids in zip(state.cfg.train.sample_prompts, answers, strict=True)]
 
 
-def generate_answers(state: TrainState) -> list[list[int]]:
+def generate_sample_ids(state: TrainState) -> list[list[int]]:
     """Return the token ids of the answers. Raises StopRequested before a token."""
     from data.tokenize.chat_template import ChatTemplate
 

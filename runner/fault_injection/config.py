@@ -8,7 +8,7 @@ from typing import Optional
 from common.errors import UserError
 from common.settings import check_at_least
 
-KINDS = ("kills", "disk", "flips", "signals", "workers")
+FAULT_KINDS = ("kills", "disk", "flips", "signals", "workers")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class FaultsConfig:
     timeout: float  # seconds after which a launch counts as hanging
 
     def __post_init__(self) -> None:
-        for key in (*KINDS, "cold", "fault_seed"):
+        for key in (*FAULT_KINDS, "cold", "fault_seed"):
             check_at_least(key, getattr(self, key), 0, 10)
         if self.timeout <= 0 or self.acknowledge_within <= 0:
             raise UserError(
@@ -43,9 +43,9 @@ class FaultsConfig:
         if self.only is not None:
             kind, _, number = self.only.partition("-")
             return [(kind, int(number))]
-        return [(kind, number) for kind in KINDS for number in range(1, getattr(self, kind) + 1)]
+        return [(kind, number) for kind in FAULT_KINDS for number in range(1, getattr(self, kind) + 1)]
 
 
 def _is_fault_name(name: str) -> bool:
     kind, _, number = name.partition("-")
-    return kind in KINDS and number.isdigit() and int(number) > 0
+    return kind in FAULT_KINDS and number.isdigit() and int(number) > 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from common.errors import UserError, one_line, print_note, print_safely
 from common.filesystem import write_json
 from common.paths import command_line
-from runner.fault_injection.config import KINDS, FaultsConfig
+from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.launches import import_heavy_libraries
-from runner.fault_injection.rig import FaultResult, Reference, Rig, Trial, as_record, run_reference
+from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, as_record, run_reference
 from runner.fault_injection.table import fault_table
 from runner.run_dir.provenance import git_state, library_versions
 
@@ -29,7 +29,7 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     """
     from runner.fault_injection.kinds import INJECT
 
-    check_overrides(overrides)
+    check_harness_overrides(overrides)
     faults, folder = cfg.faults(), make_folder(cfg)
     import_heavy_libraries()
     rig = Rig(overrides, folder, cfg.timeout)
@@ -53,7 +53,7 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     report(cfg, overrides, results, folder)
 
 
-def complete(trial: Trial, reference: Reference, acknowledge_within: float) -> None:
+def complete(trial: Trial, reference: UninterruptedRun, acknowledge_within: float) -> None:
     """Continue the run until it is complete, compare it, and remove it if no promise was broken."""
     result = trial.result
     trial.finish()
@@ -64,7 +64,7 @@ def complete(trial: Trial, reference: Reference, acknowledge_within: float) -> N
         trial.discard()
 
 
-def check_overrides(overrides: list[str]) -> None:
+def check_harness_overrides(overrides: list[str]) -> None:
     """Raise UserError for settings that the harness needs for itself."""
     for override in overrides:
         if override.partition("=")[0] in ("resume", "hydra.run.dir", "data.cache"):
@@ -81,7 +81,7 @@ def make_folder(cfg: FaultsConfig) -> Path:
     return folder
 
 
-def reference(rig: Rig, name: str) -> Reference:
+def reference(rig: Rig, name: str) -> UninterruptedRun:
     try:
         return run_reference(rig, name)
     except RuntimeError as error:
@@ -103,7 +103,7 @@ def print_result(result: FaultResult) -> None:
 def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], folder: Path) -> None:
     """Print the table and write the results. Raises SystemExit if a promise was broken."""
     broken = [result for result in results if result.broken]
-    command = shlex.join([*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in KINDS), f"fault_seed={cfg.fault_seed}", *overrides])
+    command = shlex.join([*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"fault_seed={cfg.fault_seed}", *overrides])
     print_safely("\n" + fault_table(results))
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:

@@ -14,17 +14,17 @@ from runner.fault_injection.disk_faults import DiskFault, DiskHook
 from runner.fault_injection.launches import Launch
 from runner.fault_injection.phases import PHASES, PhaseProbe
 from runner.fault_injection.processes import WorkerProbe
-from runner.fault_injection.rig import Reference, Trial
+from runner.fault_injection.rig import Trial, UninterruptedRun
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # a terminal sends them to the whole process group
 ANNOUNCEMENT = ": stopping"  # what a stop signal is acknowledged with
 COLD_START_SECONDS = 3.0  # of imports, before a command that is not forked does what a fork does
 
-Inject = Callable[[Trial, Reference, bool], None]
+Inject = Callable[[Trial, UninterruptedRun, bool], None]
 
 
-def kill(trial: Trial, reference: Reference, cold: bool) -> None:
+def kill(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     """SIGKILL at a random moment; for every second fault in the next save after it."""
     in_save, point = trial.result.number % 2 == 0, trial.rng.uniform(0, reference.seconds)
     start = reference.probe.read("start")[1]
@@ -49,7 +49,7 @@ def is_saving(run_dir: Path) -> bool:
     return any(path.name.startswith((".tmp-step-", ".del-step-")) for path in (run_dir / "checkpoints").glob(".*"))
 
 
-def disk(trial: Trial, reference: Reference, cold: bool) -> None:
+def disk(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     """One, five or all file calls in the run directory fail from a random one on."""
     first = trial.rng.randint(1, max(1, reference.file_calls))
     fault = DiskFault(first, trial.rng.choice([1, 1, 5, 1 << 30]), trial.rng.choice([errno.ENOSPC, errno.EIO]))
@@ -60,7 +60,7 @@ def disk(trial: Trial, reference: Reference, cold: bool) -> None:
     trial.result.injected = hook.calls >= first
 
 
-def flip(trial: Trial, reference: Reference, cold: bool) -> None:
+def flip(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     """Damage one file of one checkpoint of a stopped run that has several."""
     launch = trial.launch()
     launch.wait(trial.rig.timeout, until=lambda: len(checkpoints(trial.run_dir)) >= 2)
@@ -93,7 +93,7 @@ def damage(file: Path, trial: Trial) -> str:
     return f"{name}: bit {bit} of byte {position} flipped"
 
 
-def stop(trial: Trial, reference: Reference, cold: bool) -> None:
+def stop(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     """A stop signal in one of the phases that the undisturbed run went through."""
     phases = [phase for phase in PHASES if reference.probe.read(phase)[0]]
     phase, number = phases[trial.result.number % len(phases)], SIGNALS[trial.rng.randrange(len(SIGNALS))]
@@ -121,7 +121,7 @@ def _after(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() - start >= seconds
 
 
-def worker(trial: Trial, reference: Reference, cold: bool) -> None:
+def worker(trial: Trial, reference: UninterruptedRun, cold: bool) -> None:
     """A data worker is stopped or killed in the first half of the run; as it starts, if the workers were done by then: they are ahead of the training."""
     how = (signal.SIGSTOP, signal.SIGKILL)[trial.result.number % 2]
     step, victim = trial.rng.randint(0, reference.step // 2), trial.rng.randint(1, 2) if trial.draw else 0

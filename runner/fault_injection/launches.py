@@ -15,7 +15,7 @@ from pathlib import Path
 from common.paths import REPO_ROOT
 from runner.fault_injection.processes import kill_process, session_pids
 
-POLL_SECONDS = 0.002
+LAUNCH_POLL_SECONDS = 0.002
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Launch:
                 self.is_hanging = True
                 os.kill(self.pid, signal.SIGKILL)
                 deadline += timeout
-            time.sleep(POLL_SECONDS)
+            time.sleep(LAUNCH_POLL_SECONDS)
         return False
 
     def send(self, number: int, to_group: bool = False) -> None:

@@ -25,8 +25,9 @@ class WorkerProbe:
         start = multiprocessing.process.BaseProcess.start
 
         def recording_start(process: multiprocessing.process.BaseProcess) -> None:
+            is_data_worker = getattr(getattr(process, "_target", None), "__module__", "").startswith("data.batching")  # start() deletes _target
             start(process)
-            if getattr(getattr(process, "_target", None), "__module__", "").startswith("data.batching"):
+            if is_data_worker:
                 count = min(self._read(0) + 1, MAX_WORKERS)
                 self._write(count, process.pid or 0)
                 self._write(0, count)

@@ -48,7 +48,7 @@ class FaultResult:
 
 
 @dataclass
-class Reference:
+class UninterruptedRun:
     """The undisturbed run, and what was measured on it."""
 
     run_dir: Path
@@ -147,7 +147,7 @@ class Trial:
         if self.result.codes[-1] != exit_codes.OK:
             self.result.hand.append(f"not complete after {MAX_LAUNCHES} launches, exit codes {self.result.codes}")
 
-    def compare(self, reference: Reference) -> None:
+    def compare(self, reference: UninterruptedRun) -> None:
         """Record how the run differs from the undisturbed one, and which temporary files it has left."""
         from runner.engine.verify_resume import diff_run_dirs
 
@@ -173,7 +173,7 @@ class Trial:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def run_reference(rig: Rig, name: str = "reference") -> Reference:
+def run_reference(rig: Rig, name: str = "reference") -> UninterruptedRun:
     """Run the command undisturbed. Raises RuntimeError if it does not complete."""
     from runner.fault_injection.disk_faults import DiskHook
 
@@ -191,7 +191,7 @@ def run_reference(rig: Rig, name: str = "reference") -> Reference:
     seconds = time.monotonic() - launch.started
     if launch.code != exit_codes.OK:
         raise RuntimeError(f"the undisturbed run ended with exit code {launch.code}:\n{launch.text()[-2000:]}")
-    return Reference(run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0)))
+    return UninterruptedRun(run_dir, seconds, probe, hook.calls, int(read_json_object(run_dir / "run.json").get("step", 0)))
 
 
 def as_record(result: FaultResult) -> dict[str, object]:

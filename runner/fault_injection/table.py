@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from runner.fault_injection.config import KINDS
+from runner.fault_injection.config import FAULT_KINDS
 from runner.fault_injection.rig import FaultResult
 
-COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
+TABLE_COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
     "injected": lambda results: f"{sum(result.injected for result in results)} of {len(results)}",
     "acknowledged within": lambda results: _seconds([result.acknowledged for result in results if result.acknowledged is not None], "{:.2f} s"),
     "resumed": lambda results: str(sum(len(result.codes) > 1 and not result.started_again for result in results)),
@@ -23,10 +23,10 @@ COLUMNS: dict[str, Callable[[list[FaultResult]], str]] = {
 
 def fault_table(results: list[FaultResult]) -> str:
     """Return the table as text, also readable as Markdown."""
-    rows = [["fault", *COLUMNS], ["---", *["---:"] * len(COLUMNS)]]
-    for kind in KINDS:
+    rows = [["fault", *TABLE_COLUMNS], ["---", *["---:"] * len(TABLE_COLUMNS)]]
+    for kind in FAULT_KINDS:
         if of_kind := [result for result in results if result.kind == kind]:
-            rows.append([kind, *(column(of_kind) for column in COLUMNS.values())])
+            rows.append([kind, *(column(of_kind) for column in TABLE_COLUMNS.values())])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return "\n".join("| " + " | ".join(f"{cell:{'<' if index == 0 else '>'}{widths[index]}}" for index, cell in enumerate(row)) + " |" for row in rows)
 

@@ -202,5 +202,5 @@ class TokenStreamer:
 
 
 def _write_out(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(strip_control(text))
     sys.stdout.flush()

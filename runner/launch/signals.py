@@ -22,7 +22,7 @@ DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same 
 STDERR = 2
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
 INTERRUPTED_MESSAGE = "interrupted"
-END = 0  # in place of a signal: the end of a _SignalWatcher
+WATCHER_END = 0  # in place of a signal: the end of a _SignalWatcher
 
 
 def handled_signals() -> list[signal.Signals]:
@@ -74,7 +74,7 @@ class _SignalWatcher:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _run(self, receive: Callable[[int], None]) -> None:
-        while (number := os.read(self._reader, 1)[0]) != END:
+        while (number := os.read(self._reader, 1)[0]) != WATCHER_END:
             if number in STOP_SIGNALS:  # others have handlers, too, e.g. SIGCHLD
                 receive(number)
 
@@ -86,7 +86,7 @@ class _SignalWatcher:
     def close(self) -> None:
         self._is_open = False
         signal.set_wakeup_fd(self._previous)
-        os.write(self._writer, bytes([END]))
+        os.write(self._writer, bytes([WATCHER_END]))
         self._thread.join()
         for end in (self._reader, self._writer):
             os.close(end)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.guarded_files import read_from
+from data.tokenize.origin import RUN_TOKENIZER
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.recovery.evidence import Evidence
@@ -15,7 +16,8 @@ from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.run_json import check_run_json
 from runner.recovery.settings_files import check_settings
 from runner.recovery.tokenizer_files import check_tokenizer_files
-from runner.run_dir.metadata import check_run_files
+from runner.run_dir.lock import unusable_error
+from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.tracking.log_recovery import LogProof, inspect_log
 
 LOGS = ("metrics", "samples")
@@ -40,14 +42,26 @@ def recover_run(folder: Path) -> list[str]:
     for finding in (repair.finding for repair in repairs):
         if finding.severity is Severity.BLOCKING:
             raise UserError(f"{finding.file}: {finding.state}", str(folder / finding.file), finding.consequence)
-    for repair in repairs:
-        repair.apply()
+    try:
+        for repair in repairs:
+            repair.apply()
+    except OSError as error:
+        raise unusable_error(folder, error) from error
     return [f"{finding.file}: {finding.state}; {finding.consequence}" for repair in repairs if (finding := repair.finding).severity is Severity.DAMAGED]
 
 
 def plan_repairs(evidence: Evidence) -> list[Repair]:
     """Return the finding about each file that a resume restores or refuses to be without."""
-    return [*check_run_json(evidence), *check_settings(evidence), *check_tokenizer_files(evidence)]
+    return [*check_run_json(evidence), *check_settings(evidence), *check_tokenizer_files(evidence), *_check_kinds(evidence.folder)]
+
+
+def _check_kinds(folder: Path) -> Iterator[Repair]:
+    for name in (RUN_FILE, *(f"{log}.jsonl" for log in LOGS)):
+        if (folder / name).is_dir():
+            yield Repair(Finding(name, Severity.BLOCKING, "a folder, not a file", "move it out of the run directory"))
+    for name in (HYDRA_DIR, RUN_TOKENIZER, CHECKPOINTS_DIR):
+        if (folder / name).is_file():
+            yield Repair(Finding(name, Severity.BLOCKING, "a file, not a folder", "move it out of the run directory"))
 
 
 def _check_checkpoints(evidence: Evidence) -> Iterator[Repair]:
@@ -73,6 +87,8 @@ def _check_logs(evidence: Evidence) -> Iterator[Repair]:
     proof = LogProof.of_state(saved)
     for name in LOGS:
         path = evidence.folder / f"{name}.jsonl"
+        if path.is_dir():
+            continue
         content = read_from(path, 0) if os.path.lexists(path) else None
         damage = inspect_log(name, content, saved["log"].get(name, 0), proof)
         if damage is None:

@@ -19,7 +19,7 @@ from runner.run_dir.saved_config import CONFIG_FILE, MAX_YAML_BYTES, OVERRIDES_F
 PASSING_FIELDS = {
     "status", "outcome", "error", "degraded", "ended", "host", "pid", "boot_id", "start_ticks", "checkpoint", "step", "tokens", "loss_tokens", "metrics", "export",
 }  # fmt: skip
-MAX_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
+MAX_STORED_ATTEMPTS = 20  # newest records of attempts that a checkpoint stores
 MAX_TEXT_BYTES = 1 << 18  # of all texts together
 
 
@@ -35,7 +35,7 @@ def record_run_dir(metadata: RunMetadata) -> Callable[[], dict[str, Any]]:
     def record() -> dict[str, Any]:
         fields = {name: value for name, value in metadata.fields.items() if name not in PASSING_FIELDS}
         if isinstance(fields.get("attempts"), list):
-            fields["attempts"] = fields["attempts"][-MAX_ATTEMPTS:]
+            fields["attempts"] = fields["attempts"][-MAX_STORED_ATTEMPTS:]
         return {"fields": fields, **files}
 
     return record

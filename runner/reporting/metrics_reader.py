@@ -16,7 +16,7 @@ from runner.config.overrides import is_storable
 MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million
-READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
+METRICS_READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
 
 
@@ -83,8 +83,8 @@ def _read_records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as file:
-            while size <= MAX_METRICS_BYTES and (lines := file.readlines(READ_BYTES)):
-                texts = [line.decode("utf-8", "replace") for line in lines if line.strip() and len(line) <= READ_BYTES]
+            while size <= MAX_METRICS_BYTES and (lines := file.readlines(METRICS_READ_BYTES)):
+                texts = [line.decode("utf-8", "replace") for line in lines if line.strip() and len(line) <= METRICS_READ_BYTES]
                 records = _parse_json(f"[{','.join(texts)}]")
                 yield from (record for record in (map(_parse_json, texts) if records is None else records) if isinstance(record, dict))
     except OSError:

@@ -19,7 +19,7 @@ from runner.supervise.liveness import Liveness
 from runner.supervise.policy import RestartPolicy
 
 LOG_LINES, LOG_BYTES = 12, 1 << 14  # of train.log, in a record
-POLL_SECONDS = 0.05
+CHILD_POLL_SECONDS = 0.05
 
 
 class Supervisor:
@@ -89,7 +89,7 @@ class Supervisor:
         while time.monotonic() < end:
             if is_stopping():
                 self._interrupt()
-            time.sleep(POLL_SECONDS)
+            time.sleep(CHILD_POLL_SECONDS)
 
     def _interrupt(self) -> None:
         """End as after a stop request: the newest checkpoint is what can be resumed."""

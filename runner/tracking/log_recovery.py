@@ -9,7 +9,7 @@ from typing import Any
 
 from common.limits.parsers import parse_json
 
-KINDS = {"train": 0, "eval": 1}  # of records in metrics.jsonl, in the order of one step
+RECORD_ORDER = {"train": 0, "eval": 1}  # of records in metrics.jsonl, in the order of one step
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _sort_lines(name: str, content: bytes, proof: LogProof) -> tuple[list[bytes]
             dropped.append(line)
             continue
         is_known, loss = proof.loss_at(order[0])
-        if is_known and order[1] == KINDS["train"] and name == "metrics":
+        if is_known and order[1] == RECORD_ORDER["train"] and name == "metrics":
             if parse_json(line).get("loss") != loss:
                 differed += 1
                 dropped.append(line)
@@ -98,7 +98,7 @@ def _order(name: str, line: bytes) -> tuple[int, int] | None:
     try:
         record: Any = parse_json(line)
         step = record["step"]
-        position = KINDS[record["kind"]] if name == "metrics" else 0
+        position = RECORD_ORDER[record["kind"]] if name == "metrics" else 0
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     is_complete = line.endswith(b"\n") and type(step) is int and step > 0 and type(record.get("attempt")) is int

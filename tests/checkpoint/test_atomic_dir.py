@@ -192,7 +192,7 @@ def test_verify_dir_detects_a_change_of_any_manifest_byte(two: tuple[Path, Path]
         assert atomic_dir.verify_dir(two[1]), f"byte {index} was not detected"
 
 
-def test_verify_dir_ignores_a_foreign_file_that_nobody_reads(two: tuple[Path, Path]) -> None:
+def test_verify_dir_ignores_a_foreign_file(two: tuple[Path, Path]) -> None:
     for name in (".DS_Store", ".nfs0001", "extra"):
         (two[1] / name).write_bytes(b"")
     assert atomic_dir.verify_dir(two[1]) is None and atomic_dir.foreign_names(two[1]) == [".DS_Store", ".nfs0001", "extra"]

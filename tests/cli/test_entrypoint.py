@@ -142,7 +142,7 @@ class Recorder(Callback):
         self.record("on_run_start", config)
 
     def on_job_start(self, config, **_):
-        assert HydraConfig.get().job.name == config.hydra.job.name and os.path.isfile(HydraConfig.get().runtime.output_dir + "/run.json")
+        assert HydraConfig.get().job.name == config.hydra.job.name and os.path.isdir(HydraConfig.get().runtime.output_dir)
         self.record("on_job_start", config, os.environ["COLOR"], config.train.max_steps)
 
     def on_job_end(self, config, job_return, **_):

@@ -6,12 +6,14 @@ import errno
 import fcntl
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from common import filesystem
 from common.file_lock import NO_LOCKS, NO_LOCKS_PROMISE, FileLock, is_file_locked
+from common.ownership import processes
 from common.ownership.processes import process_id
 
 
@@ -80,3 +82,21 @@ def test_lock_that_shrinks_lets_other_processes_take_their_byte(tmp_path: Path) 
     (tmp_path / "lock.owner-0").rename(tmp_path / "lock.owner")  # a launcher that does not
     with pytest.raises(BlockingIOError):
         FileLock.acquire(tmp_path / "lock", start=2, length=1)
+
+
+def test_process_that_has_ended_and_was_not_waited_for_is_not_alive() -> None:
+    """In a container whose first process reaps no orphans, killed ranks stay zombies for ever: they must not keep a run busy."""
+    if not (child := os.fork()):
+        signal.pause()
+    described = {**processes.process_id(), "pid": child, "start_ticks": processes.start_ticks(child)}
+    assert processes.is_alive(described)
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert not processes.is_alive(described)
+    os.waitpid(child, 0)
+
+
+def test_process_without_a_start_time_is_known_by_its_pid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "start_ticks", lambda pid: None)
+    me = processes.process_id()
+    assert processes.is_alive(me) and not processes.is_alive({**me, "pid": 1 << 22}) and not processes.is_alive({**me, "pid": "x"})

@@ -32,6 +32,7 @@ UNKNOWN = [
     ("distributed.nme=single", "distributed.name"),
     ("tracker.consol=plain", "tracker.console"),
     ("sweep.match_budgets=steps", "sweep.match_budget"),
+    ("supervise.max_restart=2", "supervise.max_restarts"),
     ("stage.beta_=1", "stage.beta"),
     ("sed=1", "seed"),
     ("+stage.lora.rankk=3", "stage.lora.rank"),
@@ -237,3 +238,17 @@ def test_common_settings_of_help_exist_and_are_described() -> None:
 def test_user_error_is_printed_in_three_lines_with_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_user_error(UserError("it is wrong", "here", "do this")) == 2
     assert capsys.readouterr().err.splitlines() == ["error: it is wrong", "  where: here", "  fix:   do this"]
+
+
+@pytest.mark.parametrize(
+    "override", ["", "data.path=${oc.env:HOME}", "data.path=${oc.${seed}:HOME}", "data.path=${repo:}${hydra:x}", "train.sample_prompts=[${now:%Y}]"]
+)
+def test_stored_override_has_no_resolver(override: str) -> None:
+    with pytest.raises(UserError, match="may not hold"):
+        overrides.check_stored(["seed=1", override], Path("overrides.yaml"))
+
+
+def test_stored_override_may_refer_to_settings_and_own_folders() -> None:
+    overrides.check_stored(
+        ["data.path=${repo:}/rows.jsonl", "train.eval_every=${train.save_every}", "hydra.run.dir=${now:%Y}", "seed=1"], Path("overrides.yaml")
+    )

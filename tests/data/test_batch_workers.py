@@ -182,7 +182,8 @@ def test_time_in_which_the_training_process_is_stopped_does_not_count(monkeypatc
 
 def test_closed_loader_kills_a_stopped_worker():
     at = position("first")
-    with closing(make_loader(FaultySequences(FAULTS["stopped"][0], at), BATCH, num_workers=2).iter_steps(0, 12, lambda: True)) as steps:
+    loader = make_loader(FaultySequences(FAULTS["stopped"][0], at), BATCH, num_workers=2, worker_timeout=3.0)
+    with closing(loader.iter_steps(0, 12, lambda: True)) as steps:
         with pytest.raises(StopRequested):
             list(steps)
     assert no_workers_left()

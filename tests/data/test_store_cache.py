@@ -322,9 +322,9 @@ def test_store_key_covers_all_code_that_decides_token_ids():
 
 @pytest.fixture
 def fresh_fingerprint():
-    cache_module.code_fingerprint.cache_clear()
-    yield cache_module.code_fingerprint.cache_clear
-    cache_module.code_fingerprint.cache_clear()
+    cache_module.encoding_code_fingerprint.cache_clear()
+    yield cache_module.encoding_code_fingerprint.cache_clear
+    cache_module.encoding_code_fingerprint.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["errors", "schemas/chat", "schemas/text", "sources/files", "tokenize/chat_template", "tokenize/encoder"])

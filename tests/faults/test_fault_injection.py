@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -14,12 +15,13 @@ from trainee import OVERRIDES, write_rows
 
 from common.errors import UserError
 from runner.engine import loop
-from runner.fault_injection.config import KINDS, FaultsConfig
+from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
-from runner.fault_injection.harness import check_overrides, complete, estimate, make_folder, run_faults
+from runner.fault_injection.harness import check_harness_overrides, complete, estimate, make_folder, run_faults
 from runner.fault_injection.kinds import INJECT
 from runner.fault_injection.launches import Launch, fork_process
-from runner.fault_injection.rig import FaultResult, Reference, Rig, Trial, run_reference
+from runner.fault_injection.processes import WorkerProbe
+from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, run_reference
 from runner.fault_injection.table import fault_table
 
 SHORT = [override for override in OVERRIDES if not override.startswith(("train.epochs", "train.sample_every"))] + ["train.max_steps=5", "train.sample_every=2"]
@@ -27,7 +29,7 @@ SHORT = [override for override in OVERRIDES if not override.startswith(("train.e
 
 def config(**changed: object) -> FaultsConfig:
     values = {"cold": 0, "fault_seed": 1, "only": None, "folder": None, "to": None, "acknowledge_within": 30.0, "timeout": 120.0}
-    return FaultsConfig(**{**dict.fromkeys(KINDS, 0), **values, **changed})
+    return FaultsConfig(**{**dict.fromkeys(FAULT_KINDS, 0), **values, **changed})
 
 
 def in_fork(folder: Path, main) -> Launch:
@@ -118,7 +120,7 @@ def test_promises_that_are_not_kept_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["resume=last", "hydra.run.dir=x", "data.cache=y"])
 def test_settings_of_the_harness_are_refused(override: str) -> None:
     with pytest.raises(UserError, match="places the runs itself"):
-        check_overrides([override])
+        check_harness_overrides([override])
 
 
 def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Reference]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, UninterruptedRun]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("faults")
     write_rows(folder)
@@ -146,7 +148,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Reference]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, number", [("kills", 2), ("disk", 1), ("flips", 1), ("signals", 1), ("signals", 5)])
-def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, Reference], kind: str, number: int) -> None:
+def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, UninterruptedRun], kind: str, number: int) -> None:
     rig, reference = measured
     trial = Trial(rig, kind, number, seed=1)
     INJECT[kind](trial, reference, False)
@@ -156,7 +158,7 @@ def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, Reference], ki
 
 
 @pytest.mark.slow
-def test_faults_that_break_promises_are_found(measured: tuple[Rig, Reference], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_that_break_promises_are_found(measured: tuple[Rig, UninterruptedRun], monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that depends on how often it was launched, and that dies of a signal with a traceback."""
     rig, reference = measured
     monkeypatch.setattr(loop, "lr_at", lambda step, total, lr, schedule: lr * (1 + os.getpid() % 7))
@@ -172,3 +174,22 @@ def test_faults_that_break_promises_are_found(measured: tuple[Rig, Reference], m
 def test_command_that_fails_undisturbed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="exit code 2"):
         run_faults(config(kills=1, folder=str(tmp_path / "faults")), [*SHORT, "data.path=/nowhere.jsonl"])
+
+
+def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: Path) -> None:
+    probe = WorkerProbe()
+
+    def target() -> None:
+        signal.pause()
+
+    def main() -> int:
+        for module in ("data.store.workers", "data.batching.batch_workers", "data.batching.batch_workers"):
+            target.__module__ = module
+            multiprocessing.get_context("fork").Process(target=target, daemon=True).start()
+        signal.pause()
+        return 0
+
+    launch = Launch(fork_process(main, tmp_path / "output.txt", lambda: probe.install(2, signal.SIGKILL)), tmp_path / "output.txt")
+    launch.wait(1.0, until=lambda: False)
+    assert len(probe.alive()) == 1
+    assert launch.left_processes(0.1) and not launch.left_processes(60)

@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_fixtures import TINY_RUN
-from killed_calls import KILLED, run_in_fork
+from killed_calls import KILLED, ForkServer, fork_server
 
 from runner.engine.verify_resume import diff_run_dirs
 
-EVERY = int(os.environ.get("KILL_EVERY", "20"))  # KILL_EVERY=1: at every change; each takes about a second
+EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change; each takes about a second
 
 
 @pytest.fixture
-def command(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]:
-    """`command(*argv)`: a function that executes train.py."""
-    import torch
+def server(tmp_path: Path) -> Iterator[ForkServer]:
+    with fork_server(tmp_path) as server:
+        yield server
 
-    from runner.checkpoint.environment import code_fingerprint
-    from runner.cli.entrypoint import train_command
-    from runner.train import train_task
 
-    torch.set_num_threads(1)  # a forked process has no other threads
-    code_fingerprint()  # cached: this checkout may change meanwhile
-    monkeypatch.setattr("runner.run_dir.provenance.git_state", lambda: {"commit": None, "dirty": None})
-    return lambda *argv: lambda: train_command(train_task, list(argv))
+@pytest.fixture
+def typed(tmp_path: Path) -> list[str]:
+    """Overrides of a run of two steps, each saved."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "{number} goats sing in the rain"}}\n' for number in range(40)))
+    return [*TINY_RUN, f"data.path={tmp_path / 'rows.jsonl'}", "train.log_every=1", "train.save_every=1", "init_from=scratch"]
 
 
 def points(count: int) -> list[tuple[int, bool]]:
@@ -42,25 +41,26 @@ def steps_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_start_needs_no_hand(command: Callable[..., Callable[[], None]], rows: str, tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_start_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
     run, reference = tmp_path / "runs" / "run", tmp_path / "reference"
-    typed = [*TINY_RUN, rows, "train.log_every=1", "train.save_every=1", "init_from=scratch", f"hydra.run.dir={run}"]
-    code, changes, output = run_in_fork(command(*typed), run.parent)
+    train = partial(server.run, "train", tmp_path, root=run.parent)
+    start, resume = [*typed, f"hydra.run.dir={run}"], [f"resume={run}"]
+    code, changes, output = train(start)
     assert code == 0 and changes > 50, output
     run.rename(reference)
     resumed = repeated = 0
     for index, created in points(changes):
         shutil.rmtree(run.parent, ignore_errors=True)
-        code, _, _ = run_in_fork(command(*typed), run.parent, index, created)
+        code, _, _ = train(start, kill_at=index, after_creation=created)
         if code != KILLED:
             continue
-        code, _, output = run_in_fork(command(f"resume={run}"), run.parent)
+        code, _, output = train(resume)
         resumed += code == 0
         if code != 0:
             where = f"killed at change {index}, created {created}: {output}"
             assert code == 2 and "Traceback" not in output and ("no run.json" in output or "does not exist" in output), where
             assert not (run / "run.json").exists(), where
-            code, _, output = run_in_fork(command(*typed), run.parent)
+            code, _, output = train(start)
             assert code == 0, where + output
             repeated += 1
         assert diff_run_dirs(reference, run) == [] and steps_of(run) == [1, 2], (index, created)
@@ -68,55 +68,47 @@ def test_kill_at_any_change_of_a_start_needs_no_hand(command: Callable[..., Call
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_resume_needs_no_hand(command: Callable[..., Callable[[], None]], rows: str, tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_resume_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
     trained, run, reference = tmp_path / "trained", tmp_path / "runs" / "run", tmp_path / "reference"
-    typed = [*TINY_RUN, rows, "train.log_every=1", "train.save_every=1", "init_from=scratch", "schedule=constant", f"hydra.run.dir={trained}"]
-    code, _, output = run_in_fork(command(*typed), tmp_path)
+    train = partial(server.run, "train", tmp_path, root=run)
+    code, _, output = train([*typed, "schedule=constant", f"hydra.run.dir={trained}"])
     assert code == 0, output
-    again = command(f"resume={run}", "train.max_steps=3", "optimizer.lr=0.002")
+    again = [f"resume={run}", "train.max_steps=3", "optimizer.lr=0.002"]
     shutil.copytree(trained, run)
-    code, changes, output = run_in_fork(again, run)
+    code, changes, output = train(again)
     assert code == 0 and changes > 30, output
     run.rename(reference)
     for index, created in points(changes):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(trained, run)
-        code, _, _ = run_in_fork(again, run, index, created)
+        code, _, _ = train(again, kill_at=index, after_creation=created)
         if code != KILLED:
             continue
-        code, _, output = run_in_fork(again, run)
+        code, _, output = train(again)
         assert code == 0, f"killed at change {index}, created {created}: {output}"
         assert diff_run_dirs(reference, run) == [] and steps_of(run) == [1, 2, 3], (index, created)
         assert "optimizer.lr=0.002" in (run / ".hydra" / "overrides.yaml").read_text()
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_repair_needs_no_hand(command: Callable[..., Callable[[], None]], rows: str, tmp_path: Path) -> None:
-    from runner.recovery.recover import recover_run
-    from runner.tracking.jsonl import JsonlLog
-    from runner.tracking.log_recovery import LogProof
-
+def test_kill_at_any_change_of_a_repair_needs_no_hand(server: ForkServer, typed: list[str], tmp_path: Path) -> None:
     trained, run = tmp_path / "trained", tmp_path / "runs" / "run"
-    typed = [*TINY_RUN, rows, "train.log_every=1", "train.save_every=1", "init_from=scratch", f"hydra.run.dir={trained}"]
-    code, _, output = run_in_fork(command(*typed), tmp_path)
+    code, _, output = server.run("train", tmp_path, [*typed, f"hydra.run.dir={trained}"], root=run)
     assert code == 0, output
     state = json.loads((trained / "checkpoints" / "step-00000002" / "state.json").read_text())
     originals = {name: (trained / name).read_bytes() for name in ("run.json", ".hydra/config.yaml", "tokenizer/tokenizer.json", "metrics.jsonl")}
     for name, content in originals.items():
         (trained / name).write_bytes(content[: len(content) // 2])
 
-    def repair() -> None:
-        recover_run(run)
-        JsonlLog(run / "metrics.jsonl", state["log"]["metrics"], 2, LogProof.of_state(state)).close()
-
+    repair = partial(server.run, "repair", run, state, root=run)
     shutil.copytree(trained, run)
-    code, changes, output = run_in_fork(repair, run)
+    code, changes, output = repair()
     assert code == 0 and changes > 10, output
     for index in range(0, changes, max(1, EVERY // 6)):
         shutil.rmtree(run)
         shutil.copytree(trained, run)
-        assert run_in_fork(repair, run, index, created := bool(index % 2))[0] == KILLED
-        repair()
+        assert repair(kill_at=index, after_creation=(created := bool(index % 2)))[0] == KILLED
+        assert repair()[0] == 0
         for name in (".hydra/config.yaml", "tokenizer/tokenizer.json"):
             assert (run / name).read_bytes() == originals[name], (name, index, created)
         for name in originals:

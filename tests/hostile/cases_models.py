@@ -161,7 +161,7 @@ CASES = [
     model("adapter of another kind", adapter(peft_type="EVIL", auto_mapping={"parent_library": "evil"}), ""),
     model("adapter with a pattern for modules", adapter(target_modules="(a+)+$"), ""),
     model("tokenizer class of the folder", tokenizer("tokenizer_config.json", lambda content: content.update(auto_map=AUTO_MAP, tokenizer_class="T")), "", code=0),
-    model("tokenizer with a slow pattern", tokenizer("tokenizer.json", lambda content: content.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+(a+)+$"}, "behavior": "Isolated", "invert": False})), "", code=0),
+    model("tokenizer with a slow pattern", tokenizer("tokenizer.json", lambda content: content.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+(a+)+$"}, "behavior": "Isolated", "invert": False})), "regular expression"),
     model("tokenizer without a vocabulary", tokenizer("tokenizer.json", lambda content: content.update(model={})), "tokenizer"),
     model("tokenizer with ids out of range", tokenizer("tokenizer.json", lambda content: content["added_tokens"].append({**content["added_tokens"][0], "id": 2**31, "content": "<x>"})), "", INIT),
     model("tokenizer that is a list", files(tokenizer__json="[1]"), "tokenizer"),

@@ -79,7 +79,7 @@ TEMPLATES = {
     "60 nested loops": "{% for a in [1] %}" * 60 + "{% endfor %}" * 60 + NESTED % "",
     "20,000 operators": "{{ 1" + " + 1" * 20_000 + NESTED % "" + " }}",
     "20,000 nots": "{{ " + "not " * 20_000 + "1 }}",
-    "template of 100 MB": "spam" * 25_000_000,
+    "template of 40 MB": "spam" * 10_000_000,
     "unclosed comments": "{#" * 100_000,
     "unclosed tags": "{%" + " " * 100_000 + "{% generation" * 5000,
     "access to classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -1,14 +1,16 @@
 """Hostile suite: harmful folders and files are given to the commands. `python tests/hostile/suite.py` prints the table and its counts.
 
-    python tests/hostile/suite.py [--light | --heavy] [--part=I/N] [--template-seconds=S] [NAME ...]
+    python tests/hostile/suite.py [--light | --heavy] [--part=I/N] [--brief] [--template-seconds=S] [NAME ...]
 
---light: only the cases that end before torch is imported; --heavy: only the others. --template-seconds: limit of a chat template, lower for a fast test. NAME: part of the
-name or category of the cases to run. Exit code 1: one failed.
+--light: only the cases that end before torch is imported; --heavy: only the others. --part: every N-th case from the I-th on; --brief: the first
+command of each. --template-seconds: limit of a chat template, lower for a fast test. NAME: part of the name or category of the cases to run. Exit
+code 1: one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -82,6 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--light", action="store_true")
     parser.add_argument("--heavy", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--template-seconds", type=float)
     parser.add_argument("names", nargs="*")
@@ -94,6 +97,8 @@ def main() -> int:
         importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds
     part, parts = map(int, args.part.split("/"))
     chosen = [case for case in all_cases() if not (args.heavy if case.is_light else args.light)][part - 1 :: parts]
+    if args.brief:
+        chosen = [dataclasses.replace(case, commands=case.commands[:1]) for case in chosen]
     chosen = [case for case in chosen if not args.names or any(name in f"{case.category} {case.name}" for name in args.names)]
     with tempfile.TemporaryDirectory(prefix="hostile-") as temp:
         base = Path(temp).resolve() / "base"

@@ -30,7 +30,7 @@ from runner.run_dir.metadata import RunMetadata
 
 PHASES = ("start-up", "step", "save", "evaluation", "samples", "tokenizing", "end")
 TOKENIZING, END = 5, 6
-HEARD_DEADLINE = 10  # seconds: ten times what is promised, for a busy machine
+REACTION_DEADLINE = 10  # seconds: ten times what is promised, for a busy machine
 EVENT = struct.Struct("bd")  # (phase, time); phase + 64 marks its end
 
 
@@ -69,11 +69,11 @@ class PhaseProbe:
                 self.shared[:3] = bytes([1, self.phase, self.done])
             raised(flag, number, frame)
 
-        def heard(flag, number):
+        def watching(flag, number):
             self.shared[3:] = struct.pack("d", time.monotonic())
             watched(flag, number)
 
-        StopFlag.__enter__, StopFlag._handle, StopFlag._receive = entering, received, heard
+        StopFlag.__enter__, StopFlag._handle, StopFlag._receive = entering, received, watching
 
     def _reporting(self, number, function):
         def reporting(run, *args):
@@ -126,7 +126,7 @@ def phase_durations(cfg, folder: Path) -> dict[int, float]:
 
 
 def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, delay: float) -> tuple[int, bytes, float, float]:
-    """Launch and signal the process group in the nth such phase: (exit code, what was interrupted, seconds until it was heard, and to the end)."""
+    """Launch and signal the process group in the nth such phase: (exit code, what was interrupted, seconds until it was received, and to the end)."""
     probe = PhaseProbe()
     child = launch(cfg, folder, probe.install)
     sent = None
@@ -153,7 +153,7 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
         before = max(saved_steps(folder), default=0)
         if phase == TOKENIZING:
             shutil.rmtree(root / "cache", ignore_errors=True)
-        code, (received, interrupted, done), heard, seconds = train_with_signal(
+        code, (received, interrupted, done), reaction, seconds = train_with_signal(
             cfg, folder, chance.choice(STOP_SIGNALS), phase, nth, chance.uniform(0, 0.5 * took[phase])
         )
         assert code in (0, 75), read_output(folder)
@@ -162,7 +162,7 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
             assert received and done <= newest <= done + 1, f"{done} steps were done, {newest} are saved"
             assert (read_run_json(folder)["status"], read_run_json(folder)["step"]) == ("interrupted", newest)
             seen[PHASES[interrupted]] += 1
-            latest, longest = max(latest, heard), max(longest, seconds)
+            latest, longest = max(latest, reaction), max(longest, seconds)
         return code
 
     with memory_dir(tmp_path) as root:
@@ -176,8 +176,8 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(signals, tmp_path):
                     pass
                 assert diff_run_dirs(whole, folder) == []
                 assert read_run_json(folder)["status"] == "completed" and not temp_files(folder)
-    print(f"{dict(seen)}, heard within {latest:.3f} s, at most {longest:.2f} s from the signal to the end")
-    assert latest < HEARD_DEADLINE
+    print(f"{dict(seen)}, received within {latest:.3f} s, at most {longest:.2f} s from the signal to the end")
+    assert latest < REACTION_DEADLINE
     assert seen.total() == signals
     assert signals < 50 or seen.keys() == set(PHASES)
 

@@ -203,7 +203,12 @@ LOGS = {
     ),
     "samples missing": Damage(on("samples.jsonl", Path.unlink), "samples.jsonl is missing", loses_records=True),
 }
-DAMAGES = {**RUN_JSON, **SETTINGS, **TOKENIZER, **CHECKPOINTS, **FOREIGN, **OTHER, **LOGS}
+KINDS = {
+    "metrics.jsonl a folder": Damage(both(on("metrics.jsonl", Path.unlink), on("metrics.jsonl", Path.mkdir)), "a folder, not a file", is_refused=True),
+    "tokenizer a file": Damage(both(on("tokenizer", shutil.rmtree), on("tokenizer", Path.touch)), "a file, not a folder", is_refused=True),
+    "run.json a folder": Damage(both(on(RUN_FILE, Path.unlink), on(RUN_FILE, Path.mkdir)), "a folder, not a file", is_refused=True),
+}
+DAMAGES = {**KINDS, **RUN_JSON, **SETTINGS, **TOKENIZER, **CHECKPOINTS, **FOREIGN, **OTHER, **LOGS}
 
 
 def reseal(checkpoint: Path, **recorded: object) -> None:

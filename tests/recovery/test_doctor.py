@@ -46,10 +46,11 @@ def link(name: str) -> Callable[[Path], object]:
 UNSAFE = {f"link as {name}": Damage(link(name), is_refused=True) for name in ("metrics.jsonl", "checkpoints", ".hydra", "tokenizer")}
 NEWEST_IS_LOST = ("newest checkpoint damaged", "newest checkpoint deleted", "newest checkpoint damaged, run.json missing")
 # The others are predicted where they are resumed: test_recover_run.py
+FAST = ("metrics missing", "checkpoints not mounted", "link as checkpoints")
 PREDICTED = ("run.json cut off", "config.yaml missing", "metrics missing", "newest checkpoint damaged", "checkpoints not mounted", "all checkpoints damaged")
 
 
-@pytest.mark.parametrize("name", [*PREDICTED, *UNSAFE])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in (*PREDICTED, *UNSAFE)])
 def test_doctor_predicts_what_a_resume_does_and_changes_nothing(name: str, killed: Path) -> None:
     damage = {**DAMAGES, **UNSAFE}[name]
     damage.apply(killed)
@@ -128,7 +129,12 @@ def severity_of(examination: Examination, file: str) -> Severity:
 def test_doctor_finds_a_damaged_model_of_a_complete_run(uninterrupted: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     assert examine_run(folder).prediction.verdict is Verdict.COMPLETE and severity_of(examine_run(folder), "model") is Severity.SOUND
-    cut(folder / "model" / "model.safetensors")
+    weights = folder / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
+    cut(weights)
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED
     shutil.rmtree(folder / "model")
     assert severity_of(examine_run(folder), "model") is Severity.DAMAGED

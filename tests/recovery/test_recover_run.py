@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import random
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from command_fixtures import Call
 from damaged_runs import CHECKPOINTS, DAMAGES, FOREIGN, LOGS, RUN_JSON, SAVED, SETTINGS, STEPS, TOKENIZER, Damage, kill, train_reference
 
 from common.errors import UserError
+from runner.checkpoint.format import read_newest_state
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints
 from runner.engine.verify_resume import EXCLUDED_METRICS, diff_run_dirs
@@ -20,6 +24,9 @@ from runner.recovery.doctor.prediction import Verdict
 from runner.recovery.finding import Severity
 from runner.recovery.recover import inspect_run, recover_run
 from runner.run_dir.metadata import RunMetadata, holds_run
+from runner.run_dir.saved_config import load_overrides, load_saved_config
+from runner.tracking.jsonl import JsonlLog
+from runner.tracking.log_recovery import LogProof
 
 
 @pytest.fixture(scope="module")
@@ -133,9 +140,15 @@ def records_after(run: Path) -> list[dict]:
 
 
 FAST = ("run.json missing", "checkpoints not mounted")
+SLOW = (
+    "run.json of another run", "run.json newer than the checkpoint", ".hydra and run.json missing", "config.yaml cut off", "copy of conf missing", "tokenizer missing",
+    "checkpoints and run.json gone", "all checkpoints damaged", "newest checkpoint damaged, run.json missing", "files in a checkpoint", "files in checkpoints",
+    "metrics of zeros", "samples missing", "tokenizer a file",
+)  # fmt: skip
+RESUMED = DAMAGES if os.environ.get("ALL_DAMAGES") else (*FAST, *SLOW)  # about a second each; the repairs of the others are tested above
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in DAMAGES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in RESUMED])
 def test_damaged_run_continues_to_the_same_bits_or_is_refused(call: Call, uninterrupted: Path, killed: Path, name: str) -> None:
     DAMAGES[name].apply(killed)
     check_continues(call, uninterrupted, killed, DAMAGES[name])
@@ -174,3 +187,58 @@ def test_overrides_typed_after_the_checkpoint_are_named_when_the_config_is_lost(
     (killed / ".hydra" / "config.yaml").unlink()
     assert any("type optimizer.lr=0.5 again" in message for message in recover_run(killed))
     assert "optimizer.lr=0.5" not in overrides.read_text() and (killed / "damaged" / ".hydra" / "overrides.yaml").is_file()
+
+
+def random_damage(path: Path, rng: random.Random) -> None:
+    """Flip a bit, cut the file off, or zero, repeat or remove a part of it."""
+    content = path.read_bytes()
+    start = rng.randrange(len(content))
+    end = min(len(content), start + rng.choice((1, 16, 200)))
+    path.write_bytes(
+        rng.choice((
+            content[:start] + bytes([content[start] ^ 1 << rng.randrange(8)]) + content[start + 1 :],
+            content[:start],
+            content[:start] + bytes(end - start) + content[end:],
+            content[:end] + content[start:],
+            content[:start] + content[end:],
+        ))
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["run.json", ".hydra/config.yaml", ".hydra/overrides.yaml", ".hydra/conf/config.yaml", "tokenizer/tokenizer.json", "metrics.jsonl"]
+)
+def test_random_damage_is_repaired_or_refused_without_a_traceback(uninterrupted: Path, tmp_path: Path, name: str) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(20):
+        run = kill(uninterrupted, tmp_path / f"run{seed}")
+        random_damage(run / name, random.Random(seed))
+        try:
+            messages = recover_run(run)
+            load_saved_config(run)
+            load_overrides(run)
+            ends["repaired" if messages else "used"] += 1
+        except UserError:
+            ends["refused"] += 1
+        state = read_newest_state(run)
+        assert state is not None
+        JsonlLog(run / "metrics.jsonl", state["log"]["metrics"], 2, LogProof.of_state(state)).close()
+        shutil.rmtree(run)
+    assert sum(ends.values()) == 20 and ends["refused"] < 10, ends
+
+
+def test_new_run_is_refused_where_records_of_a_lost_run_are(killed: Path) -> None:
+    shutil.rmtree(killed / "checkpoints")
+    (killed / "run.json").unlink()
+    before = contents(killed)
+    with pytest.raises(UserError, match="records of a run whose run.json and checkpoints are gone"):
+        RunMetadata.open(killed)
+    assert contents(killed) == before
+
+
+def test_printing_the_config_of_a_damaged_run_repairs_nothing(call: Call, killed: Path) -> None:
+    (killed / ".hydra" / "config.yaml").write_text("{")
+    before = contents(killed)
+    result = call("--cfg", "job", f"resume={killed}")
+    assert result.returncode == 2 and f"resume={killed} restores it" in result.stderr and contents(killed) == before

@@ -225,3 +225,21 @@ def test_saved_settings_of_hydra_are_not_used(call: Call, run: Path) -> None:
     file.write_text(yaml.safe_dump(tree))
     assert call(f"resume={run}", "--info", "schedule=linear").returncode == 0
     assert not (run / "hacked").exists()
+
+
+def test_resume_uses_a_saved_cache_only_if_it_is_a_token_cache_of_this_user(call: Call, run: Path, tmp_path: Path) -> None:
+    """Token stores are read from it, and stale ones deleted in it."""
+    file = run / ".hydra" / "config.yaml"
+    saved = yaml.safe_load(file.read_text())
+    own, mixed, shared, linked = (tmp_path / name for name in ("own", "mixed", "shared", "linked"))
+    for folder in (own, mixed, shared, linked):
+        (folder / "contents").mkdir(parents=True)
+    (mixed / "thesis.tex").write_text("years of work")
+    shared.chmod(0o777)
+    (linked / ("0" * 64)).symlink_to(mixed)
+    for folder in (own, mixed, shared, linked, tmp_path / "missing"):
+        saved["data"]["cache"] = str(folder)
+        file.write_text(yaml.safe_dump(saved))
+        shown = call(f"resume={run}", "--cfg=job")
+        assert (f"cache: {folder}\n" in shown.stdout) == (folder == own) and ("no token cache of this user" in shown.stderr) == (folder != own)
+        assert f"cache: {folder}\n" in call(f"resume={run}", f"data.cache={folder}", "--cfg=job").stdout

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
-from fake_jobs import exit_code, read_sweep, run_sweep
-from killed_calls import KILLED, run_in_fork
+from fake_jobs import FakeJobs, read_sweep
+from killed_calls import KILLED, fork_server
 
 from runner.run_dir.resume import plan_resume
-from runner.sweep import command
 
-EVERY = int(os.environ.get("KILL_EVERY", "30"))  # KILL_EVERY=1: at every change
+EVERY = int(os.environ.get("KILL_EVERY", "60"))  # KILL_EVERY=1: at every change
 
 
 def test_job_directory_without_run_json_that_has_checkpoints_is_resumed(resume: Callable[..., int], finished: Path) -> None:
@@ -35,27 +35,23 @@ def test_foreign_files_in_a_sweep_change_nothing(resume: Callable[..., int], fin
 
 
 @pytest.mark.slow
-def test_kill_at_any_change_of_a_sweep_needs_no_hand(fake_jobs: object, tmp_path: Path) -> None:
+def test_kill_at_any_change_of_a_sweep_needs_no_hand(fake_jobs: FakeJobs, tmp_path: Path) -> None:
     sweep = tmp_path / "sweeps" / "sweep"
+    with fork_server(tmp_path) as server:
+        start, resume = (partial(server.run, action, fake_jobs.script, sweep, root=sweep.parent) for action in ("start_sweep", "resume_sweep"))
+        code, changes, output = start()
+        assert code == 0 and changes > 60, output
+        for index in range(0, changes, EVERY):
+            shutil.rmtree(sweep.parent)
+            if start(kill_at=index, after_creation=index % 2 == 1)[0] == KILLED:
+                code, _, output = (resume if (sweep / "sweep.json").exists() else start)()
+                assert code == 0, f"killed at change {index}: {output}"
+                check_complete(sweep)
 
-    def start() -> None:
-        command.start_sweep(["seed=1,2", f"hydra.sweep.dir={sweep}"], ["--multirun"], run_sweep)
 
-    def resume() -> None:
-        command.resume_sweep(sweep, [], [], run_sweep)
-
-    code, changes, output = run_in_fork(start, sweep.parent)
-    assert code == 0 and changes > 60, output
-    for index in range(0, changes, EVERY):
-        shutil.rmtree(sweep.parent)
-        code, _, _ = run_in_fork(start, sweep.parent, index, after_creation=index % 2 == 1)
-        if code != KILLED:
-            continue
-        code, _, output = run_in_fork(resume if (sweep / "sweep.json").exists() else start, sweep.parent)
-        assert code == 0, f"killed at change {index}: {output}"
-        state = read_sweep(sweep)
-        assert state["status"] == "completed" and [job["status"] for job in state["jobs"]] == ["completed"] * 2, index
-        for job in state["jobs"]:
-            assert plan_resume(sweep / job["name"], []).config.seed == int(job["overrides"]["seed"])
-            assert yaml.safe_load((sweep / job["name"] / ".hydra" / "overrides.yaml").read_text())
-    assert exit_code(resume) == 0
+def check_complete(sweep: Path) -> None:
+    state = read_sweep(sweep)
+    assert state["status"] == "completed" and [job["status"] for job in state["jobs"]] == ["completed"] * 2
+    for job in state["jobs"]:
+        assert plan_resume(sweep / job["name"], []).config.seed == int(job["overrides"]["seed"])
+        assert yaml.safe_load((sweep / job["name"] / ".hydra" / "overrides.yaml").read_text())

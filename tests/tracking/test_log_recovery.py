@@ -1,4 +1,4 @@
-"""A damaged metrics.jsonl: readable records of this run are kept, the file is archived, and what was lost is said."""
+"""A damaged metrics.jsonl: readable records of this run are kept, the file is archived, and what was lost is reported."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_ERROR_CHARACTERS = 500
 OUT_OF_MEMORY = f"it needs more than {MAX_MEMORY >> 20} MiB of memory"
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answer the requests on stdin until it is closed."""
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that prints can garble the replies
@@ -80,4 +80,4 @@ def _encode(reply: dict[str, Any], started: float) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests()

@@ -178,9 +178,11 @@ class RenderProcess:
         assert process is not None
         _kill(process, self._owner)
         self._process = None
-        if process.returncode in (-signal.SIGPROF, -signal.SIGKILL):
-            self._budget = max(0.0, self._budget - seconds)
+        self._budget = max(0.0, self._budget - seconds)
+        if process.returncode == -signal.SIGPROF:
             return TemplateLimitError(TOO_SLOW.format(seconds=MAX_SECONDS))
+        if process.returncode == -signal.SIGKILL:
+            return TemplateLimitError(f"the process that renders it was killed, or has not answered for {WALL_SECONDS:g} seconds")
         return TemplateLimitError(f"the process that renders it has ended with exit code {process.returncode}: it exceeds the stack or the memory")
 
 

@@ -16,6 +16,7 @@ from models.formats.stored_size import stored_size
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.best import BEST_DIR, BEST_POINTER, find_best_weights
 from runner.checkpoint.format import CHECKPOINTS_DIR
+from runner.recovery.doctor.weights import compare_with_checkpoint
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 from runner.run_dir.lock import LOCK_FILE, describe_holder, is_locked
@@ -54,9 +55,7 @@ def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
     best = None if best_step is None else find_best_weights(checkpoints, best_step)
     for pointer, name in ((LATEST_POINTER, newest), (BEST_POINTER, best.name if best else None)):
         file, actual = f"{CHECKPOINTS_DIR}/{pointer}", _read_pointer(checkpoints / pointer)
-        is_later_best = (
-            pointer == BEST_POINTER and actual is not None and atomic_dir.verify_dir(checkpoints / actual) is None
-        )  # of an evaluation after the save
+        is_later_best = pointer == BEST_POINTER and actual is not None and _is_whole(checkpoints / actual)  # of an evaluation after the save
         if actual == name or is_later_best:
             yield from [Repair(Finding(file, Severity.SOUND, actual))] if actual else []
         elif name is not None:
@@ -69,6 +68,10 @@ def _check_pointers(evidence: Evidence) -> Iterator[Repair]:
         )
 
 
+def _is_whole(folder: Path) -> bool:
+    return folder.name in atomic_dir.valid_names(folder.parent) or (BEST_DIR.fullmatch(folder.name) is not None and atomic_dir.verify_dir(folder) is None)
+
+
 def _read_pointer(path: Path) -> str | None:
     """Return the name of the checkpoint or of the folder of best weights in the file, None if it has none."""
     try:
@@ -79,7 +82,7 @@ def _read_pointer(path: Path) -> str | None:
 
 
 def _check_model(folder: Path) -> Iterator[Repair]:
-    """A completed run has model/; its files of weights must be as long as their headers say."""
+    """A completed run has model/, with the weights of a checkpoint."""
     fields, model = RunMetadata.read(folder), folder / "model"
     export = fields.get("export")
     if not model.is_dir():
@@ -90,26 +93,14 @@ def _check_model(folder: Path) -> Iterator[Repair]:
     files = sorted(model.glob("*.safetensors"))
     try:
         numbers = stored_size(files).numbers
-        problem = next((reason for file in files if (reason := _length_problem(file))), None if files else "no file of weights")
+        is_equal, text = compare_with_checkpoint(folder, export, files) if isinstance(export, dict) else (True, "")
+        problem = None if files and is_equal else text or "no file of weights"
     except (UserError, OSError) as error:
         problem = error.message if isinstance(error, UserError) else str(error)
     if problem:
         yield Repair(Finding("model", Severity.DAMAGED, problem, "the weights are in checkpoints/; resume= with more steps writes it again"))
     else:
-        weights = f", {export.get('weights')} weights of step {export.get('step')}" if isinstance(export, dict) else ""
-        yield Repair(Finding("model", Severity.SOUND, f"{numbers:,} numbers{weights}"))
-
-
-def _length_problem(path: Path) -> str | None:
-    """Return why a safetensors file is not as long as its header says; None if it is."""
-    from common.limits.parsers import parse_json
-
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = parse_json(file.read(length))
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    size, expected = path.stat().st_size, 8 + length + end
-    return None if size == expected else f"{path.name}: {size:,} bytes instead of {expected:,}"
+        yield Repair(Finding("model", Severity.SOUND, f"{numbers:,} numbers{f', {text}' if text else ''}"))
 
 
 def _check_temporary(folder: Path) -> Iterator[Repair]:
@@ -135,15 +126,11 @@ def _check_foreign(folder: Path) -> Iterator[Repair]:
     for name in sorted(names)[:MAX_FOREIGN]:
         yield Repair(Finding(name, Severity.NOTE, "not a file of this program", "not read"))
     checkpoints = folder / CHECKPOINTS_DIR
-    for name in atomic_dir.step_names(checkpoints) if checkpoints.is_dir() else []:
-        if atomic_dir.verify_dir(checkpoints / name) is None:
-            for other in atomic_dir.foreign_names(checkpoints / name)[:MAX_FOREIGN]:
-                path = checkpoints / name / other
-                action = f"moved to {DAMAGED_DIR}/"
-                yield Repair(
-                    Finding(str(path.relative_to(folder)), Severity.NOTE, "not a file of this checkpoint", "not read", action),
-                    partial(_move_aside, folder, path),
-                )
+    for name in atomic_dir.valid_names(checkpoints):
+        for other in atomic_dir.foreign_names(checkpoints / name)[:MAX_FOREIGN]:
+            path, action = checkpoints / name / other, f"moved to {DAMAGED_DIR}/"
+            finding = Finding(str(path.relative_to(folder)), Severity.NOTE, "not a file of this checkpoint", "not read", action)
+            yield Repair(finding, partial(_move_aside, folder, path))
 
 
 def _is_log(name: str) -> bool:
