@@ -25,8 +25,9 @@ from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.next_commands import next_commands
 
-# gloo and NCCL raise a plain RuntimeError when a peer dies; only its text tells
-PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
+# gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
+PEER_TIMEOUT_TEXTS = ("Timed out waiting", "Wait timeout", "wait timeout", "Timeout waiting for key", "collective operation timeout")
+PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", *PEER_TIMEOUT_TEXTS)
 
 
 def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:

@@ -213,12 +213,26 @@ def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path, monke
         run(LOSES_PEER, EXITS_LATE.format(60))
 
 
+def test_failure_names_the_rank_that_never_met_the_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 0.3)
+    timed_out = LOSES_PEER.replace("answer'", "answer (Wait timeout)'")
+    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step .*; rank 0 waited for 10 minutes \(distributed.timeout\)"):
+        run(timed_out, EXITS_LATE.format(60))
+
+
+def test_rank_that_ends_because_another_failed_is_no_stop_request(run: Any, tmp_path: Path) -> None:
+    loses_peer = "wait('ready1'); time.sleep(0.2); record(status='failed', error='another rank does not answer (Wait timeout)'); sys.exit(69)"
+    with pytest.raises(TrainingError, match="^rank 0: another rank does not answer"):
+        run(loses_peer, EXITS_ON_SIGNAL)
+    assert run_json(tmp_path)["outcome"] == "failed"
+
+
 def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
     with pytest.raises(AlreadyReported):
         run(LOSES_PEER, EXITS_LATE.format(0.5) + USER_ERROR_EXIT)
 
 
-@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("size mismatch", 1)])
+@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("Wait timeout", 69), ("size mismatch", 1)])
 def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build_run(*args: Any, **options: Any) -> None:
         raise RuntimeError(error)

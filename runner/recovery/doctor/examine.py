@@ -95,7 +95,7 @@ def doctor(cfg: DoctorConfig) -> None:
 def select_runs(cfg: DoctorConfig) -> list[Path]:
     if cfg.run is None:
         return sorted(find_runs(outputs_dir()))
-    path = resolve_run("last") if cfg.run == "last" else Path(cfg.run).expanduser().absolute()
+    path = resolve_run("last", "run") if cfg.run == "last" else Path(cfg.run).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{path} does not exist", f"run={cfg.run}", did_you_mean_path(cfg.run))
     folder = path if holds_run(path) else enclosing_run(path)
