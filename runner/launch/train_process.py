@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
     except StopRequested:
+        logging.getLogger("torch").setLevel(logging.WARNING)  # its import does so at its end; if interrupted, its exit functions would print
         raise _interrupted_at_start(metadata) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)

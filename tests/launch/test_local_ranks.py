@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pty
 import signal
@@ -17,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from common.errors import AlreadyReported, Interrupted, TrainingError, report_user_error
-from common.exit_codes import USER_ERROR
+from common.errors import AlreadyReported, Interrupted, StopRequested, TrainingError, report_user_error
+from common.exit_codes import INTERRUPTED, USER_ERROR
 from runner.config.compose import compose_config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
@@ -242,6 +243,19 @@ def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, con
         metadata.mark_running()
         assert train_process.train_as_rank(config, metadata, StopFlag()) == code
     assert (run_json(tmp_path)["status"], "another rank does not answer" in run_json(tmp_path)["error"]) == ("failed", code == 69)
+
+
+def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_run(*args: Any, **options: Any) -> None:
+        raise StopRequested
+
+    monkeypatch.setattr("runner.engine.build.build_run", build_run)
+    torch_logger = logging.getLogger("torch")
+    monkeypatch.setattr(torch_logger, "level", logging.NOTSET)  # as until the end of the import; Hydra's level of the root is INFO
+    with RunMetadata.open(tmp_path / "run") as metadata:
+        metadata.mark_running()
+        assert train_process.train_as_rank(config, metadata, StopFlag()) == INTERRUPTED
+    assert torch_logger.level == logging.WARNING
 
 
 def test_failed_verify_resume_is_recorded_in_run_json(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
