@@ -256,7 +256,7 @@ def test_sigterm_to_the_launcher_saves_and_exits(runs: Runs, by: str) -> None:
     child = runs.launch(*runs.overrides("run"), "train.max_steps=100000", "train.save_every=0", by=by)
     wait_until(lambda: has_stepped(runs / "run"))
     child.terminate()
-    assert child.wait(TIMEOUT) == (75 if by == BY_NPROC else 1) and "continue with: python runner/train.py resume=" in runs.output.read_text()
+    assert child.wait(TIMEOUT) == (75 if by == BY_NPROC else 1) and "runner/train.py resume=" in runs.output.read_text()
     record = runs.run_json("run")
     assert record["status"] == "interrupted" and record["step"] == newest(runs / "run") > 0 and processes_of(runs.root) == []
 
