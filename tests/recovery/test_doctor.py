@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, kill, on, train_reference
 
-from common.errors import UserError
+from common.errors import UserError, resume_command
 from common.file_lock import FileLock
 from runner.recovery.doctor.config import DoctorConfig
 from runner.recovery.doctor.examine import Examination, doctor, examine_run, repair_run
@@ -147,3 +147,12 @@ def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: 
     monkeypatch.setattr(prediction, "cpu_model", lambda: "another processor")
     (reason,) = examine_run(killed).prediction.inexact
     assert "cpu_model" in reason and "another processor" in reason
+
+
+def test_doctor_of_a_sweep_ends_with_the_command_that_continues_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    doctor(DoctorConfig(run=str(tmp_path), all=False, repair="false"))
+    assert capsys.readouterr().out.splitlines() == [
+        f"sweep {tmp_path}: 0 of its jobs have begun; resume= continues all that are not finished",
+        f"  {resume_command(tmp_path)}",
+    ]
