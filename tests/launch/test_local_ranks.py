@@ -21,6 +21,7 @@ import pytest
 from common.errors import AlreadyReported, Interrupted, StopRequested, TrainingError, report_user_error
 from common.exit_codes import INTERRUPTED, USER_ERROR
 from runner.config.compose import compose_config
+from runner.engine.device import distributed
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
 from runner.launch.signals import StopFlag
@@ -256,6 +257,16 @@ def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(config: A
         metadata.mark_running()
         assert train_process.train_as_rank(config, metadata, StopFlag()) == INTERRUPTED
     assert torch_logger.level == logging.WARNING
+
+
+def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with train.supervise=true: that thread ended the run 0.2 s after the signal, without a save, and gave signs of life for a run that hung."""
+    met = threading.Event()
+    monkeypatch.setattr(distributed, "RENDEZVOUS_DONE", met)
+    for name, value in {RENDEZVOUS_ENV: "file:///nowhere", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_distributed(compose_config(["device=cpu"]).distributed, "cpu")
+    assert met.is_set()
 
 
 def test_failed_verify_resume_is_recorded_in_run_json(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
