@@ -56,9 +56,9 @@ def signal_in(monkeypatch, state, phase, nth):
     "phase, nth, step",
     [
         pytest.param("evaluation", 2, 2, id="first evaluation"),
-        pytest.param("evaluation", 15, 6, id="last evaluation"),
-        pytest.param("sampling", 3, 2, id="sampling"),
-        pytest.param("step", 5, 1, id="micro-batch"),
+        pytest.param("evaluation", 15, 6, id="last evaluation", marks=pytest.mark.slow),
+        pytest.param("sampling", 3, 2, id="sampling", marks=pytest.mark.slow),
+        pytest.param("step", 5, 1, id="micro-batch", marks=pytest.mark.slow),
     ],
 )
 def test_stop_inside_a_phase_abandons_it_and_resumes_bitwise_equal(make_run, monkeypatch, phase, nth, step):

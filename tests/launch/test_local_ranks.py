@@ -328,6 +328,7 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     assert run_json(tmp_path)["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_stop_of_ranks_that_have_not_met_ends_one_that_never_comes(run: Any, tmp_path: Path) -> None:
     def send() -> None:
         wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))
