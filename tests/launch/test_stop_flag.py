@@ -135,6 +135,24 @@ def test_interrupting_block_ends_at_the_signal_and_later_ones_at_once():
     assert entered == [1]
 
 
+def test_interrupting_block_ends_at_a_signal_in_a_destructor(capfd):
+    """Python ignores what a destructor raises: the export went on, and a traceback was printed."""
+
+    class Slow:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    with StopFlag() as stop:
+        with pytest.raises(StopRequested), stop.interrupting("the export"):
+            Slow()
+            for _ in range(100):
+                time.sleep(0.1)
+            pytest.fail("the signal was lost")
+        time.sleep(0.3)  # the repeated signal is not taken for a second request
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_stop_flag_ignores_signals_of_a_forked_worker():
     with StopFlag() as stop:
         if not (worker := os.fork()):
