@@ -127,6 +127,7 @@ def test_settings_of_the_harness_are_refused(override: str) -> None:
 def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
     assert config(kills=1, workers=2).faults() == [("kills", 1), ("workers", 1), ("workers", 2)]
     assert config(only="disk-7").faults() == [("disk", 7)]
+    assert [config(only="kills-3", cold=2).is_cold("kills", number) for number in (2, 3)] == [True, False], "the same as without only="
     assert estimate(config(kills=10), 2.0) > estimate(config(kills=5), 2.0) > 10
     with pytest.raises(UserError, match="KIND-NUMBER"):
         config(only="disk")
