@@ -246,7 +246,8 @@ class SignalForwarder(_SignalHandler):
         self._times.append(now)
         self.last = number
         if len(self._times) == 1:
-            _acknowledge(number, "after this micro-batch, then saving")
+            is_training = any(process.poll() is None for process in self._processes)
+            _acknowledge(number, "after this micro-batch, then saving" if is_training else "before the training starts")
         self._send(number)
 
     def _send(self, number: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StopRequested
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, StopFlag
+from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
 WAIT = f"""
@@ -161,3 +161,12 @@ def test_stop_flag_ignores_signals_of_a_forked_worker():
         os.waitpid(worker, 0)
         time.sleep(0.1)
         assert not stop()
+
+
+def test_stop_request_between_two_launches_names_no_micro_batch(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with SignalForwarder() as forwarder:
+        forwarder.forward_to([ended])
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "\nSIGTERM: stopping before the training starts; again to stop now\n"
