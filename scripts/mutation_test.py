@@ -38,7 +38,7 @@ LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", 
 LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 PROFILE = "mutation"  # of hypothesis
 PYTEST_OPTIONS = ("-q", "--tb=line", "-m", "not slow", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}")
-TIME_LIMIT = 600  # seconds of one pytest run; a mutant may loop forever
+TIME_LIMIT = 120  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -102,6 +103,7 @@ with {block}:
 def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_thread_is_in_c_code():
     with in_c_code("StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')") as child:
         child.send_signal(signal.SIGTERM)
+        assert select.select([child.stderr], [], [], 10)[0], "no acknowledgement"
         assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         child.send_signal(signal.SIGINT)
