@@ -103,7 +103,9 @@ def print_result(result: FaultResult) -> None:
 def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], folder: Path) -> None:
     """Print the table and write the results. Raises SystemExit if a promise was broken."""
     broken = [result for result in results if result.broken]
-    command = shlex.join([*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"cold={cfg.cold}", f"fault_seed={cfg.fault_seed}", *overrides])
+    command = shlex.join(
+        [*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"cold={cfg.cold}", f"fault_seed={cfg.fault_seed}", *overrides]
+    )
     print_safely("\n" + fault_table(results))
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:
