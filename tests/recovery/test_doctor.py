@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, kill, on, train_reference
+from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
 from common.errors import UserError, resume_command
 from common.file_lock import FileLock
@@ -19,16 +19,6 @@ from runner.recovery.doctor.examine import Examination, doctor, examine_run, rep
 from runner.recovery.doctor.prediction import Verdict
 from runner.recovery.finding import Severity
 from runner.run_dir.metadata import RunMetadata
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_reference(tmp_path_factory.mktemp("pretrain"), "pretrain", None)
-
-
-@pytest.fixture
-def killed(uninterrupted: Path, tmp_path: Path) -> Path:
-    return kill(uninterrupted, tmp_path / "run")
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
