@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.exit_codes import USER_ERROR
-from common.paths import command_line
+from common.paths import command_line_here
 
 # Format characters (direction overrides among them), surrogates and unassigned code points can rewrite a terminal as control codes do.
 CONTROL_CHARACTERS = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -134,8 +134,8 @@ def report_user_error(error: UserError) -> int:
 
 
 def resume_command(folder: Path) -> str:
-    """Return the shell command that resumes the run or sweep in `folder`."""
-    return shlex.join([*command_line("train"), f"resume={folder}"])
+    """Return the shell command that resumes the run or sweep in `folder`, as it is typed where this process was started."""
+    return shlex.join([*command_line_here("train"), f"resume={folder}"])
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:

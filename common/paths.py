@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parents[1]  # the checkout, or lm_runner/_app/ of an installed wheel
@@ -21,3 +24,23 @@ def outputs_dir() -> Path:
 def command_line(command: str) -> list[str]:
     """Return how the user types a command: `python runner/train.py` in a checkout, `lm-train` where the wheel is installed."""
     return [f"lm-{command}"] if IS_INSTALLED else ["python", f"runner/{command}.py"]
+
+
+def command_line_here(command: str) -> list[str]:
+    """Return what to type in this shell: in another directory than the checkout or without its environment, `python runner/...` is not found."""
+    if IS_INSTALLED:
+        return command_line(command)
+    python, script = command_line(command)
+    found = shutil.which(python)
+    if found is None or os.path.abspath(found) != os.path.abspath(sys.executable):
+        python = display_path(Path(sys.executable))
+    return [python, display_path(REPO_ROOT / script)]
+
+
+def display_path(path: Path) -> str:
+    """Return the path relative to the current directory if it is inside."""
+    try:
+        path, current = Path(os.path.abspath(path)), Path.cwd()
+    except OSError:  # the current directory was deleted
+        return str(path)
+    return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)

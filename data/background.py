@@ -22,7 +22,7 @@ WATCH_POLL_SECONDS = 0.1
 GRACE_SECONDS = 0.5  # for a thread to end by itself after a stop request or at the end; then it is abandoned
 _PR_SET_PDEATHSIG = 1
 PROCESS_STATES = {
-    "T": "it is stopped, continue it with kill -CONT {pid}",
+    "T": "it was stopped (SIGSTOP)",
     "t": "a debugger has stopped it",
     "D": "it waits for a disk or a network file system",
 }
@@ -126,5 +126,5 @@ def describe_state(pid: int) -> str:
     """Return ": ..." if the kernel knows what a process waits for (Linux), otherwise ""."""
     with suppress(OSError, IndexError):
         state = PROCESS_STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
-        return f": {state.format(pid=pid)}" if state else ""
+        return f": {state}" if state else ""
     return ""

@@ -1,4 +1,4 @@
-"""Process that loads one tokenizer and encodes texts with it, within limits that the kernel holds: `pattern_probe SECONDS < [tokenizer.json, texts]`.
+"""Process that loads one tokenizer, and encodes and decodes texts with it, within limits that the kernel holds: `pattern_probe SECONDS < [tokenizer.json, texts]`.
 
 tokenizer_limits.py starts it. It ends with code 0 if the texts are encoded, with 1 and an error on stderr, or by a signal at a limit.
 """
@@ -25,6 +25,8 @@ def probe_tokenizer() -> int:
         engine = Engine.from_str(tokenizer_json)
         for text in texts:
             engine.encode(text, add_special_tokens=False)
+            if engine.decoder is not None:
+                engine.decoder.decode([text])
     except BaseException as error:  # a panic of the library is no Exception
         print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
         return 1

@@ -31,7 +31,7 @@ class Tokenizer:
     """A loaded tokenizer folder. `encode` never produces a control token; their ids are in `control_ids`."""
 
     folder: Path
-    vocab_size: int
+    vocab_size: int  # tokens, and ids that no token has: the largest id + 1 at least
     named_tokens: dict[str, str]  # bos_token, eos_token, pad_token, unk_token, as far as there are: variables of chat templates
     bos_id: int | None  # None: texts begin without one
     eos_id: int
@@ -77,6 +77,11 @@ class Tokenizer:
         """Return the id of every token, added tokens included."""
         return self._full.get_vocab(with_added_tokens=True)
 
+    @property
+    def largest_text_id(self) -> int:
+        """The largest id that a text can be encoded to; control tokens may have larger ones."""
+        return max(self._plain.get_vocab().values())
+
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]
@@ -88,6 +93,9 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         try:
             return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
+        except TypeError:  # rows with such a text are refused before
+            message = "a text has half of a surrogate pair, which is not a character; rows have none, so the chat template writes it"
+            raise UserError(message, f"{self.folder}/{TEMPLATE_FILE}", "correct the template of the tokenizer") from None
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
@@ -123,7 +131,7 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
     template = config.get("chat_template") if template_file is None else template_file
     return Tokenizer(
         folder=folder,
-        vocab_size=full.get_vocab_size(),
+        vocab_size=max(full.get_vocab_size(), 1 + max(full.get_vocab(with_added_tokens=True).values())),
         named_tokens=named,
         bos_id=bos_id,
         eos_id=eos_id,

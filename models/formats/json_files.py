@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -105,7 +106,7 @@ def base_model_of(folder: Path) -> Path:
     with reporting_missing_fields(path):
         name = read_json_file(path)["base_model_name_or_path"]
     for base in (folder / name, Path(name)):
-        if base.is_dir():
+        if os.path.isdir(base):  # Path.is_dir raises an error for a name that is too long
             return base
     raise UserError("the adapter's base model does not exist", name, f"restore it, or correct base_model_name_or_path in {path}")
 

@@ -79,7 +79,7 @@ def setting_position(key: str, value: str, typed: Sequence[str]) -> str | None:
             return None if value_node.value == "???" else _position(path, key_node.start_mark.line + 1)
         if section_file is None and package and CONF_DIR not in path.parents:
             section_file = path
-    return str(display_path(section_file)) if section_file and not value else None
+    return str(path_in_checkout(section_file)) if section_file and not value else None
 
 
 def default_position(option: str, dirs: Sequence[Path], first: Sequence[str] = ()) -> str | None:
@@ -130,8 +130,8 @@ def _find(node: yaml.Node | None, parts: Sequence[str]) -> tuple[yaml.Node, yaml
 
 
 def _position(path: Path, line: int) -> str:
-    return f"{display_path(path)}:{line}"
+    return f"{path_in_checkout(path)}:{line}"
 
 
-def display_path(path: Path) -> Path:
+def path_in_checkout(path: Path) -> Path:
     return path.relative_to(REPO_ROOT) if CONF_DIR in path.parents else path

@@ -214,13 +214,15 @@ def save_before_failure(state: TrainState, error: BaseException) -> None:
         step = state.progress.step
         if isinstance(error, (DivergedError, Interrupted, StopRequested)) or step == state.first_step:
             return
+        if not can_save and state.checkpoints.saved_step == step:
+            return state.logger.warning(f"the step after {step} is lost; continue with: {resume_command(state.run_dir)}")  # `step` is being written, or on disk
         if not (can_save and state.is_consistent):
             reason = "the update of the weights was not finished" if can_save else "the other ranks wait in the step"
-            return state.logger.warning(f"step {step} cannot be saved, {reason}: a resume continues from the newest checkpoint")
+            return state.logger.warning(f"step {step} cannot be saved, {reason}; continue from the newest checkpoint with: {resume_command(state.run_dir)}")
         try:
             state.checkpoints.save_blocking(step, state)
         except Exception as failure:
-            return state.logger.warning(f"step {step} could not be saved, {failure}: a resume continues from the newest checkpoint")
+            return state.logger.warning(f"step {step} could not be saved, {failure}; continue from the newest checkpoint with: {resume_command(state.run_dir)}")
         state.logger.info(f"step {step} is saved; continue with: {resume_command(state.run_dir)}")
 
 

@@ -38,6 +38,10 @@ class FaultsConfig:
         if self.only is not None and not _is_fault_name(self.only):
             raise UserError("only names one fault: KIND-NUMBER", f"only={self.only}", "e.g. only=kills-7")
 
+    def is_cold(self, kind: str, number: int) -> bool:
+        """Return whether a fault is injected into a real command instead of a fork."""
+        return kind == "kills" and number <= self.cold
+
     def faults(self) -> list[tuple[str, int]]:
         """Return (kind, number) of the faults to inject."""
         if self.only is not None:

@@ -40,11 +40,11 @@ def run_faults(cfg: FaultsConfig, overrides: list[str]) -> None:
     print_safely(f"undisturbed: {references[''].seconds:.1f} s, {references[''].step} steps, {references[''].file_calls} file calls in the run directory")
     print_safely(f"{len(faults)} faults, about {estimate(cfg, references[''].seconds) / 60:.0f} min, in {folder}")
     results = []
-    for index, (kind, number) in enumerate(faults):
+    for kind, number in faults:
         base = references.get(kind, references[""])
         for draw in range(MAX_DRAWS):
             trial = Trial(with_workers if kind == "workers" else rig, kind, number, cfg.fault_seed, draw)
-            INJECT[kind](trial, base, kind == "kills" and index < cfg.cold)
+            INJECT[kind](trial, base, cfg.is_cold(kind, number))
             complete(trial, base, cfg.acknowledge_within)
             if trial.result.injected or trial.result.broken:
                 break
@@ -103,7 +103,9 @@ def print_result(result: FaultResult) -> None:
 def report(cfg: FaultsConfig, overrides: list[str], results: list[FaultResult], folder: Path) -> None:
     """Print the table and write the results. Raises SystemExit if a promise was broken."""
     broken = [result for result in results if result.broken]
-    command = shlex.join([*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"fault_seed={cfg.fault_seed}", *overrides])
+    command = shlex.join(
+        [*command_line("faults"), *(f"{kind}={getattr(cfg, kind)}" for kind in FAULT_KINDS), f"cold={cfg.cold}", f"fault_seed={cfg.fault_seed}", *overrides]
+    )
     print_safely("\n" + fault_table(results))
     print_safely(f"\nthe same faults again: {command}")
     if cfg.to is not None:

@@ -79,8 +79,9 @@ class Rig:
         return [f"resume={run_dir}"] if (run_dir / "run.json").exists() else self.argv(run_dir)
 
     def clear_cache(self) -> None:
-        """Remove the token stores, so that the next launch tokenizes."""
+        """Remove the token stores, so that the next launch tokenizes. The folder stays: a resume uses another one than a saved `data.cache` that is missing."""
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        (self.folder / "cache").mkdir(parents=True)
 
 
 class Trial:

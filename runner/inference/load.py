@@ -45,9 +45,13 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
     weights = weights_dir(folder)
     stage, data = saved_section(folder, "stage"), saved_section(folder, "data")
     data_format = stage.get("data_format") or stage.get("rows")  # `rows`: runs of version 0.2
-    model = load_model(weights).to(target).eval()
+    model, tokenizer = load_model(weights), Tokenizer.load(weights)
+    if tokenizer.largest_text_id >= model.cfg.vocab_size:
+        message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
+        raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")
+    model = model.to(target).eval()
     model.prepare(is_packed=False)
-    return LoadedModel(folder, data_format, data, model, Tokenizer.load(weights), target)
+    return LoadedModel(folder, data_format, data, model, tokenizer, target)
 
 
 def weights_dir(folder: Path) -> Path:

@@ -28,6 +28,7 @@ from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
+from runner.launch.train_process import PEER_TIMEOUT_TEXTS
 from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged
 from runner.supervise.liveness import Liveness
 from runner.supervise.supervisor import Supervisor
@@ -100,6 +101,7 @@ class RankGroup:
         self.folder, self.count = folder, count
         self.hanging: int | None = None  # the rank that has given no sign of life, or that a collective waited for
         self.hang = ""  # what is known of it
+        self._is_ending = False  # a rank has failed, and the others were asked to end: they exit with INTERRUPTED although no stop was requested
         self._liveness = liveness
         self.processes: list[subprocess.Popen] = []
         self.logs = [rank_logs.RankLog(folder, rank, count, attempt) for rank in range(1, count)]
@@ -141,6 +143,7 @@ class RankGroup:
             previous, failed = failed, self._first_failure(failed)
             if previous is None and failed is not None:
                 deadline = time.monotonic() + (HANG_GRACE if any(log.stacks() for log in self.logs) else FAILURE_GRACE)
+                self._is_ending = not forwarder.is_stopping()
                 for process in running:
                     process.send_signal(signal.SIGTERM)
             if self._liveness and failed is None and (failed := self._liveness.hanging_rank(self.processes)) is not None:
@@ -195,7 +198,8 @@ class RankGroup:
         codes = self.exit_codes()
         if known is not None and codes[known] != PEER_LOST:
             return known
-        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if INTERRUPTED in codes else []))  # a rank that was stopped is lost to the others
+        was_stopped = INTERRUPTED in codes and not self._is_ending
+        no_failures = (OK, INTERRUPTED, *([PEER_LOST] if was_stopped else []))  # a rank that was stopped is lost to the others
         failures = [(rank, code) for rank, code in enumerate(codes) if code is not None and code not in no_failures]
         return min(failures, key=lambda one: (one[1] == PEER_LOST, one[1] >= 0, one[1] != USER_ERROR))[0] if failures else None
 
@@ -260,11 +264,12 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
         error = f"no sign of life for {timeout}, the stacks are printed above: it {group.hang}"
         if PEER_LOST in codes:  # not found by the supervisor
             lost = codes.index(PEER_LOST)
-            waited = f"waited for {config.distributed.timeout:g} minutes (distributed.timeout)" if "imed out" in causes[lost] else f"says: {causes[lost]}"
+            has_timed_out = any(text in causes[lost] for text in PEER_TIMEOUT_TEXTS)
+            waited = f"waited for {config.distributed.timeout:g} minutes (distributed.timeout)" if has_timed_out else f"says: {causes[lost]}"
             error = f"{group.hang}, the stacks are printed above; rank {lost} {waited}"
     if group.count > 1 and (set(codes) != {FAILED} or len({*causes}) > 1):  # otherwise all ranks failed alike, and none is named
         error = f"rank {first}: {error}"
-        if group.hanging is None and hanging and "imed out" in error:
+        if group.hanging is None and hanging and any(text in error for text in PEER_TIMEOUT_TEXTS):
             error = f"no step for {config.distributed.timeout:g} minutes (distributed.timeout); rank {first} timed out first, the stack of each rank is printed above"
         elif first:
             rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from runner.engine.device.stop import StopRequests
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
+RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
 INTERRUPTED_MESSAGE = "interrupted"
 WATCHER_END = 0  # in place of a signal: the end of a _SignalWatcher
@@ -105,6 +107,7 @@ class StopFlag(_SignalHandler, StopRequests):
         self.signal: signal.Signals | None = None
         self._time = 0.0  # of the first signal
         self._interrupts = False
+        self._repeats = 0  # signals that this process has sent to itself
         self._watcher: _SignalWatcher | None = None
 
     def __call__(self) -> bool:
@@ -123,12 +126,39 @@ class StopFlag(_SignalHandler, StopRequests):
 
     @contextmanager
     def interrupting(self, pending_work: str) -> Iterator[None]:
-        with super().interrupting(pending_work):
+        with super().interrupting(pending_work), self._raising_again():
             self._interrupts = True
             try:
                 yield
             finally:
                 self._interrupts = False
+
+    @contextmanager
+    def _raising_again(self) -> Iterator[None]:
+        """Raise StopRequested once more where Python has ignored it: the signal came in a destructor or a callback of a weak reference."""
+        timers: list[threading.Timer] = []
+        previous = sys.unraisablehook
+
+        def on_ignored(ignored: Any) -> None:
+            if ignored.exc_type is not StopRequested or self.signal is None:
+                return previous(ignored)
+            self._interrupts = True
+            timers.append(threading.Timer(RAISE_AGAIN_SECONDS, self._repeat))
+            timers[-1].start()
+
+        sys.unraisablehook = on_ignored
+        try:
+            yield
+        finally:
+            sys.unraisablehook = previous
+            for timer in timers:
+                timer.cancel()
+
+    def _repeat(self) -> None:
+        """Send the signal to the main thread again, whose system call it interrupts. The watcher does not take it for a second request."""
+        assert self.signal is not None
+        self._repeats += 1
+        signal.pthread_kill(threading.main_thread().ident or 0, self.signal)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, as soon as it executes Python code. The watcher counts the signals."""
@@ -141,7 +171,9 @@ class StopFlag(_SignalHandler, StopRequests):
     def _receive(self, number: int) -> None:
         """Runs in the watcher thread, within milliseconds."""
         now = time.monotonic()
-        if not self._time:
+        if self._repeats:
+            self._repeats -= 1
+        elif not self._time:
             self._time = now
             self.signal = self.signal or signal.Signals(number)
             if self._announces:
@@ -214,7 +246,8 @@ class SignalForwarder(_SignalHandler):
         self._times.append(now)
         self.last = number
         if len(self._times) == 1:
-            _acknowledge(number, "after this micro-batch, then saving")
+            is_training = any(process.poll() is None for process in self._processes)
+            _acknowledge(number, "after this micro-batch, then saving" if is_training else "before the training starts")
         self._send(number)
 
     def _send(self, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import reject_interpolations
 from runner.tracking.next_commands import next_commands
 
-# gloo and NCCL raise a plain RuntimeError when a peer dies; only its text tells
-PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Timed out waiting", "collective operation timeout")
+# gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
+PEER_TIMEOUT_TEXTS = ("Timed out waiting", "Wait timeout", "wait timeout", "Timeout waiting for key", "collective operation timeout")
+PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", *PEER_TIMEOUT_TEXTS)
 
 
 def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
@@ -77,6 +79,7 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
         with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
     except StopRequested:
+        logging.getLogger("torch").setLevel(logging.WARNING)  # its import does so at its end; if interrupted, its exit functions would print
         raise _interrupted_at_start(metadata) from None
     metadata.update(fingerprints=metadata.fields["fingerprints"] | {"data": state.compatibility[DATA_FINGERPRINT]})
     state.run_record = record_run_dir(metadata)

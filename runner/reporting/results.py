@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import errors
 from common.paths import command_line
 from runner.config.overrides import is_storable
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
@@ -146,7 +145,7 @@ class SweepResults:
 
     @property
     def resume_command(self) -> str:
-        return errors.resume_command(self.folder)
+        return shlex.join([*command_line("train"), f"resume={self.folder}"])
 
     def job_command(self, job: JobResult) -> str:
         """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read."""

@@ -23,21 +23,21 @@ def is_sweep_dir(folder: Path) -> bool:
     return (folder / SWEEP_FILE).is_file()
 
 
-def resolve_run(name: str) -> Path:
-    """Return the run or sweep directory of `resume=name`: a path to it, to anything inside it, or `last`. A file of a sweep outside its jobs means the sweep.
+def resolve_run(name: str, setting: str = "resume") -> Path:
+    """Return the run or sweep directory of `<setting>=name`: a path to it, to anything inside it, or `last`. A file of a sweep outside its jobs means the sweep.
 
     `last` is what began to train last: a run, or the sweep if that was a job of one.
     """
     if name == "last":
         begun = [run for run in find_runs(outputs_dir()) if has_started(RunMetadata.read(run))]
         if not begun:
-            raise UserError(f"no run in {outputs_dir()} has begun to train", "resume=last", "start one: python runner/train.py")
+            raise UserError(f"no run in {outputs_dir()} has begun to train", f"{setting}=last", "start one: python runner/train.py")
         newest = sweep_of(max(begun, key=_last_start))
-        print_note(f"resume=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}")
+        print_note(f"{setting}=last: {'sweep ' if is_sweep_dir(newest) else ''}{newest}")
         return newest
     path = Path(name).expanduser().absolute()
     if not path.exists():
-        raise UserError(f"{path} does not exist", f"resume={name}", did_you_mean_path(name))
+        raise UserError(f"{path} does not exist", f"{setting}={name}", did_you_mean_path(name))
     if (folder := enclosing_run(path)) is None:
         raise _no_run_error(path, name)
     if not is_sweep_dir(folder):

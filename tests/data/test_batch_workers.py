@@ -62,7 +62,7 @@ def send_partial_batch():
 
 
 FAULTS = {  # name -> (what the worker does, what the error says)
-    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"is stuck: no progress for 0\.\d s \(data\.worker_timeout\).*: it is stopped, continue it with kill -CONT \d+"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"is stuck: no progress for 0\.\d s \(data\.worker_timeout\).*: it was stopped \(SIGSTOP\);"),
     "blocked in a read": (read_pipe, r"is stuck: no progress for 0\.\d s"),
     "endless loop": (lambda: threading.Event().wait(), r"is stuck"),
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL \(out of memory, or kill -9\)"),

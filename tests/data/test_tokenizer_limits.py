@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -35,6 +36,12 @@ def normalized(*parts: dict[str, Any]) -> Change:
     return lambda stored: stored.update(normalizer={"type": "Sequence", "normalizers": list(parts)})
 
 
+def charsmap(text: bytes) -> dict[str, Any]:
+    """A normalizer with an empty trie of 256 nodes, whose texts are `text`."""
+    content = (1024).to_bytes(4, "little") + bytes(1024) + text + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+
+
 def write(folder: Path, change: Change) -> Path:
     shutil.copytree(SAMPLE_TOKENIZER, folder)
     stored = json.loads((folder / "tokenizer.json").read_text())
@@ -49,6 +56,7 @@ def write(folder: Path, change: Change) -> Path:
         (normalized(replace("a", "b" * 1000)), "more than 64 times as long"),
         (normalized(*[replace("a", "aaaa")] * 4), "more than 64 times as long"),
         (normalized({"type": "Prepend", "prepend": "x" * 1000}), "more than 64 times as long"),
+        (lambda stored: stored.update(normalizer=charsmap(b"Z" * 1000)), "more than 64 times as long"),
         (lambda stored: stored.update(decoder={"type": "Sequence", "decoders": [replace("a", "b" * 1000)]}), "more than 64 times as long"),
         (normalized(*[{"type": "NFC"}] * 100), "at most 64 are allowed"),
         (with_split("a" * 5000), "at most 4,000 are allowed"),
@@ -100,8 +108,36 @@ def test_unknown_regular_expression_that_is_fast_is_used(tmp_path: Path) -> None
     assert tokenizer.decode(tokenizer.encode("the lake of Oru")) == "the lake of Oru"
 
 
+def test_map_of_characters_to_short_texts_is_used(tmp_path: Path) -> None:
+    assert Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored.update(normalizer=charsmap(b"fi\0\xef\xac\x80")))).encode("the lake")
+
+
+@pytest.mark.slow
+def test_regular_expression_of_a_decoder_that_is_slow_is_refused(tmp_path: Path) -> None:
+    decoder = {"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": "x"}
+    with pytest.raises(UserError, match="a regular expression that is not usable"):
+        Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored.update(decoder=decoder)))
+
+
+def test_probe_of_a_large_vocabulary_is_as_fast_as_of_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    monkeypatch.setattr(tokenizer_limits, "_probe", lambda stored, _: probed.append(stored))
+    Tokenizer.load(write(tmp_path / "tokenizer", with_split("[ab]")))
+    assert len(probed[0]) < 10_000
+
+
+def test_vocabulary_with_unused_ids_ends_after_the_largest(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", lambda stored: stored["model"]["vocab"].update({"\u0120the": 9999})))
+    assert tokenizer.encode(" the") == [9999] and (tokenizer.vocab_size, tokenizer.largest_text_id) == (10_000, 9999)
+
+
 def test_panic_of_the_library_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(tokenizer_limits, "_probe", lambda *_: None)
     tokenizer = Tokenizer.load(write(tmp_path / "tokenizer", with_split(r"(a+)+b")))
     with pytest.raises(UserError, match="the tokenizer fails"):
         tokenizer.encode("a" * 40 + "c")
+
+
+def test_text_with_half_a_surrogate_pair_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="half of a surrogate pair"):
+        Tokenizer.load(SAMPLE_TOKENIZER).encode("\ud800")

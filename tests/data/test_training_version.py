@@ -244,3 +244,7 @@ def test_template_that_ends_answers_is_left_alone(tokenizer: Tokenizer) -> None:
     template = ChatTemplate(tokenizer)
     assert template.turn_end.is_trained and template.turn_end.note is None and template.version_note is None
     assert template.stop_ids == [tokenizer.eos_id]
+
+
+def test_template_with_half_a_surrogate_pair_is_no_known_one() -> None:
+    assert training_version.training_version("\ud800{{ messages }}") is None

@@ -153,7 +153,6 @@ OMISSIONS = {  # what a format that forgets one item of the state would restore
     "recent losses": with_progress(recent_losses=[]),
     "overflows": with_progress(overflows=9),
     "skipped steps": with_progress(nonfinite_steps=9),
-    "position in the log": edit_state(lambda state: state["log"].update(metrics=0)),
 }
 
 

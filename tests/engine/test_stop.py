@@ -6,15 +6,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.errors import Interrupted, StopRequested
+from common.errors import Interrupted, PeerLostError, StopRequested, resume_command
 from common.file_lock import FileLock
 from models.generate import Sampler
 from runner.checkpoint.manager import newest_checkpoint
-from runner.engine.loop import train
+from runner.engine.loop import save_before_failure, train
 from runner.engine.verify_resume import diff_run_dirs
 from runner.launch.signals import StopFlag
 
@@ -55,9 +56,9 @@ def signal_in(monkeypatch, state, phase, nth):
     "phase, nth, step",
     [
         pytest.param("evaluation", 2, 2, id="first evaluation"),
-        pytest.param("evaluation", 15, 6, id="last evaluation"),
-        pytest.param("sampling", 3, 2, id="sampling"),
-        pytest.param("step", 5, 1, id="micro-batch"),
+        pytest.param("evaluation", 15, 6, id="last evaluation", marks=pytest.mark.slow),
+        pytest.param("sampling", 3, 2, id="sampling", marks=pytest.mark.slow),
+        pytest.param("step", 5, 1, id="micro-batch", marks=pytest.mark.slow),
     ],
 )
 def test_stop_inside_a_phase_abandons_it_and_resumes_bitwise_equal(make_run, monkeypatch, phase, nth, step):
@@ -97,6 +98,18 @@ def test_failure_of_one_rank_between_steps_is_saved_by_all(tmp_path, overrides_f
     run_ranks(2, [{"folder": str(tmp_path / name), "overrides": overrides, "attempt": 2} for name in plans])
     for name in plans:
         assert diff_run_dirs(tmp_path / "uninterrupted", tmp_path / name) == [], name
+
+
+@pytest.mark.parametrize(
+    ("saved_step", "says"), [(20, "the step after 20 is lost; continue with: "), (10, "step 20 cannot be saved, the other ranks wait in the step; ")]
+)
+def test_lost_peer_leaves_the_step_that_is_saved_already(saved_step, says, tmp_path):
+    warnings = []
+    state = SimpleNamespace(follow_run_dir=lambda: None, dist=SimpleNamespace(size=2), has_joined=False, is_consistent=True, first_step=0, run_dir=tmp_path)
+    state.progress, state.checkpoints, state.logger = SimpleNamespace(step=20), SimpleNamespace(saved_step=saved_step), SimpleNamespace(warning=warnings.append)
+    save_before_failure(state, PeerLostError("another rank does not answer"))
+    (warning,) = warnings
+    assert warning.startswith(says) and resume_command(tmp_path) in warning
 
 
 def test_stop_ends_a_wait_for_the_lock_of_a_cache(tmp_path):

@@ -15,7 +15,7 @@ from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
 FAULTS = {
-    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"data worker \d of 2 \(pid \d+\) is stuck: no progress for \d\.\d s .* while it read .*:\d+.*: it is stopped"),
+    "stopped": (lambda: os.kill(os.getpid(), signal.SIGSTOP), r"data worker \d of 2 \(pid \d+\) is stuck: no progress for \d\.\d s .* while it read .*:\d+.*: it was stopped \(SIGSTOP\)"),
     "blocked": (lambda: os.read(os.pipe()[0], 1), r"data worker \d of 2 \(pid \d+\) is stuck"),
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"data worker \d of 2 \(pid \d+\) was killed by SIGKILL .* while it read .*:\d+"),
     "raises": (lambda: 1 / 0, r"data worker \d of 2 \(pid \d+\) failed while it read .*:\d+.*: ZeroDivisionError: division by zero"),

@@ -149,7 +149,7 @@ def test_failure_saves_the_last_completed_step_and_resumes_bitwise_equal(fault, 
     assert fields["status"] == "failed" and message in fields["error"], fields["error"]
     log = (run_dir / "train.log").read_text()
     if isinstance(step, int):
-        assert saved[-1] == step or (fault == "truncated store" and saved[-1] in (6, 7))  # a batch that was read before is still trained on
+        assert saved[-1] == step or (fault == "truncated store" and step < saved[-1] < LAST)  # batches that were read before are still trained on
         assert (fields["checkpoint"], fields["step"]) == (f"step-{saved[-1]:08d}", saved[-1])
         assert f"step {saved[-1]} is saved; continue with: " in log
     else:

@@ -14,6 +14,7 @@ import torch
 from trainee import OVERRIDES, write_rows
 
 from common.errors import UserError
+from data.store.cache import is_own_cache
 from runner.engine import loop
 from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.disk_faults import DiskFault, DiskHook
@@ -126,6 +127,7 @@ def test_settings_of_the_harness_are_refused(override: str) -> None:
 def test_faults_are_named_drawn_and_estimated(tmp_path: Path) -> None:
     assert config(kills=1, workers=2).faults() == [("kills", 1), ("workers", 1), ("workers", 2)]
     assert config(only="disk-7").faults() == [("disk", 7)]
+    assert [config(only="kills-3", cold=2).is_cold("kills", number) for number in (2, 3)] == [True, False], "the same as without only="
     assert estimate(config(kills=10), 2.0) > estimate(config(kills=5), 2.0) > 10
     with pytest.raises(UserError, match="KIND-NUMBER"):
         config(only="disk")
@@ -193,3 +195,12 @@ def test_worker_probe_knows_the_data_workers_and_stops_the_named_one(tmp_path: P
     launch.wait(1.0, until=lambda: False)
     assert len(probe.alive()) == 1
     assert launch.left_processes(0.1) and not launch.left_processes(60)
+
+
+def test_cleared_cache_of_the_harness_is_one_that_a_resume_uses(tmp_path: Path) -> None:
+    """Where it was missing, a resume used the cache of the program, and the harness reported the changed setting as different bits."""
+    rig = Rig([], tmp_path, 1.0)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "old").touch()
+    rig.clear_cache()
+    assert is_own_cache(tmp_path / "cache") and not any((tmp_path / "cache").iterdir())

@@ -130,6 +130,7 @@ def wait_until(condition: Callable[[], object], message: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_rank_exits_if_its_launcher_dies_before_it_has_started_the_other(tmp_path: Path) -> None:
     config, run_dir = make_config(tmp_path, "distributed=ddp", "distributed.nproc=2"), tmp_path / "run"
     assert train(config, run_dir, die_before_the_second_rank) == -signal.SIGKILL
@@ -137,7 +138,8 @@ def test_rank_exits_if_its_launcher_dies_before_it_has_started_the_other(tmp_pat
     assert train(config, run_dir, fork_ranks) == 0, read_output(run_dir)
 
 
-@pytest.mark.parametrize("kills, epochs", [pytest.param(2, 1, id="2 kills"), pytest.param(50, 4, id="50 kills", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills, epochs", [pytest.param(50, 4, id="50 kills")])
 def test_random_kills_of_ranks_and_parent_change_no_bit(kills: int, epochs: int, tmp_path: Path) -> None:
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:

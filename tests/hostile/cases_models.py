@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import pickle
@@ -135,6 +136,7 @@ def data_file(name: str, file: str, content: bytes | str, message: str = "") -> 
     return HostileCase(name, "data files", data(file, content), (train_on(file),), message)
 
 
+LONG_CHARSMAP = base64.b64encode(struct.pack("<I", 1024) + bytes(1024) + b"Z" * 1_000_000).decode()
 AUTO_MAP = {"AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Model", "AutoTokenizer": ["tokenization.T", "tokenization.T"]}
 CASES = [
     model("code of the folder in auto_map", config(auto_map=AUTO_MAP, trust_remote_code=True), "trust_remote_code"),
@@ -164,6 +166,11 @@ CASES = [
     model("tokenizer with a slow pattern", tokenizer("tokenizer.json", lambda content: content.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+(a+)+$"}, "behavior": "Isolated", "invert": False})), "regular expression"),
     model("tokenizer without a vocabulary", tokenizer("tokenizer.json", lambda content: content.update(model={})), "tokenizer"),
     model("tokenizer with ids out of range", tokenizer("tokenizer.json", lambda content: content["added_tokens"].append({**content["added_tokens"][0], "id": 2**31, "content": "<x>"})), "", INIT),
+    model("tokenizer with an id that the model has not", tokenizer("tokenizer.json", lambda content: content["model"]["vocab"].update({"\u0120the": 6400})), "6400", f"{TRAIN} init_from=model"),
+    model("tokenizer whose normalizer maps a character to a long text", tokenizer("tokenizer.json", lambda content: content.update(normalizer={"type": "Precompiled", "precompiled_charsmap": LONG_CHARSMAP})), "times as long"),
+    model("tokenizer with a slow pattern in its decoder", tokenizer("tokenizer.json", lambda content: content.update(decoder={"type": "Replace", "pattern": {"Regex": "(a+)+b"}, "content": "x"})), "not usable"),
+    model("template with half a surrogate pair", files(chat_template__jinja="{{ '\\ud800' }}{{ messages[0].content }}"), "surrogate", CHAT.replace("mode=text", "mode=chat")),
+    model("adapter whose base has a name of 5000 characters", adapter(base_model_name_or_path="a" * 5000), "does not exist"),
     model("tokenizer that is a list", files(tokenizer__json="[1]"), "tokenizer"),
     model("template that is a list of numbers", files(chat_template__jinja=None, tokenizer_config__json=json.dumps({"chat_template": [1, 2]})), "", CHAT.replace("mode=text", "mode=chat")),
     model("pth with code", pth(PICKLE), "model.pth", f"{TRAIN} init_from=model.pth"),

@@ -142,3 +142,12 @@ def test_load_refuses_an_unfinished_run_with_the_resume_command(tmp_path: Path) 
     with pytest.raises(UserError) as error:
         weights_dir(tmp_path)
     assert f"resume={tmp_path}" in error.value.fix
+
+
+def test_tokenizer_with_an_id_beyond_the_model_is_refused(hf_folder: Path, tmp_path: Path) -> None:
+    file = Path(shutil.copytree(hf_folder, tmp_path / "model")) / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["model"]["vocab"]["\u0120the"] = 6400
+    file.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match="a token with the id 6,400, the model has ids below 6,400"):
+        load_trained(tmp_path / "model", "cpu")

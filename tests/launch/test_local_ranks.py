@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pty
 import signal
@@ -17,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import AlreadyReported, Interrupted, TrainingError, report_user_error
-from common.exit_codes import USER_ERROR
+from common.errors import AlreadyReported, Interrupted, StopRequested, TrainingError, report_user_error
+from common.exit_codes import INTERRUPTED, USER_ERROR
 from runner.config.compose import compose_config
+from runner.engine.device import distributed
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.launch import local_ranks, subprocesses, torchrun, train_process
 from runner.launch.signals import StopFlag
@@ -213,12 +215,26 @@ def test_failure_names_the_rank_that_did_not_end(run: Any, tmp_path: Path, monke
         run(LOSES_PEER, EXITS_LATE.format(60))
 
 
+def test_failure_names_the_rank_that_never_met_the_others(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ranks, "FAILURE_GRACE", 0.3)
+    timed_out = LOSES_PEER.replace("answer'", "answer (Wait timeout)'")
+    with pytest.raises(TrainingError, match=r"^rank 1: hangs before its first step .*; rank 0 waited for 10 minutes \(distributed.timeout\)"):
+        run(timed_out, EXITS_LATE.format(60))
+
+
+def test_rank_that_ends_because_another_failed_is_no_stop_request(run: Any, tmp_path: Path) -> None:
+    loses_peer = "wait('ready1'); time.sleep(0.2); record(status='failed', error='another rank does not answer (Wait timeout)'); sys.exit(69)"
+    with pytest.raises(TrainingError, match="^rank 0: another rank does not answer"):
+        run(loses_peer, EXITS_ON_SIGNAL)
+    assert run_json(tmp_path)["outcome"] == "failed"
+
+
 def test_failure_waits_for_a_user_error_after_a_lost_peer(run: Any) -> None:
     with pytest.raises(AlreadyReported):
         run(LOSES_PEER, EXITS_LATE.format(0.5) + USER_ERROR_EXIT)
 
 
-@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("size mismatch", 1)])
+@pytest.mark.parametrize(("error", "code"), [("[gloo/pair.cc:553] Connection closed by peer", 69), ("Wait timeout", 69), ("size mismatch", 1)])
 def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def build_run(*args: Any, **options: Any) -> None:
         raise RuntimeError(error)
@@ -228,6 +244,29 @@ def test_rank_exit_code_tells_whether_a_peer_was_lost(error: str, code: int, con
         metadata.mark_running()
         assert train_process.train_as_rank(config, metadata, StopFlag()) == code
     assert (run_json(tmp_path)["status"], "another rank does not answer" in run_json(tmp_path)["error"]) == ("failed", code == 69)
+
+
+def test_stop_while_torch_is_imported_leaves_its_exit_functions_silent(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_run(*args: Any, **options: Any) -> None:
+        raise StopRequested
+
+    monkeypatch.setattr("runner.engine.build.build_run", build_run)
+    torch_logger = logging.getLogger("torch")
+    monkeypatch.setattr(torch_logger, "level", logging.NOTSET)  # as until the end of the import; Hydra's level of the root is INFO
+    with RunMetadata.open(tmp_path / "run") as metadata:
+        metadata.mark_running()
+        assert train_process.train_as_rank(config, metadata, StopFlag()) == INTERRUPTED
+    assert torch_logger.level == logging.WARNING
+
+
+def test_rank_without_others_hears_a_stop_in_training_and_not_in_the_thread_that_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with train.supervise=true: that thread ended the run 0.2 s after the signal, without a save, and gave signs of life for a run that hung."""
+    met = threading.Event()
+    monkeypatch.setattr(distributed, "RENDEZVOUS_DONE", met)
+    for name, value in {RENDEZVOUS_ENV: "file:///nowhere", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_distributed(compose_config(["device=cpu"]).distributed, "cpu")
+    assert met.is_set()
 
 
 def test_failed_verify_resume_is_recorded_in_run_json(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -289,6 +328,7 @@ def test_signal_reaches_every_rank_and_interrupts_the_run(run: Any, tmp_path: Pa
     assert run_json(tmp_path)["attempt"] == 1
 
 
+@pytest.mark.slow
 def test_stop_of_ranks_that_have_not_met_ends_one_that_never_comes(run: Any, tmp_path: Path) -> None:
     def send() -> None:
         wait_until(lambda: all((tmp_path / "run" / f"ready{rank}").exists() for rank in (0, 1, 2)))

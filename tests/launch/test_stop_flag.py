@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import StopRequested
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, StopFlag
+from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
 WAIT = f"""
@@ -102,6 +103,7 @@ with {block}:
 def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_thread_is_in_c_code():
     with in_c_code("StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')") as child:
         child.send_signal(signal.SIGTERM)
+        assert select.select([child.stderr], [], [], 10)[0], "no acknowledgement"
         assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         child.send_signal(signal.SIGINT)
@@ -135,6 +137,24 @@ def test_interrupting_block_ends_at_the_signal_and_later_ones_at_once():
     assert entered == [1]
 
 
+def test_interrupting_block_ends_at_a_signal_in_a_destructor(capfd):
+    """Python ignores what a destructor raises: the export went on, and a traceback was printed."""
+
+    class Slow:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    with StopFlag() as stop:
+        with pytest.raises(StopRequested), stop.interrupting("the export"):
+            Slow()
+            for _ in range(100):
+                time.sleep(0.1)
+            pytest.fail("the signal was lost")
+        time.sleep(0.3)  # the repeated signal is not taken for a second request
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_stop_flag_ignores_signals_of_a_forked_worker():
     with StopFlag() as stop:
         if not (worker := os.fork()):
@@ -143,3 +163,12 @@ def test_stop_flag_ignores_signals_of_a_forked_worker():
         os.waitpid(worker, 0)
         time.sleep(0.1)
         assert not stop()
+
+
+def test_stop_request_between_two_launches_names_no_micro_batch(capfd: pytest.CaptureFixture[str]) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with SignalForwarder() as forwarder:
+        forwarder.forward_to([ended])
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "\nSIGTERM: stopping before the training starts; again to stop now\n"

@@ -307,10 +307,11 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
     for load in (load_model, load_weights):
         with pytest.raises(UserError, match="does not fit its base model"):
             load(tmp_path / "adapter")
-    rewrite(settings, base_model_name_or_path=str(tmp_path / "missing"))
-    for load in (load_model, load_weights):
-        with pytest.raises(UserError, match="base model does not exist"):
-            load(tmp_path / "adapter")
+    for name in (str(tmp_path / "missing"), "a" * 5000):
+        rewrite(settings, base_model_name_or_path=name)
+        for load in (load_model, load_weights):
+            with pytest.raises(UserError, match="base model does not exist"):
+                load(tmp_path / "adapter")
 
 
 def test_model_folder_in_the_hugging_face_cache_loads_and_links_to_the_outside_are_refused(tmp_path: Path) -> None:

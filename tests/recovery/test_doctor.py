@@ -10,25 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, kill, on, train_reference
+from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
-from common.errors import UserError
+from common.errors import UserError, resume_command
 from common.file_lock import FileLock
 from runner.recovery.doctor.config import DoctorConfig
 from runner.recovery.doctor.examine import Examination, doctor, examine_run, repair_run
 from runner.recovery.doctor.prediction import Verdict
 from runner.recovery.finding import Severity
 from runner.run_dir.metadata import RunMetadata
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_reference(tmp_path_factory.mktemp("pretrain"), "pretrain", None)
-
-
-@pytest.fixture
-def killed(uninterrupted: Path, tmp_path: Path) -> Path:
-    return kill(uninterrupted, tmp_path / "run")
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -147,3 +137,12 @@ def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: 
     monkeypatch.setattr(prediction, "cpu_model", lambda: "another processor")
     (reason,) = examine_run(killed).prediction.inexact
     assert "cpu_model" in reason and "another processor" in reason
+
+
+def test_doctor_of_a_sweep_ends_with_the_command_that_continues_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    doctor(DoctorConfig(run=str(tmp_path), all=False, repair="false"))
+    assert capsys.readouterr().out.splitlines() == [
+        f"sweep {tmp_path}: 0 of its jobs have begun; resume= continues all that are not finished",
+        f"  {resume_command(tmp_path)}",
+    ]

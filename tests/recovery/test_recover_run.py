@@ -29,16 +29,6 @@ from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_reference(tmp_path_factory.mktemp("pretrain"), "pretrain", None)
-
-
-@pytest.fixture
-def killed(uninterrupted: Path, tmp_path: Path) -> Path:
-    return kill(uninterrupted, tmp_path / "run")
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"

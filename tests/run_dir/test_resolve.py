@@ -83,6 +83,9 @@ def test_last_skips_runs_that_never_began(workspace: Path) -> None:
         file.unlink()
     with pytest.raises(UserError, match="no run in .* has begun to train"):
         resolve_run("last")
+    with pytest.raises(UserError) as failed:
+        resolve_run("last", "run")  # as doctor.py spells it
+    assert failed.value.setting == "run=last"
     assert refused.exists()
 
 

@@ -64,6 +64,7 @@ def fingerprint(folder: Path) -> str:
     return Tokenizer.load(folder).fingerprint
 
 
+@pytest.mark.slow
 def test_tokenizer_follows_the_weights_from_stage_to_stage_and_a_typed_one_is_refused(sft, call: Call, workspace: Path, base: Path, other: Path) -> None:
     wanted = fingerprint(other)
     refused = sft("init_from=base", f"data.tokenizer={SAMPLE_TOKENIZER}", "hydra.run.dir=refused")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import resume_command
 from common.paths import REPO_ROOT
-from runner.tracking import next_commands as module
 from runner.tracking.next_commands import SAMPLES, next_commands
 
 RUN = REPO_ROOT / "outputs" / "2026-11-21" / "10-00-00"
@@ -60,6 +60,14 @@ def test_next_commands_name_this_python_and_this_checkout_from_another_directory
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
     chat = next_commands(tmp_path / "a run", "sft", "chat", None, None).splitlines()[1].removeprefix("next")
     assert shlex.split(chat) == [sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run"]
-    monkeypatch.setattr(module, "IS_INSTALLED", True)
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
     assert next_commands(tmp_path / "run", "sft", "chat", None, None).splitlines()[1] == "next   lm-chat run=run"
+
+
+def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resume_command(RUN) == f"python runner/train.py resume={RUN}"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert shlex.split(resume_command(RUN)) == [sys.executable, str(REPO_ROOT / "runner" / "train.py"), f"resume={RUN}"]
+    tmp_path.rmdir()
+    assert resume_command(RUN).endswith(f"resume={RUN}")

@@ -84,7 +84,7 @@ TRAINING_VERSIONS = (
 
 def template_sha256(template: str) -> str:
     """Return the sha256 (hex) of a template; line ends and the one at the end of the file, which Jinja ignores, make no difference."""
-    return hashlib.sha256(template.replace("\r\n", "\n").removesuffix("\n").encode()).hexdigest()
+    return hashlib.sha256(template.replace("\r\n", "\n").removesuffix("\n").encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def training_version(template: str) -> TrainingVersion | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 RENDEZVOUS_ENV = "RUNNER_RENDEZVOUS"  # where the ranks meet: file://<path>, or torchrun:<prefix> for a prefix in torchrun's own store
-RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others
+RENDEZVOUS_DONE = threading.Event()  # set when this rank has met the others, or has none to meet
 LOOPBACK = "lo"  # interface of Linux
 WATCHDOG_EXIT_SECONDS = 5  # collectives time out this much later than the watchdog prints the stacks
 
@@ -221,6 +221,7 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
     dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
     if size == 1 or not rendezvous:
+        RENDEZVOUS_DONE.set()
         return dist
     cfg.check_device(dist.device.type)
     cfg.check_shares(size)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import UserError, did_you_mean_path, one_line, print_note, print_safely
+from common.errors import UserError, did_you_mean_path, one_line, print_note, print_safely, resume_command
 from common.paths import outputs_dir
 from runner.recovery.doctor.checks import check_other_files
 from runner.recovery.doctor.config import DoctorConfig
@@ -78,7 +78,7 @@ def _describe(repair: Repair) -> str:
 
 def doctor(cfg: DoctorConfig) -> None:
     """Examine the runs that `cfg` names. Exits with 1 if one is damaged or cannot be resumed."""
-    folders = select_runs(cfg)
+    folders, sweep = select_runs(cfg)
     examinations = []
     for folder in folders:
         examination = examine_run(folder)
@@ -88,22 +88,26 @@ def doctor(cfg: DoctorConfig) -> None:
         examinations.append(examination)
     if len(folders) > 1:
         print_safely(f"{len(folders)} runs, {sum(not each.is_sound for each in examinations)} of them damaged or not resumable")
+    if sweep is not None:
+        print_safely(f"sweep {one_line(str(sweep))}: {len(folders)} of its jobs have begun; resume= continues all that are not finished")
+        print_safely(f"  {one_line(resume_command(sweep))}")
     if not all(each.is_sound for each in examinations):
         raise SystemExit(1)
 
 
-def select_runs(cfg: DoctorConfig) -> list[Path]:
+def select_runs(cfg: DoctorConfig) -> tuple[list[Path], Path | None]:
+    """Return the runs to examine, and the sweep if its jobs are meant."""
     if cfg.run is None:
-        return sorted(find_runs(outputs_dir()))
-    path = resolve_run("last") if cfg.run == "last" else Path(cfg.run).expanduser().absolute()
+        return sorted(find_runs(outputs_dir())), None
+    path = resolve_run("last", "run") if cfg.run == "last" else Path(cfg.run).expanduser().absolute()
     if not path.exists():
         raise UserError(f"{path} does not exist", f"run={cfg.run}", did_you_mean_path(cfg.run))
     folder = path if holds_run(path) else enclosing_run(path)
     if folder is None:
         raise UserError(f"{path} is not in a run directory: there is no run.json and no checkpoint", f"run={cfg.run}", "give a run directory, e.g. run=last")
     if is_sweep_dir(folder):
-        return sorted(job for job in folder.iterdir() if job.is_dir() and holds_run(job))
-    return [folder]
+        return sorted(job for job in folder.iterdir() if job.is_dir() and holds_run(job)), folder
+    return [folder], None
 
 
 def is_repair_wanted(repair: str, count: int) -> bool:
