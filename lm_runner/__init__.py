@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults", "export", "serve")
 
 
 def app_dir() -> Path:
@@ -58,3 +58,11 @@ def doctor() -> None:
 
 def faults() -> None:
     run_command("faults")
+
+
+def export() -> None:
+    run_command("export")
+
+
+def serve() -> None:
+    run_command("serve")

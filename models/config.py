@@ -36,6 +36,10 @@ MODELS: Registry[type[ModelConfig]] = Registry("model.family", "models.families"
 register_model = MODELS.register
 
 
+class UnsupportedVariantError(UserError):
+    """A family computes models of this model_type, but not with these values."""
+
+
 class ModelSize(NamedTuple):
     parameters: int  # numbers; a tied weight counts once
     tensors: int  # of parameters
@@ -115,7 +119,7 @@ class LoraConfig:
     rank: int  # rows of A and columns of B, at least 1
     alpha: float  # scale of the adapter's output, times 1 / rank
     dropout: float  # on the adapter's input; probability, in [0, 1)
-    targets: list[str]  # names of the linear layers that get an adapter, e.g. [q_proj,v_proj]
+    targets: list[str]  # names of the linear layers that get an adapter, e.g. [q_proj,v_proj]; [all-linear]: all but the output layer
 
     def __post_init__(self) -> None:
         check_at_least("stage.lora.rank", self.rank, 1, 8)

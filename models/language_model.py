@@ -29,6 +29,7 @@ class LanguageModel(nn.Module):
 
     cfg: ModelConfig
     activation_checkpointing: str  # none, selective or full
+    kernels_description: str | None = None  # what `prepare` has chosen, for the log
 
     def forward(
         self,
@@ -49,6 +50,13 @@ class LanguageModel(nn.Module):
         prompt would not fit into memory. reduction="sum" returns the sum of nll, which takes less time and memory.
         """
         raise NotImplementedError
+
+    def prepare(self, is_packed: bool) -> str | None:
+        """Choose kernels; called once when the model has its weights and is on its device, before it is adapted, sharded or compiled.
+
+        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and would not be exact.
+        """
+        return None
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -18,6 +18,7 @@ from models.config import LoraConfig
 from models.layers.chunked_loss import LMHead, linear_cross_entropy
 
 LORA_INIT_STD = 0.02
+ALL_LINEAR = "all-linear"  # in stage.lora.targets, as in PEFT
 
 
 class LoraAdapter(nn.Module):
@@ -70,18 +71,12 @@ class LoraHead(LoraLinear):
         return linear_cross_entropy(torch.cat([x, h.to(x.dtype)], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, reduction)
 
 
+ADAPTABLE = (nn.Linear, LMHead, LoraLinear, LoraHead)
+
+
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
     """Freeze `model` in place and add an active adapter to every linear layer whose name ends in one of `cfg.targets`."""
-    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-    # An output layer that shares the embedding's weight gets no adapter: merging it would change the embedding.
-    linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear) and not any(m.weight is e for e in embeddings)}
-    allowed = sorted({path.rsplit(".", 1)[-1] for path in linears})
-    if not cfg.targets or (unknown := [target for target in cfg.targets if target not in allowed]):
-        message = f"unknown layers in stage.lora.targets: {', '.join(unknown)}" if cfg.targets else "stage.lora.targets is empty"
-        raise UserError(
-            f"{message}; adapters can be added to {', '.join(allowed)}", f"stage.lora.targets={cfg.targets}", f"e.g. stage.lora.targets=[{allowed[-1]}]"
-        )
-    targets = [module for path, module in linears.items() if path.rsplit(".", 1)[-1] in cfg.targets]
+    targets = _target_layers(model, cfg.targets)
     numbers, memory = cfg.rank * sum(linear.in_features + linear.out_features for linear in targets), machine_memory()
     if 4 * numbers > memory:
         message = f"adapters of rank {cfg.rank:,} have {numbers:,} parameters, more than fit into {memory / 2**30:,.1f} GiB of memory"
@@ -91,6 +86,28 @@ def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
         adapted = linear if isinstance(linear, LoraLinear) else LoraLinear.adapt(linear)
         adapted.lora[name] = LoraAdapter(linear, cfg).train(linear.training)
     use_adapter(model, name)
+
+
+def _target_layers(model: nn.Module, targets: list[str]) -> list[nn.Linear]:
+    """Return the linear layers that `targets` names. Raises UserError if there is none of a name."""
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    # An output layer that shares the embedding's weight gets no adapter: merging it would change the embedding. Subclasses may compute something else.
+    linears = {path: m for path, m in model.named_modules() if type(m) in ADAPTABLE and not any(m.weight is e for e in embeddings)}
+    names = {path: path.rsplit(".", 1)[-1] for path in linears}
+    if targets == [ALL_LINEAR]:
+        inner = [linear for linear in linears.values() if not isinstance(linear, (LMHead, LoraHead))]
+        if inner:
+            return inner
+    allowed = sorted(set(names.values()))
+    if not targets or (unknown := [target for target in targets if target not in allowed]):
+        message = f"unknown layers in stage.lora.targets: {', '.join(unknown)}" if targets else "stage.lora.targets is empty"
+        fix = (
+            f"stage.lora.targets=[{ALL_LINEAR}] is every linear layer but the output layer, or e.g. stage.lora.targets=[{allowed[-1]}]"
+            if allowed
+            else "stage.lora=null"
+        )
+        raise UserError(f"{message}; adapters can be added to {', '.join(allowed) or 'no layer of this model'}", f"stage.lora.targets={targets}", fix)
+    return [linear for path, linear in linears.items() if names[path] in targets]
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:

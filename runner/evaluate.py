@@ -8,7 +8,8 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
 
 from runner.cli.subcommand import run_subcommand
 from runner.inference.evaluate import EvaluateConfig, evaluate
+from runner.inference.harness.tasks import evaluate_tasks
 from runner.run_dir.resolve import resolve_model_run
 
 if __name__ == "__main__":
-    run_subcommand("evaluate", EvaluateConfig, lambda cfg: evaluate(cfg, resolve_model_run(cfg.run)))
+    run_subcommand("evaluate", EvaluateConfig, lambda cfg: (evaluate_tasks if cfg.tasks else evaluate)(cfg, resolve_model_run(cfg.run)))

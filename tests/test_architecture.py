@@ -25,15 +25,16 @@ runner.cli
 hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
-runner.launch > runner.supervise | runner.reporting | runner.fault_injection
+runner.launch > runner.supervise | runner.reporting | runner.fault_injection | runner.serving
 runner.recovery
 runner.run_dir
 runner.config
+runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
 runner.checkpoint | runner.tracking.trackers > runner.tracking
-data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models > models.layers > models.families > models.config
+data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.families > models.config
 common.file_lock > common.ownership > common > common.limits
 """
 # Packages besides the standard library that a folder and the folders below it may import.
@@ -50,12 +51,15 @@ THIRD_PARTY = {
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
+    "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
+    "runner.inference.harness": {"torch", "lm_eval"},
+    "runner.serving": {"torch", "fastapi", "starlette", "pydantic", "uvicorn"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},
     "runner.tracking.trackers": {"swanlab"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
-    "models": {"torch", "safetensors", "transformers"},
+    "models": {"torch", "safetensors", "transformers", "huggingface_hub"},
     "common": {"yaml"},  # imported where YAML is parsed
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed

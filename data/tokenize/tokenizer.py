@@ -86,6 +86,10 @@ class Tokenizer:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered."""
+        return self._full.encode(text, add_special_tokens=False).ids
+
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         try:
             return [encoding.ids for encoding in self._plain.encode_batch_fast(texts, add_special_tokens=False)]

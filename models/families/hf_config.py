@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from models.config import UnsupportedVariantError
 from models.families.hf_rope import FIX, SCALING_FIELDS, Settings, list_fields, read_rope
 
 REQUIRED_FIELDS = (
@@ -127,7 +128,7 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
     heads, max_positions = fields["num_attention_heads"], fields["max_position_embeddings"]
     _check_attention_window(fields, max_positions, family, path)
     if fields["hidden_act"] not in ("silu", "swish"):
-        raise UserError(f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with hidden_act={fields['hidden_act']} is not supported, only silu", str(path), FIX)
     if model_type == "cwm" and not (given.get("rope_parameters") or given.get("rope_scaling")):
         raise KeyError("rope_parameters")  # its default is a scaling
     is_moe, bias = model_type in MOE_TYPES, bool(fields.get("attention_bias"))
@@ -160,7 +161,7 @@ def _resolve_aliases(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     for name, value in raw.items():
         name = ALIASES.get(name, name)
         if fields.setdefault(name, value) != value:
-            raise UserError(f"{name} is given twice, as {fields[name]} and {value}", str(path), "remove the one that is not meant")
+            raise UnsupportedVariantError(f"{name} is given twice, as {fields[name]} and {value}", str(path), "remove the one that is not meant")
     return fields
 
 
@@ -171,9 +172,9 @@ def _check_all_known(fields: dict[str, Any], own_fields: Settings, family: str, 
     if "layer_types" in unsupported and set(unsupported["layer_types"]) == {"full_attention"}:
         del unsupported["layer_types"]
     if unsupported:
-        raise UserError(f"{family} with {list_fields(unsupported)} is not supported", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with {list_fields(unsupported)} is not supported", str(path), FIX)
     if unknown := {name: value for name, value in unknown.items() if name not in NEUTRAL_VALUES}:
-        raise UserError(
+        raise UnsupportedVariantError(
             f"{len(unknown)} fields of {family} are not known to this program: {list_fields(unknown)}",
             str(path),
             "they may change what the model computes; delete those that do not from a copy of the file, or choose another model",
@@ -184,13 +185,13 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
     """Refuse windows shorter than the longest sequence, and layers without rotary position embeddings."""
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if window is not None and window < max_positions:
-        raise UserError(
+        raise UnsupportedVariantError(
             f"{family} with sliding_window={window} is not supported: it is shorter than max_position_embeddings={max_positions}",
             str(path),
             f"{FIX}; or set max_position_embeddings={window} in a copy of the file, to train on shorter sequences",
         )
     if window is None and (others := set(fields.get("layer_types") or ()) - {"full_attention"}):
-        raise UserError(f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with layer_types of {', '.join(sorted(map(str, others)))} is not supported", str(path), FIX)
     layers, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval")
     listed = fields.get("no_rope_layers")
     if not all(listed[:layers]) if listed else interval and layers >= abs(interval):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from models.config import UnsupportedVariantError
 
 Settings = dict[str, Any]
 
@@ -46,9 +47,9 @@ def _resolve_rope(rope: dict[str, Any], default_theta: float, max_positions: int
             del rope["truncate"]
     if kind not in SCALING_FIELDS or rope:
         details = f"{list_fields({'rope_type': kind, **rope})} for rotary position embeddings"
-        raise UserError(f"{family} with {details} is not supported", str(path), f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}")
+        raise UnsupportedVariantError(f"{family} with {details} is not supported", str(path), f"{FIX}; supported rope_type: {', '.join(SCALING_FIELDS)}")
     if share not in (None, 1):
-        raise UserError(f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with partial_rotary_factor={share} is not supported, only 1", str(path), FIX)
     if kind == "default":
         return {"rope_theta": float(theta), "rope_scaling": None}
     if kind in ("yarn", "llama3"):

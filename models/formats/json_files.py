@@ -6,14 +6,14 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
 from common.limits.parsers import parse_json
-from models.config import MODELS, ModelConfig
+from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
@@ -46,21 +46,32 @@ def reporting_missing_fields(path: Path) -> Iterator[None]:
         raise UserError(f"a field is missing or has another type: {error}", str(path), "correct the file, or write or download the folder again") from error
 
 
-def read_model_config(folder: Path) -> ModelConfig:
-    """Raises UserError if the folder has no config.json, or one with an architecture or a field that no model family computes."""
+def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
+    """Return the settings in config.json, of `family` or of the first model family that computes this model: transformers is the last.
+
+    Raises UserError if the folder has no config.json, or one of a model that no family computes.
+    """
     path = folder / "config.json"
     if not path.exists():
         raise UserError("config.json is missing: this is no model folder", str(path), "give the folder of a finished run, a Hugging Face or a PEFT folder")
     raw = read_json_file(path)
     with reporting_missing_fields(path):
-        model_type, families = raw["model_type"], MODELS.entries().values()
-        for family in families:
-            if model_type in family.hf_model_types:
-                cfg = family.from_hf_config(raw, path)
-                check_number_types(cfg)
-                return cfg
-    supported = ", ".join(name for family in families for name in family.hf_model_types)
-    raise UserError(f"model_type must be one of {supported}, got {model_type}", str(path), "choose another model; docs/reference/models.md lists what loads")
+        return _checked(_config_of(raw, path, family))
+
+
+def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConfig:
+    if family is not None:
+        return MODELS.get(family).from_hf_config(raw, path)
+    for candidate in MODELS.entries().values():
+        if raw["model_type"] in candidate.hf_model_types:
+            with suppress(UnsupportedVariantError):
+                return candidate.from_hf_config(raw, path)
+    return MODELS.get("transformers").from_hf_config(raw, path)
+
+
+def _checked(cfg: ModelConfig) -> ModelConfig:
+    check_number_types(cfg)
+    return cfg
 
 
 def check_number_types(cfg: Any) -> None:
@@ -71,7 +82,7 @@ def check_number_types(cfg: Any) -> None:
             raise TypeError(f"{field.name} must be of type {field.type}, got {str(value)[:60]!r}")
 
 
-def read_config_of_weights(source: Path) -> ModelConfig:
+def read_config_of_weights(source: Path, family: str | None = None) -> ModelConfig:
     """Return the settings of the model that weights belong to: of a Hugging Face folder, the base model of a PEFT folder, or a MiniMind .pth file."""
     if source.is_file():
         from models.formats.minimind import read_pth_config
@@ -80,7 +91,7 @@ def read_config_of_weights(source: Path) -> ModelConfig:
     folder = model_dir(source)
     for _ in range(MAX_BASE_MODELS):
         if not is_adapter_dir(folder):
-            return read_model_config(folder)
+            return read_model_config(folder, family)
         folder = base_model_of(folder)
     raise UserError(f"the adapter has more than {MAX_BASE_MODELS} adapters as base models", str(source), "merge some of them into their base model")
 

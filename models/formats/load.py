@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from models.families.transformers import TransformersConfig
 from models.formats.json_files import base_model_of, is_adapter_dir, model_dir, read_json_file, read_model_config
 from models.formats.minimind import read_pth
 from models.formats.peft import merge_adapter_into, read_adapter
@@ -45,26 +46,34 @@ def load_model(source: Path) -> LanguageModel:
     return model.eval()
 
 
-def load_weights(source: Path) -> dict[str, Tensor]:
-    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file."""
+def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
+    """Return fp32 weights by name from a run, a Hugging Face folder, a PEFT folder (merged into its base model) or a MiniMind .pth file.
+
+    The names are those of the model `family`; None: of the one that `read_model_config` chooses.
+    """
     if source.is_file():
         return read_pth(source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        return merge_adapter_into(load_weights(base_model_of(folder)), folder)
+        return merge_adapter_into(load_weights(base_model_of(folder), family), folder)
+    cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
+    if isinstance(cfg, TransformersConfig):
+        from models.transformers_adapter.load import load_transformers_weights
+
+        return load_transformers_weights(folder, cfg)
     files = weight_files(folder)
     if not files:
         raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
     state = {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
-    if (folder / "config.json").exists():  # not in a checkpoint of a run, which has the decoder's names
-        state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], read_model_config(folder))
+    if cfg is not None:
+        state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], cfg)
     return state
 
 
 def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
     """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs."""
     own = model.state_dict()
-    if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state:
+    if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state and HEAD_KEY in own:
         # Files hold a tied weight once or twice; if the two differ, load_state_dict would drop one of them without an error.
         state = {HEAD_KEY: state[EMBEDDING_KEY]} | state
         if not torch.equal(state[HEAD_KEY], state[EMBEDDING_KEY]):

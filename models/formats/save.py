@@ -6,11 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
+from models.families.transformers import TransformersConfig
 from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
 from models.formats.load import HEAD_KEY
 from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES
@@ -20,22 +22,48 @@ from models.language_model import LanguageModel
 from models.lora import LoraLinear
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def save_model(folder: Path, model: LanguageModel, cfg: ModelConfig, tokenizer_dir: Path, stop_ids: Sequence[int] = ()) -> None:
+def parse_size(text: str) -> float:
+    """Return the bytes of a size, e.g. 5GB, as huggingface_hub reads it."""
+    return float(text[:-2]) * SIZE_UNITS[text[-2:]]
+
+
+def save_model(
+    folder: Path,
+    model: LanguageModel,
+    cfg: ModelConfig,
+    tokenizer_dir: Path,
+    stop_ids: Sequence[int] = (),
+    dtype: str = "float32",
+    shard_size: str = "1000TB",
+) -> None:
     """Write a folder that `AutoModelForCausalLM` and `AutoTokenizer` load: tied weights once, without adapters (merge them before).
 
-    `stop_ids`: tokens that end a generated text, where they are more than the eos_token of the tokenizer.
+    `stop_ids`: tokens that end a generated text, where they are more than the eos_token of the tokenizer; `dtype` of the files: float32, bfloat16
+    or float16; `shard_size`: the largest file of weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    token_ids = _copy_tokenizer(tokenizer_dir, folder)
-    hf_config = cfg.to_hf_config()
+    token_ids = copy_tokenizer_files(tokenizer_dir, folder)
+    hf_config = cfg.to_hf_config() | {"dtype": dtype, "torch_dtype": dtype}
     write_json_file(folder / "config.json", hf_config | token_ids)
     write_json_file(folder / "generation_config.json", token_ids | ({"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}))
-    state = {name: tensor for name, tensor in model.state_dict().items() if ".lora." not in name}
+    state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in model.state_dict().items() if ".lora." not in name}
+    if isinstance(cfg, TransformersConfig):
+        from models.transformers_adapter.load import save_transformers_weights
+
+        save_transformers_weights(folder, model, state, shard_size)
+        return
     if cfg.tie_word_embeddings:
         del state[HEAD_KEY]
-    write_tensors(folder / "model.safetensors", to_folder_names(state, hf_config["model_type"]))
+    tensors = to_folder_names(state, hf_config["model_type"])
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) <= parse_size(shard_size):
+        write_tensors(folder / "model.safetensors", tensors)
+    else:
+        from huggingface_hub import save_torch_state_dict
+
+        save_torch_state_dict(tensors, folder, max_shard_size=shard_size, metadata={"format": "pt"})
 
 
 def save_adapter(
@@ -47,7 +75,7 @@ def save_adapter(
     the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _copy_tokenizer(tokenizer_dir, folder)
+    copy_tokenizer_files(tokenizer_dir, folder)
     source = model_dir(Path(base))
     if not _is_readable_by_peft(source):
         save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir, stop_ids)
@@ -58,7 +86,7 @@ def save_adapter(
         "r": cfg.rank,
         "lora_alpha": cfg.alpha,
         "lora_dropout": cfg.dropout,
-        "target_modules": list(cfg.targets),
+        "target_modules": sorted({path.rsplit(".", 1)[-1] for path, linear in model.named_modules() if isinstance(linear, LoraLinear) and name in linear.lora}),
     }
     write_json_file(folder / "adapter_config.json", REQUIRED_ADAPTER_VALUES | adapter)
     state: dict[str, Tensor] = {}
@@ -74,7 +102,7 @@ def _is_readable_by_peft(source: Path) -> bool:
     return path.exists() and not is_adapter_dir(source) and read_json_file(path)["model_type"] not in RENAMED_TYPES
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> dict[str, int]:
+def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
     """Copy the tokenizer files; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name):

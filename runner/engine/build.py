@@ -70,6 +70,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     compatibility |= environment_facts(describe_kernels(dist.device, compile_decision.mode, cfg.model.has_dynamic_shapes))
+    if model.kernels_description:
+        compatibility |= environment_facts({"model_kernels": model.kernels_description})
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in cfg.model.training_warnings():
@@ -142,7 +144,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
         check_size_of_weights(cfg.model, source)
     model = create_model(cfg.model)
     if source:
-        load_into(model, load_weights(source), cfg.init_from)
+        load_into(model, load_weights(source, cfg.model.family), cfg.init_from)
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
@@ -151,6 +153,7 @@ def prepare_model(cfg: Config, device: torch.device, load_initial_weights: bool)
     """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
     seed_all(cfg.seed)
     model = build_model(cfg, load_initial_weights).to(device)
+    model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
     objective = prepare_stage(cfg.stage, model)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
     return model, objective, frozen
@@ -210,6 +213,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "run": str(state.run_dir),
         "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
         "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
+        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
         "vocab": f"{state.tokenizer.vocab_size:,} tokens, {cfg.data.tokenizer}",
         "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
         "batch": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),

@@ -177,8 +177,9 @@ class ChatSession:
 class TokenStreamer:
     """Decode tokens one by one and write complete characters: the bytes of a character may be spread over several tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None]) -> None:
-        self._tokenizer, self._write = tokenizer, write
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], None], is_raw: bool = False) -> None:
+        """`is_raw`: control characters are written too, to a program instead of a terminal."""
+        self._tokenizer, self._write, self._is_raw = tokenizer, write, is_raw
         self._ids: list[int] = []
         self._written = 0  # characters
 
@@ -195,7 +196,8 @@ class TokenStreamer:
         return text
 
     def _write_from(self, text: str) -> None:
-        self._write(strip_control(text[self._written :]))
+        new = text[self._written :]
+        self._write(new if self._is_raw else strip_control(new))
         self._written = len(text)
 
 

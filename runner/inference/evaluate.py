@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from common.errors import UserError, print_note, strip_control
 from common.filesystem import read_json_object
@@ -59,6 +59,11 @@ class EvaluateConfig:
     batch_size: int  # examples per batch
     max_new_tokens: int  # exact_match, conversation: length limit of an answer (tokens)
     show: int  # exact_match, conversation: number of wrong answers to print
+    tasks: list[str]  # instead of metric and data: tasks of lm-evaluation-harness, e.g. [hellaswag,arc_easy]
+    tasks_path: Optional[str]  # folder with your own task files (YAML)
+    limit: Optional[int]  # tasks: rows of each task; null: all
+    shots: Optional[int]  # tasks: solved examples in the context; null: as the task says
+    chat_template: bool  # tasks: put questions into the model's chat template
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
     device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
 
@@ -66,6 +71,9 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         METRICS.get(self.metric)
+        if bool(self.tasks) == bool(self.data.path):
+            message = "tasks and data.path are two kinds of evaluation: give one of them"
+            raise UserError(message, f"tasks={self.tasks} data.path={self.data.path}", "data.path=FILE metric=perplexity, or tasks=[hellaswag]")
         check_at_least("batch_size", self.batch_size, 1, 16)
         check_at_least("max_new_tokens", self.max_new_tokens, 1, 128)
         check_at_least("show", self.show, 0, 5)
@@ -84,12 +92,16 @@ def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
     weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
     files = [source.name for source, _ in examples.files]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    record = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results}
+    record_results(folder, {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results})
+    return results
+
+
+def record_results(folder: Path, record: dict[str, Any]) -> None:
+    """Print the results of an evaluation as JSON and append them to `folder/evaluations.jsonl`."""
     line = json.dumps(record, ensure_ascii=False)
     print(line if strip_control(line) == line else json.dumps(record))  # a file may have any name
     with open_append(folder / EVALUATIONS_FILE) as file:
         file.write(f"{line}\n".encode())
-    return results
 
 
 def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
@@ -98,6 +110,7 @@ def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
     from data.sources.files import ReadOptions
     from data.sources.splits import resolve_evaluation_files
 
+    assert data.path is not None, "refused by EvaluateConfig"
     (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
     for line in [*([note] if note else []), *(f"warning: {warning}" for warning in missing_columns(sources))]:
         print_note(line)

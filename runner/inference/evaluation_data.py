@@ -24,7 +24,7 @@ DEFAULT_MAX_LENGTH = 1024  # tokens, of a model without a run
 
 @dataclass
 class EvaluationData:
-    path: str  # file, glob or folder
+    path: Optional[str]  # file, glob or folder
     columns: Any  # columns of your files, e.g. {prompt: question}: the field prompt is the column question
     encoding: Optional[str]  # of text files that are not UTF-8, e.g. gb18030; null: detected
     text_unit: str  # a row of a .txt or .md file: file (long ones in parts), or line
@@ -77,7 +77,7 @@ class EvaluationSet:
         stores = [(source, load_or_build(source, replace(encoding, schema=schema.name), tokenizer, Path(self.cfg.cache))) for source, schema in self.files]
         rows = mix_sources([[WeightedSource(source, store) for source, store in stores]], None)
         if not len(rows):
-            raise UserError(f"no row fits data.max_length={max_length}", self.cfg.path, "raise data.max_length")
+            raise UserError(f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length")
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
         loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False)
         for step in loader.iter_epoch(epoch=0):

@@ -49,7 +49,9 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")
-    return LoadedModel(folder, data_format, data, model.to(target).eval(), tokenizer, target)
+    model = model.to(target).eval()
+    model.prepare(is_packed=False)
+    return LoadedModel(folder, data_format, data, model, tokenizer, target)
 
 
 def weights_dir(folder: Path) -> Path:

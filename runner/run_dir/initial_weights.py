@@ -48,11 +48,14 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
 
     A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model` compares it.
     """
-    init_from = tree["init_from"]
     keys = {key_of(override) for override in typed}
+    if tree["model"].get("path"):
+        _adopt_path(tree, keys)
+    init_from = tree["init_from"]
     if init_from in ("auto", "scratch") or not Path(init_from).exists() or "model" in keys or files_that_choose("model", typed, conf):
         return None
-    composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from)))
+    family = tree["model"]["family"] if "model.family" in keys else None
+    composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from), family))
     if composed["family"] == settings["family"]:
         settings = composed | settings  # a setting that is newer than the run keeps its default
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
@@ -61,12 +64,22 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     return str(_model_source(Path(init_from)))
 
 
+def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
+    """Give the section `model` of model=transformers the settings of the folder model.path, which is also where weights come from unless init_from is typed."""
+    path = Path(str(tree["model"]["path"]))
+    settings = dataclasses.asdict(read_config_of_weights(path, "transformers")) | {"path": str(path)}
+    settings |= {name: tree["model"][name] for name in settings if f"model.{name}" in keys}
+    tree["model"] = settings
+    if "init_from" not in keys and tree["init_from"] == "auto":
+        tree["init_from"] = str(path)
+
+
 def check_model(config: Config) -> None:
     """Raise UserError if the model differs, in a setting that its logits depend on, from that of the weights that init_from names."""
     if config.init_from in ("auto", "scratch"):
         return
-    recorded = _model_settings(Path(config.init_from))
     family = {"family": config.model.family}
+    recorded = _model_settings(Path(config.init_from), config.model.family if config.model.family == "transformers" else None)
     known = dataclasses.asdict(config.model) if recorded.items() >= family.items() else {}
     own, expected = config.model.mathematics(), section_object("model", known | recorded).mathematics()
     differences = {name: (own.get(name), expected.get(name)) for name in own | expected if own.get(name) != expected.get(name)}
@@ -81,13 +94,13 @@ def check_model(config: Config) -> None:
 
 
 @cache
-def _model_settings(source: Path) -> dict[str, Any]:
-    """Return the settings of the model that weights belong to, of a run those that it recorded."""
+def _model_settings(source: Path, family: str | None = None) -> dict[str, Any]:
+    """Return the settings of the model that weights belong to, of a run those that it recorded, of a folder those of `family`."""
     run = _model_source(source)
     if (run / saved_config.CONFIG_FILE).is_file():
         recorded: dict[str, Any] = saved_config.reject_interpolations(saved_config.load_saved_config(run), "", run / saved_config.CONFIG_FILE)["model"]
         return recorded
-    return dataclasses.asdict(read_config_of_weights(source))
+    return dataclasses.asdict(read_config_of_weights(source, family))
 
 
 def _model_source(source: Path) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +47,10 @@ def small_config() -> DecoderConfig:
     )
 
 
-def write(folder: Path, seed: int, std: float = 0.02) -> Path:
-    """`std`: of the weights; with a large one the probabilities are far from uniform."""
+def write(folder: Path, seed: int, std: float = 0.02, **changes: Any) -> Path:
+    """`std`: of the weights; with a large one the probabilities are far from uniform. `changes`: of `small_config`."""
     torch.manual_seed(seed)
-    model = create_model(small_config())
+    model = create_model(dataclasses.replace(small_config(), **changes))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=std)

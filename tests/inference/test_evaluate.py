@@ -37,6 +37,7 @@ def evaluate_config(metric: str, data: Path, max_length: int = 128, **changes: o
         "batch_size": 3,
     }
     values |= {"max_new_tokens": 8, "show": 5, "reference": None, "device": "cpu"}
+    values |= {"tasks": [], "tasks_path": None, "limit": None, "shots": None, "chat_template": False}
     return EvaluateConfig(**values | changes)  # type: ignore[arg-type]  # values of many types in one dict
 
 

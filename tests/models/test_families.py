@@ -36,7 +36,7 @@ def registered() -> Iterator[type[ModelConfig]]:
 
 
 def test_model_family_is_found_by_name_and_by_the_type_in_config_json(registered: type[ModelConfig], tmp_path: Path) -> None:
-    assert MODELS.get("gpt9") is registered and MODELS.names() == ["decoder", "gpt9"]
+    assert MODELS.get("gpt9") is registered and MODELS.names() == ["decoder", "gpt9", "transformers"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt9", "vocab_size": 7}))
     cfg = read_model_config(tmp_path)
     assert isinstance(cfg, registered) and cfg.vocab_size == 7 and isinstance(create_model(cfg), Gpt9)
@@ -50,5 +50,5 @@ def test_model_family_settings_in_yaml_are_those_of_its_class(registered: type[M
 
 
 def test_model_family_that_is_not_registered_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="model.family must be one of decoder, got gpt9"):
+    with pytest.raises(UserError, match="model.family must be one of decoder, transformers, got gpt9"):
         MODELS.get("gpt9")

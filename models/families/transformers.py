@@ -1,0 +1,116 @@
+"""Settings of a model of transformers: any of its causal language model classes, described by the content of a config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Optional, Self
+
+from common.errors import UserError
+from common.settings import CHANGES_ROUNDING, check_choice
+from models.config import ModelConfig, ModelSize, register_model
+
+HF_ATTENTION = ("auto", "own", "sdpa", "eager")
+# Fields of config.json that name code or kernels to download, or how a file was written: nothing of them is used.
+UNREAD_FIELDS = (
+    "auto_map",
+    "custom_pipelines",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_experts_implementation",
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+)
+IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
+CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what loads"
+
+
+@register_model("transformers")
+@dataclass
+class TransformersConfig(ModelConfig):
+    """A causal language model class of transformers."""
+
+    config: dict[str, Any]  # content of config.json
+    attention: str = field(
+        metadata=CHANGES_ROUNDING
+    )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    path: Optional[str]  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
+
+    model_class = "models.transformers_adapter.model.TransformersModel"
+    hf_model_types: ClassVar[tuple[str, ...]] = ()  # `read_model_config` tries this family after all others
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("model.attention", self.attention, HF_ATTENTION)
+        if not isinstance(self.config.get("model_type"), str):
+            raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
+
+    def size(self) -> ModelSize:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise UserError(f"the model has {self.num_hidden_layers:,} layers, at most {MAX_LAYERS:,} are allowed", "model.config", CHOOSE_ANOTHER)
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(create_hf_config(self.config, "model.config"), trust_remote_code=False)
+        parameters = list(hf.parameters())
+        return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
+
+    def mathematics(self) -> dict[str, Any]:
+        return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
+
+    def to_hf_config(self) -> dict[str, Any]:
+        return dict(self.config)
+
+    @classmethod
+    def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
+        config = {name: value for name, value in raw.items() if name not in UNREAD_FIELDS}
+        text = create_hf_config(config, str(path)).get_text_config(decoder=True)
+        return cls(
+            family="transformers",
+            name=str(raw["model_type"]),
+            vocab_size=text.vocab_size,
+            num_hidden_layers=text.num_hidden_layers,
+            max_position_embeddings=getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS,
+            tie_word_embeddings=bool(text.tie_word_embeddings),
+            config=config,
+            attention="auto",
+            path=None,
+        )
+
+
+MAX_LAYERS = 1000  # the modules of more layers take minutes to create
+UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
+
+
+def create_hf_config(config: dict[str, Any], where: str) -> Any:
+    """Return the PreTrainedConfig of transformers. Raises UserError for a model that it has no causal language model class for.
+
+    Remote code is never used: the class comes from model_type alone.
+    """
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model_type = config["model_type"]
+    if config.get("quantization_config") is not None:
+        raise UserError("quantized weights cannot be trained", where, "choose the folder of the model that is not quantized")
+    if model_type not in CONFIG_MAPPING:
+        fix = f"upgrade transformers if it is newer, or {CHOOSE_ANOTHER}" + (
+            "; code of a model folder (auto_map) is never executed" if "auto_map" in config else ""
+        )
+        raise UserError(f"transformers has no model_type {model_type}", where, fix)
+    cls = CONFIG_MAPPING[model_type]
+    if cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_type {model_type} is no causal language model", where, CHOOSE_ANOTHER)
+    return cls.from_dict({name: _decode_floats(value) for name, value in config.items() if name not in UNREAD_FIELDS})
+
+
+def _decode_floats(value: Any) -> Any:
+    """Return a value of config.json, where transformers writes infinity and NaN as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_decode_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return float(value["__float__"]) if value.keys() == {"__float__"} else {name: _decode_floats(item) for name, item in value.items()}

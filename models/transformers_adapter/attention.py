@@ -1,0 +1,77 @@
+"""The attention of this program as an attention implementation of transformers: `attn_implementation="lm_runner"`.
+
+Shapes: B rows, T tokens, C tokens with the cached ones, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
+from transformers.utils import logging
+
+from models.layers.attention import AttentionMask, attention
+
+IMPLEMENTATION = "lm_runner"
+
+
+class UnsupportedAttentionError(Exception):
+    """A model asks for something that the kernels of this program do not compute."""
+
+
+def own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: AttentionMask,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query: (B, N, T, H); key, value: (B, K, C, H) -> (B, T, N, H). `attention_mask` is one of `own_mask`, with sliding windows in it."""
+    if softcap or s_aux is not None or position_bias is not None or value.shape[-1] != query.shape[-1]:
+        raise UnsupportedAttentionError("softcap, attention sinks, position biases and values of another width")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise UnsupportedAttentionError("attention that is not causal")
+    # Under autocast the rotary embeddings of transformers leave queries and keys in fp32, and values in the dtype of the projection.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    default = query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling - default) > 1e-9:
+        query = query * (scaling / default)
+    if isinstance(attention_mask, BlockMask) and dropout:
+        raise UnsupportedAttentionError("attention dropout with FlexAttention")
+    cached = key.shape[2] != query.shape[2] or _has_empty_rows(attention_mask)
+    if cached and attention_mask is None:  # one new token, or a prompt after cached tokens, without padding
+        T, C = query.shape[2], key.shape[2]
+        attention_mask = torch.ones(T, C, dtype=torch.bool, device=query.device).tril(C - T)[None, None]
+    out = attention(query, key, value, attention_mask, dropout, "auto", cached=cached)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _has_empty_rows(mask: AttentionMask) -> bool:
+    """Return whether a query may attend to nothing, as padding on the left of a prompt: only the kernels of torch give it a finite output."""
+    return isinstance(mask, Tensor) and mask.device.type == "cpu" and not torch.is_grad_enabled() and not mask.any(-1).all()
+
+
+def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
+    """Return the mask of a layer: for FlexAttention on a GPU while training, else boolean (B, 1, T, C), True where attention is allowed."""
+    if torch.device(device).type == "cuda" and torch.is_grad_enabled():
+        return flex_attention_mask(device=device, **options)
+    return sdpa_mask(device=device, **options)
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="lm_runner"` known to transformers, and keep its progress bars and advice off the console."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    AttentionInterface.register(IMPLEMENTATION, own_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, own_mask)

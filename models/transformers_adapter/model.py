@@ -1,0 +1,143 @@
+"""A causal language model of transformers behind the engine's interface: packed rows, chunked loss, compiled layers, cached generation.
+
+Shapes: B rows, T tokens, C tokens with the cached ones, S documents, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from common.errors import UserError
+from models.families.transformers import TransformersConfig, create_hf_config
+from models.language_model import LanguageModel, ModelOutput
+from models.layers.activation_checkpointing import full_checkpointing, selective_checkpointing
+from models.layers.chunked_loss import IGNORE_LABEL, LMHead
+from models.transformers_adapter.attention import register_attention
+from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
+
+
+class TransformersCache:
+    """Keys, values and recurrent states of the tokens computed so far, as transformers stores them."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self.states = DynamicCache(config=hf_config)
+        self.length = 0  # cached tokens per row
+        self.ids: Tensor | None = None  # (B, length) of a model that has no cache of this kind and computes all tokens again
+
+
+class TransformersModel(LanguageModel):
+    """Submodules and parameters are those of the model of transformers, under the same names."""
+
+    cfg: TransformersConfig
+    hf: Any  # PreTrainedModel
+    kernels: Kernels
+
+    def __init__(self, cfg: TransformersConfig) -> None:
+        super().__init__()
+        register_attention()
+        self.cfg = cfg
+        hf = AutoModelForCausalLM.from_config(create_hf_config(cfg.config, "model.config"), trust_remote_code=False, dtype=torch.float32)
+        head = hf.get_output_embeddings()
+        if type(head) is nn.Linear and head.bias is None:
+            head.__class__ = LMHead
+        object.__setattr__(self, "hf", hf)  # not registered: its children are, under the names that they have in it
+        for name, child in hf.named_children():
+            self.add_module(name, child)
+        for name, parameter in hf.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
+        self._checkpointing = "none"
+        self._accepted = frozenset(inspect.signature(hf.forward).parameters)
+
+    def prepare(self, is_packed: bool) -> str:
+        self.kernels = choose_kernels(self.hf, self.cfg.attention)
+        if is_packed and self.kernels.packing == "none":
+            raise UserError(
+                f"packed rows of {self.cfg.name} would not be exact: their log-probabilities differ from those of single rows",
+                "data.packing",
+                "data.packing=none",
+            )
+        return self.kernels.describe()
+
+    def train(self, mode: bool = True) -> TransformersModel:
+        self.hf.training = mode
+        super().train(mode)
+        return self
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        inner = [module for module in self.hf.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        return nn.ModuleList(inner) if inner else nn.ModuleList([self.hf.base_model])
+
+    @property
+    def activation_checkpointing(self) -> str:
+        return self._checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, mode: str) -> None:
+        self._checkpointing = mode
+        if mode == "none":
+            return
+        recompute = selective_checkpointing if mode == "selective" else full_checkpointing
+        for layer in self.layers:
+            vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: TransformersCache | None = None,
+        reduction: str = "none",
+    ) -> ModelOutput:
+        if cache is not None:
+            return self._generate_step(input_ids, position_ids, mask, cache)
+        arguments: dict[str, Any] = {"use_cache": False}
+        if document_ids is not None:
+            arguments |= packed_arguments(self.kernels, document_ids, position_ids)
+        if labels is None:
+            return ModelOutput(self.hf(input_ids, **arguments).logits, None, None)
+        if self.kernels.chunked_loss:
+            x = self.hf.base_model(input_ids, **arguments).last_hidden_state  # (B, T, D)
+            return ModelOutput(None, self.hf.get_output_embeddings()(x, labels, reduction), None)
+        logits = self.hf(input_ids, **arguments).logits.float()  # (B, T, V)
+        nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
+        return ModelOutput(None, nll if reduction == "sum" else nll.view_as(labels), None)
+
+    def _generate_step(self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> ModelOutput:
+        """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
+        arguments: dict[str, Any] = {"attention_mask": None if mask is None else mask[:, 0, -1].expand(len(input_ids), -1).long(), "logits_to_keep": 1}
+        if "past_key_values" in self._accepted:
+            arguments |= {"past_key_values": cache.states, "use_cache": True, "position_ids": position_ids}
+        else:
+            input_ids = cache.ids = input_ids if cache.ids is None else torch.cat([cache.ids, input_ids], dim=1)
+            cache.length = 0
+        out = self.hf(input_ids, **{name: value for name, value in arguments.items() if name in self._accepted})
+        cache.length += input_ids.shape[1]
+        return ModelOutput(out.logits[:, -1:], None, None)
+
+    def compile_layers(self, *, single_row: bool, **options: Any) -> None:
+        for layer in self.layers:
+            vars(layer)["forward"] = partial(
+                _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
+            )  # hooks of FSDP stay outside
+
+    def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
+        return TransformersCache(self.hf.config)
+
+
+def _forward(layer: nn.Module, plain: Any, compiled: Any, single_row: bool, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+    """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second compilation."""
+    is_compiled = layer.training and (len(hidden_states) == 1) == single_row
+    return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)

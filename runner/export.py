@@ -1,0 +1,14 @@
+"""Write a trained model for other programs, and compare it: `python runner/export.py run=last to=my_model format=gguf dtype=q8_0`."""
+
+import os
+import sys
+
+if not __package__:  # started by path: replace runner/ on sys.path by the repository root
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+from runner.cli.subcommand import run_subcommand
+from runner.inference.export.command import ExportSettings, export
+from runner.run_dir.resolve import resolve_model_run
+
+if __name__ == "__main__":
+    run_subcommand("export", ExportSettings, lambda cfg: export(cfg, resolve_model_run(cfg.run)))

@@ -1,0 +1,1 @@
+"""export.py: a trained model as files for other programs."""

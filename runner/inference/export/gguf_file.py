@@ -1,0 +1,211 @@
+"""GGUF files for llama.cpp and what is built on it (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), of models of the decoder family."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.errors import UserError
+from models.families.decoder import DecoderConfig
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+    from data.tokenize.tokenizer import Tokenizer
+    from models.language_model import LanguageModel
+
+# model_type of config.json -> architecture of llama.cpp
+ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE"}
+FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+QUANTIZATIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}  # largest error of a value, relative to the largest of its tensor
+EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
+GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers: llama.cpp's templates have no such block
+CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
+# Regular expressions of byte-level BPE tokenizers, by the name that llama.cpp knows them under
+DIGITS = {"type": "Digits", "individual_digits": True}
+PATTERN_NAMES = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
+}
+
+
+def write_gguf(path: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: str, name: str) -> dict[str, np.ndarray]:
+    """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding. Adapters must be merged.
+
+    Raises UserError for an architecture or a tokenizer that llama.cpp does not compute.
+    """
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map, quants
+
+    cfg = _supported_config(model)
+    hf_config = cfg.to_hf_config()
+    pre_tokenizer = pre_tokenizer_name(tokenizer.folder / "tokenizer.json")
+    architecture = MODEL_ARCH[ARCHITECTURES[hf_config["model_type"]]]
+    writer = GGUFWriter(path, hf_config_name(architecture))
+    writer.add_name(name)
+    writer.add_file_type(LlamaFileType[FILE_TYPES[dtype]])
+    _add_settings(writer, cfg)
+    _add_tokenizer(writer, tokenizer, pre_tokenizer, cfg.vocab_size)
+    names, tensors = get_tensor_name_map(architecture, cfg.num_hidden_layers), {}
+    for hf_name, array in _decoder_arrays(model, cfg, permuted=architecture is MODEL_ARCH.LLAMA).items():
+        gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, hf_name
+        tensors[gguf_name] = array
+    for gguf_name, array in tensors.items():
+        kind = GGMLQuantizationType.F32 if array.ndim == 1 or _is_router(gguf_name) else _quantization(array, dtype)
+        writer.add_tensor(gguf_name, quants.quantize(array, kind), raw_dtype=kind)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(cfg))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
+    """Read the file again; return the largest difference from `tensors`, relative to the largest value of each: what rounding has changed.
+
+    Raises ValueError if a tensor is missing or of another shape.
+    """
+    from gguf import GGUFReader, quants
+
+    stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
+    if missing := tensors.keys() - stored.keys():
+        raise ValueError(f"{path} has no tensor {min(missing)}")
+    largest = 0.0
+    for name, expected in tensors.items():
+        values = quants.dequantize(stored[name].data, stored[name].tensor_type).reshape(expected.shape)
+        largest = max(largest, float(np.abs(values - expected).max() / max(np.abs(expected).max(), 1e-12)))
+    return largest
+
+
+def pre_tokenizer_name(tokenizer_json: Path) -> str:
+    """Return the name under which llama.cpp knows how the tokenizer splits texts. Raises UserError if it does not know it."""
+    stored = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+    steps = stored["pre_tokenizer"]
+    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    kinds = [step["type"] for step in steps]
+    if stored["normalizer"] in (None, {"type": "NFC"}) and not steps[-1].get("add_prefix_space"):
+        if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGITS and steps[1]["use_regex"]:
+            return "smollm"
+        if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
+            return "gpt-2"
+        if kinds == ["Split", "ByteLevel"] and not steps[1]["use_regex"] and (pattern := steps[0]["pattern"].get("Regex")) in PATTERN_NAMES:
+            return PATTERN_NAMES[pattern]
+    raise UserError("llama.cpp has no name for how this tokenizer splits texts", str(tokenizer_json), CONVERTER_FIX)
+
+
+def hf_config_name(architecture: Any) -> str:
+    from gguf import MODEL_ARCH_NAMES
+
+    return MODEL_ARCH_NAMES[architecture]
+
+
+def _supported_config(model: LanguageModel) -> DecoderConfig:
+    cfg = model.cfg
+    if not isinstance(cfg, DecoderConfig):
+        raise UserError(f"GGUF files are written for models of the decoder family, this is {cfg.name} of {cfg.family}", "format=gguf", CONVERTER_FIX)
+    model_type = cfg.to_hf_config()["model_type"]
+    if model_type not in ARCHITECTURES or (cfg.qk_norm and cfg.attention_bias):
+        raise UserError(f"llama.cpp does not compute a {model_type} with these biases", "format=gguf", CONVERTER_FIX)
+    if cfg.num_experts and not cfg.norm_topk_prob:
+        raise UserError("llama.cpp always normalizes the routing weights, this model has norm_topk_prob=false", "format=gguf", "format=hf")
+    return cfg
+
+
+def _quantization(array: np.ndarray, dtype: str) -> Any:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType[QUANTIZATIONS[dtype]]
+    return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16  # rows that no number of blocks fills
+
+
+def _is_router(gguf_name: str) -> bool:
+    return "ffn_gate_inp" in gguf_name
+
+
+def _decoder_arrays(model: LanguageModel, cfg: DecoderConfig, permuted: bool) -> dict[str, np.ndarray]:
+    """Return the weights as llama.cpp stores them: the experts of a layer in one tensor, and for its llama the channels of a rotary pair side by side."""
+    arrays: dict[str, np.ndarray] = {}
+    experts: dict[str, list[np.ndarray]] = {}
+    for name, tensor in model.state_dict().items():
+        if ".lora." in name or (cfg.tie_word_embeddings and name == "lm_head.weight"):
+            continue
+        array = tensor.detach().float().cpu().numpy()
+        heads = cfg.num_attention_heads if ".q_proj." in name else cfg.num_key_value_heads if ".k_proj." in name else 0
+        if permuted and heads:
+            array = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"model.layers.{match[1]}.mlp.experts.{match[3]}.weight", []).append(array)
+        else:
+            arrays[name] = array
+    return arrays | {name: np.stack(parts) for name, parts in experts.items()}
+
+
+def _llama3_factors(cfg: DecoderConfig) -> np.ndarray:
+    """Return by what the frequency of each channel pair is divided, (H/2,)."""
+    import dataclasses
+
+    from models.layers.attention_block import rope_frequencies
+
+    plain, scaled = rope_frequencies(dataclasses.replace(cfg, rope_scaling=None))[0], rope_frequencies(cfg)[0]
+    return (plain / scaled).numpy().astype(np.float32)
+
+
+def _add_settings(writer: GGUFWriter, cfg: DecoderConfig) -> None:
+    from gguf import RopeScalingType
+
+    writer.add_vocab_size(cfg.vocab_size)
+    writer.add_context_length(cfg.max_position_embeddings)
+    writer.add_embedding_length(cfg.hidden_size)
+    writer.add_block_count(cfg.num_hidden_layers)
+    writer.add_feed_forward_length(cfg.moe_intermediate_size if cfg.num_experts and not cfg.qk_norm else cfg.intermediate_size)
+    writer.add_head_count(cfg.num_attention_heads)
+    writer.add_head_count_kv(cfg.num_key_value_heads)
+    writer.add_key_length(cfg.head_dim)
+    writer.add_value_length(cfg.head_dim)
+    writer.add_rope_dimension_count(cfg.head_dim)
+    writer.add_rope_freq_base(cfg.rope_theta)
+    writer.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+    if cfg.num_experts:
+        writer.add_expert_count(cfg.num_experts)
+        writer.add_expert_used_count(cfg.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(cfg.moe_intermediate_size)
+    scaling = cfg.rope_scaling
+    if scaling is not None and scaling.type != "llama3":
+        writer.add_rope_scaling_type(RopeScalingType.YARN if scaling.type == "yarn" else RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+        if scaling.type == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+            writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+            writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, pre_tokenizer: str, vocab_size: int) -> None:
+    """Add the byte-level BPE; ids of the model's vocabulary without a token become unused ones."""
+    from gguf import TokenType
+
+    stored = json.loads((tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = {token_id: token for token, token_id in tokenizer.token_ids().items()}
+    added = {token["id"]: token["special"] for token in stored["added_tokens"]}
+    kinds = [
+        TokenType.UNUSED if i not in tokens else TokenType.NORMAL if i not in added else TokenType.CONTROL if added[i] else TokenType.USER_DEFINED
+        for i in range(vocab_size)
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list([tokens.get(i, f"[unused{i}]") for i in range(vocab_size)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in stored["model"]["merges"]])
+    if tokenizer.bos_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_id)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    writer.add_pad_token_id(tokenizer.pad_id)
+    writer.add_add_bos_token(False)
+    if tokenizer.chat_template is not None:
+        writer.add_chat_template(GENERATION_TAGS.sub("", tokenizer.chat_template))

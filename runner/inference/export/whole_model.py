@@ -1,0 +1,72 @@
+"""Folders of transformers, of a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.inference.export.command import ExportSettings
+from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, check_difference, check_token_ids, largest_difference, log_probs
+from runner.inference.load import LoadedModel
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def has_adapter(model: nn.Module) -> bool:
+    from models.lora import LoraLinear
+
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, before: Any) -> Callable[[], str]:
+    import torch
+
+    from models.formats.load import load_model
+    from models.formats.save import save_model
+
+    stop_ids = source.tokenizer.stop_ids
+    save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, stop_ids, dtype=cfg.dtype, shard_size=cfg.shard_size)
+
+    def verify() -> str:
+        found = []
+        if before is not None:
+            difference = largest_difference(log_probs(source.model, source.tokenizer), before)
+            check_difference(difference, MAX_MERGE_DIFFERENCE, "the merged model", f"run={cfg.run}")
+            found.append(f"merging changed a log-probability by at most {difference:.1g}")
+        round_weights(source.model, getattr(torch, cfg.dtype))
+        expected = log_probs(source.model, source.tokenizer)
+        for reader, model in (("read again", load_model(folder)), ("read by transformers", _TransformersReader(folder))):
+            difference = largest_difference(log_probs(model, source.tokenizer), expected)  # type: ignore[arg-type]  # a reader has what log_probs calls
+            check_difference(difference, MAX_DIFFERENCE, f"what was {reader}", f"to={cfg.to}")
+            found.append(f"{reader}: largest difference of a log-probability {difference:.1g}")
+        check_token_ids(folder, source.tokenizer)
+        return "; ".join(found)
+
+    return verify
+
+
+class _TransformersReader:
+    """The folder as AutoModelForCausalLM loads it, called like a LanguageModel."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False).eval()
+        self.cfg = self.model.config
+
+    def __call__(self, ids: Any) -> Any:
+        return self.model(ids)
+
+
+def round_weights(model: nn.Module, dtype: Any) -> None:
+    """Round the weights in place as a file in `dtype` holds them."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))

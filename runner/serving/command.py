@@ -1,0 +1,87 @@
+"""serve.py: load a model and answer HTTP requests until Ctrl-C."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Optional
+
+from common.errors import UserError, print_note
+from common.settings import check_at_least
+from runner.inference.load import load_trained
+
+API_KEY = "RUNNER_API_KEY"  # environment variable: the token that clients must send
+
+
+@dataclass
+class ServeConfig:
+    run: str  # run directory, Hugging Face or PEFT folder, sweep (its best job), or last: the newest finished run
+    host: str  # address to listen on; other machines reach it only if it is not a loopback address, which needs RUNNER_API_KEY
+    port: int  # TCP port; 0: a free one, which is printed
+    name: Optional[str]  # name of the model for clients; null: that of the folder
+    max_batch: int  # requests with equal settings that are generated together
+    max_new_tokens: int  # length of an answer (tokens) where a request gives none
+    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UserError(f"port must be in [0, 65535], got {self.port}", f"port={self.port}", "e.g. port=8000")
+        check_at_least("max_batch", self.max_batch, 1, 8)
+        check_at_least("max_new_tokens", self.max_new_tokens, 1, 256)
+
+
+def serve(cfg: ServeConfig, folder: Path) -> None:
+    """Raises UserError if the address cannot be listened on, or if others could reach it without a key."""
+    try:
+        import uvicorn
+
+        from runner.serving.app import create_app
+        from runner.serving.generation import GenerationQueue
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"serve.py needs the package {error.name}", "python runner/serve.py", 'pip install "lm-runner[serve]", or pip install fastapi uvicorn'
+        ) from error
+
+    key = os.environ.get(API_KEY)
+    listener = _listen(cfg, key)
+    host, port = listener.getsockname()[:2]
+    generation = GenerationQueue(load_trained(folder, cfg.device), cfg.max_batch)
+    name = cfg.name or (folder.parent.name if folder.name == "model" else folder.name)
+    app = create_app(generation, name, cfg.max_new_tokens, key, allowed_hosts=_allowed_hosts(host, port))
+    print_note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 ({'with' if key else 'without'} a key); Ctrl-C stops")
+    try:
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)).run(sockets=[listener])
+    finally:
+        generation.close()
+
+
+def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
+    try:
+        addresses = socket.getaddrinfo(cfg.host, cfg.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UserError(f"host is no address of this machine: {error}", f"host={cfg.host}", "host=127.0.0.1") from error
+    family, kind, _, _, address = addresses[0]
+    if not ipaddress.ip_address(str(address[0])).is_loopback and not key:
+        raise UserError(
+            f"without a key other machines could use the model at {cfg.host}", f"host={cfg.host}", f"set the environment variable {API_KEY}, or host=127.0.0.1"
+        )
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UserError(
+            f"cannot listen on {cfg.host}:{cfg.port}: {error.strerror}", f"port={cfg.port}", "choose another port, or port=0 for a free one"
+        ) from error
+    return listener
+
+
+def _allowed_hosts(host: str, port: int) -> list[str] | None:
+    """Return the names under which a loopback server is addressed: a web page that resolves its own name to 127.0.0.1 is refused. None: any."""
+    if not ipaddress.ip_address(host).is_loopback:
+        return None
+    return ["localhost", "127.0.0.1", "::1", "[::1]", host]

@@ -1,0 +1,114 @@
+"""Models of transformers in the engine's interface: losses, gradients, packed rows, generation and export equal those of transformers, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import TOKENIZER, max_difference
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+from transformers_families import FAMILIES, write_family
+
+from common.errors import UserError
+from models.formats.json_files import read_model_config
+from models.formats.load import load_into, load_model, load_weights
+from models.formats.save import save_model
+from models.generate import generate
+from models.language_model import LanguageModel, create_model
+from models.transformers_adapter.attention import IMPLEMENTATION
+
+FAST = ("gemma2", "mistral_window")
+LENGTHS = (23, 5, 40)  # longer than the windows of the models
+
+families = pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+
+
+@pytest.fixture
+def folder(name: str, tmp_path: Path) -> Path:
+    write_family(tmp_path / "folder", name)
+    return tmp_path / "folder"
+
+
+def reference_of(folder: Path) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
+    """Return rows of tokens, the losses of their next tokens, and the gradients of the sum, as transformers computes them row by row."""
+    torch.manual_seed(1)
+    rows = [torch.randint(3, 6400, (length,)) for length in LENGTHS]
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    losses = [cross_entropy(hf(row[None], use_cache=False).logits[0, :-1], row[1:], reduction="none") for row in rows]
+    torch.cat(losses).sum().backward()
+    return rows, [loss.detach() for loss in losses], {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+
+
+def trained_model(folder: Path, is_packed: bool) -> LanguageModel:
+    model = create_model(read_model_config(folder, "transformers"))
+    load_into(model, load_weights(folder, "transformers"), str(folder))
+    model.kernels_description = model.prepare(is_packed)
+    return model.train()
+
+
+def check_gradients(model: LanguageModel, expected: dict[str, Tensor]) -> None:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert max(max_difference(gradients[name], expected[name]) for name in expected) < 1e-5 * max(1.0, largest)
+
+
+@families
+def test_transformers_model_has_the_losses_and_gradients_of_single_rows(name: str, folder: Path) -> None:
+    rows, losses, gradients = reference_of(folder)
+    model = trained_model(folder, is_packed=False)
+    kernels = model.kernels  # type: ignore[attr-defined]
+    assert (kernels.attention == IMPLEMENTATION, kernels.chunked_loss, kernels.packing) == FAMILIES[name][1:4]
+    ids, labels = torch.zeros(3, max(LENGTHS), dtype=torch.long), torch.full((3, max(LENGTHS)), -100)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)], labels[i, : len(row) - 1] = row, row[1:]
+    nll = model(ids, labels).nll
+    assert max(max_difference(nll[i, : len(row) - 1], losses[i]) for i, row in enumerate(rows)) < 1e-5
+    model(ids, labels, reduction="sum").nll.backward()
+    check_gradients(model, gradients)
+
+
+@families
+def test_transformers_model_has_the_losses_and_gradients_of_single_rows_on_packed_rows(name: str, folder: Path) -> None:
+    if FAMILIES[name].packing == "none":
+        with pytest.raises(UserError, match="packed rows of .* would not be exact"):
+            trained_model(folder, is_packed=True)
+        return
+    rows, losses, gradients = reference_of(folder)
+    model = trained_model(folder, is_packed=True)
+    pad = torch.zeros(4, dtype=torch.long)
+    ids = torch.cat([*rows, pad])[None]
+    labels = torch.cat([torch.cat([row[1:], torch.tensor([-100])]) for row in rows] + [pad - 100])[None]
+    documents = torch.cat([torch.full((len(row),), i) for i, row in enumerate(rows)] + [pad - 1])[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows] + [pad])[None]
+    arguments = {"document_ids": documents, "position_ids": positions, "lengths": torch.tensor(LENGTHS)}
+    nll = model(ids, labels, **arguments).nll[0]
+    assert max_difference(torch.cat([part[:-1] for part in nll.split([*LENGTHS, 4])[:-1]]), torch.cat(losses)) < 1e-5
+    model(ids, labels, reduction="sum", **arguments).nll.backward()
+    check_gradients(model, gradients)
+
+
+@families
+def test_transformers_model_is_exported_with_its_logits(name: str, folder: Path, tmp_path: Path) -> None:
+    model = trained_model(folder, is_packed=False).eval()
+    save_model(tmp_path / "export", model, model.cfg, TOKENIZER)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        assert max_difference(AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)(ids).logits, expected) < 1e-5
+        again = load_model(tmp_path / "export")
+        assert max_difference(again(ids).logits, expected) < 1e-5
+
+
+@families
+def test_transformers_model_generates_the_tokens_of_transformers(name: str, folder: Path) -> None:
+    prompts = [list(range(10, 40)), [7, 8, 9]]
+    model = trained_model(folder, is_packed=False)
+    answers = generate(model, prompts, max_new_tokens=12, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert answer == expected[0, len(prompt) :].tolist()
