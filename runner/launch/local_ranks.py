@@ -252,8 +252,9 @@ def _failure_of(group: RankGroup, first: int, metadata: RunMetadata, config: Con
     for rank in hanging:
         rank_logs.print_rank_lines(rank, group.logs[rank - 1].stacks())
     if codes[first] == USER_ERROR:
-        if codes[0] != USER_ERROR:  # rank 0 writes to the terminal itself
-            rank_logs.print_rank_lines(first, group.logs[first - 1].last_error_lines())
+        if codes[0] != USER_ERROR:  # rank 0 writes to the terminal itself, unless it was asked to end before it found the error
+            for line in group.logs[first - 1].last_error_lines():
+                print_safely(line, sys.stderr)
         raise AlreadyReported("the settings or the data were refused", f"rank {first}", "see the message above")
     causes = [_cause(group, rank, metadata) for rank in range(group.count)]
     error = causes[first]

@@ -1,5 +1,6 @@
 """One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at": null}]."""
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -76,6 +77,7 @@ def fails(state, rank, where):
 
 
 def main():
+    faulthandler.enable()  # a crash in native code leaves its stacks in the output
     torch.set_num_threads(1)
     for training in json.loads(Path(sys.argv[1]).read_text()):
         run_dir = Path(training["folder"])

@@ -189,10 +189,10 @@ def test_hard_exit_keeps_code_and_output_and_skips_atexit(last: str, code: int) 
     assert ("KeyError: 'gone'" in ended.stderr) == (code == 1)
 
 
-def test_user_error_of_rank_1_alone_is_printed(run: Any, capfd: pytest.CaptureFixture) -> None:
+def test_user_error_of_rank_1_is_printed_as_rank_0_prints_it(run: Any, capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(AlreadyReported):
         run(EXITS_ON_SIGNAL, USER_ERROR_EXIT)
-    assert capfd.readouterr().err.splitlines()[0] == "[rank 1] error: a row is wrong"
+    assert capfd.readouterr().err.splitlines() == ["error: a row is wrong", "  where: rows.jsonl:3", "  fix:   mend it"]
 
 
 EXITS_LATE = "on_signal(lambda *_: None); open('exiting', 'w').close(); time.sleep({})\n"
