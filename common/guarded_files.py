@@ -1,7 +1,7 @@
 """Files of a folder that another may have made: no link is followed out of it, and nothing but regular files is opened.
 
 A path that the user types may be a link itself; these rules hold for what is inside. One kind of link is followed, for reading only:
-those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH`.
+those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH` (`hub_cache.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
+from common.hub_cache import snapshot_link_target
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
-CACHE_PREFIX = "models--"  # of the folder of a model in the Hugging Face cache
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"
 
 
@@ -85,12 +85,12 @@ def keep_damaged(folder: Path, name: str, content: bytes) -> str:
 
 def check_source_file(path: Path) -> None:
     """Raise UserError unless `path`, in a folder of a model or tokenizer, is absent, a regular file, or a link within the Hugging Face cache."""
-    _check_entry(_in_cache(path) or path)
+    _check_entry(snapshot_link_target(path) or path)
 
 
 def open_source_file(path: Path) -> tuple[int, int]:
     """Return a descriptor, to read, and the size of a file of a model folder. Raises UserError for what `check_source_file` refuses, and for a missing file."""
-    source = _in_cache(path) or path
+    source = snapshot_link_target(path) or path
     _check_entry(source)
     try:
         return open_regular(source)
@@ -100,7 +100,7 @@ def open_source_file(path: Path) -> tuple[int, int]:
 
 def read_source_file(path: Path, limit: int) -> bytes:
     """Return the content of a file of a model or tokenizer folder. Raises FileNotFoundError, and UserError for what `check_source_file` refuses."""
-    source = _in_cache(path) or path
+    source = snapshot_link_target(path) or path
     _check_entry(source)
     try:
         return read_bounded(source, limit)
@@ -117,19 +117,6 @@ def _unreadable(path: Path, error: OSError) -> UserError:
 def copy_source_file(path: Path, target: Path) -> None:
     """Copy a file of a tokenizer folder, as `read_source_file` reads it, to `target` in a folder of this process."""
     target.write_bytes(read_source_file(path, MAX_TOKENIZER_BYTES))
-
-
-def _in_cache(path: Path) -> Path | None:
-    """Return the file that a link of the Hugging Face cache means; None for any other path. The link must stay in the cache folder of its model."""
-    if not path.is_symlink():
-        return None
-    home = path.parent.resolve()
-    cache = next((parent for parent in (home, *home.parents) if parent.name.startswith(CACHE_PREFIX)), None)
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # RuntimeError: a loop of links
-        return None
-    return target if cache is not None and target.is_relative_to(cache) else None
 
 
 def _check_entry(path: Path) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from runner.engine.device.mesh import distribute_like, full_tensor
+
 NEWTON_SCHULZ_STEPS = 5
 COEFFICIENT_A, COEFFICIENT_B, COEFFICIENT_C = 3.4445, -4.7750, 2.0315  # of the polynomial a x + b x^3 + c x^5, steep at 0
 MIN_NORM = 1e-7
@@ -52,7 +54,8 @@ class Muon(NoDynamoOptimizer):
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"]
         momentum = buffer.lerp(grad, 1 - group["momentum"])
-        direction = newton_schulz(grad.lerp(momentum, group["momentum"]))  # Nesterov momentum
+        nesterov = grad.lerp(momentum, group["momentum"])
+        direction = distribute_like(newton_schulz(full_tensor(nesterov)), nesterov)  # fsdp: one gather for each matrix, not one for each product
         # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
         lr = group["lr"] * 0.2 * math.sqrt(max(p.shape))
         updated = p.mul(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-lr)
