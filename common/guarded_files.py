@@ -1,7 +1,7 @@
 """Files of a folder that another may have made: no link is followed out of it, and nothing but regular files is opened.
 
 A path that the user types may be a link itself; these rules hold for what is inside. One kind of link is followed, for reading only:
-those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH` (`hub_cache.py`).
+those of the Hugging Face cache, from `models--NAME/snapshots/COMMIT/FILE` to `models--NAME/blobs/HASH` (`hub/cache.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from common.errors import UserError
 from common.filesystem import make_dirs, open_regular, read_bounded, write_atomic_file
-from common.hub_cache import snapshot_link_target
+from common.hub.cache import snapshot_link_target
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
 from common.guarded_files import check_own_files, copy_source_file, read_source_file
+from common.hub.cache import cached_snapshot
+from common.hub.names import parse_hub_name
 from common.limits.parsers import parse_json
 from data.config import DataConfig
 
@@ -88,8 +90,10 @@ def _candidates(source: Path) -> Iterator[Path]:
 def _base_model(folder: Path) -> Path | None:
     """Return the base model of an adapter folder, None if `folder` is none."""
     try:
-        name = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))["base_model_name_or_path"]
-        return next((base for base in (folder / name, Path(name)) if base.is_dir()), None)
+        raw = parse_json(read_source_file(folder / "adapter_config.json", MAX_CONFIG_BYTES))
+        name, revision = raw["base_model_name_or_path"], raw.get("revision")
+        of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
+        return next((base for base in (folder / name, Path(name)) if base.is_dir()), cached_snapshot(of_hub) if of_hub else None)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

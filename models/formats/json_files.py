@@ -12,6 +12,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import MAX_MODEL_JSON_BYTES, check_own_files, read_source_file
+from common.hub.cache import cached_snapshot
+from common.hub.names import parse_hub_name
 from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
@@ -104,11 +106,16 @@ def base_model_of(folder: Path) -> Path:
     """Return the folder of the adapter's base model. Raises UserError if it does not exist."""
     path = folder / "adapter_config.json"
     with reporting_missing_fields(path):
-        name = read_json_file(path)["base_model_name_or_path"]
+        raw = read_json_file(path)
+        name, revision = raw["base_model_name_or_path"], raw.get("revision")
+        of_hub = parse_hub_name(f"{name}@{revision}" if revision else name)
     for base in (folder / name, Path(name)):
         if os.path.isdir(base):  # Path.is_dir raises an error for a name that is too long
             return base
-    raise UserError("the adapter's base model does not exist", name, f"restore it, or correct base_model_name_or_path in {path}")
+    if of_hub and (snapshot := cached_snapshot(of_hub)):
+        return snapshot
+    download = f"hf download {of_hub.repo}; or " if of_hub else ""  # a file starts no download
+    raise UserError("the adapter's base model does not exist", name, f"{download}restore it, or correct base_model_name_or_path in {path}")
 
 
 def model_dir(source: Path) -> Path:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.hub.names import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.transformers import TransformersConfig
@@ -79,8 +80,11 @@ def save_adapter(
     source = model_dir(Path(base))
     if not _is_readable_by_peft(source):
         save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir, stop_ids)
+    of_hub = hub_name_of(source.absolute())
+    base_name = BASE_DIR if (folder / BASE_DIR).exists() else of_hub.repo if of_hub else str(source.absolute())
     adapter = {
-        "base_model_name_or_path": BASE_DIR if (folder / BASE_DIR).exists() else str(source.absolute()),
+        "base_model_name_or_path": base_name,
+        "revision": of_hub.revision if of_hub and base_name == of_hub.repo else None,
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
         "r": cfg.rank,

@@ -77,7 +77,7 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     if is_multirun and is_show:
         raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
     resume_from = [QUOTED.sub(r"\2", override.removeprefix(RESUME_KEY)) for override in typed if override.startswith(RESUME_KEY)]
-    typed = [resolve.init_from_best_job(overrides.absolutize_path(override)) for override in typed if not override.startswith(RESUME_KEY)]
+    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(RESUME_KEY)]
     import_plugins(overrides.plugins_of(typed))
     typed = [overrides.normalize_int(override) for override in typed]
     if folder := torchrun.previous_run_dir():
@@ -85,10 +85,13 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     if resume_from and resume_from[-1] != "null":
         return _resume(resolve.resolve_run(resume_from[-1]), typed, flags, run_hydra)
     overrides.check_overrides(typed)
+    if is_show:
+        return run_hydra(typed, flags)
+    if not is_multirun:
+        overrides.check_single_run(typed)
+    typed = [resolve.resolve_model_override(override) for override in typed]
     if is_multirun:
         return start_sweep(typed, flags, run_hydra)
-    if not is_show:
-        overrides.check_single_run(typed)
     run_hydra(typed, flags)
 
 

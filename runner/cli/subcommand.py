@@ -33,7 +33,7 @@ from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch.signals import CtrlC
 from runner.run_dir.initial_weights import adopt_model, resolve_start
-from runner.run_dir.resolve import init_from_best_job
+from runner.run_dir.resolve import resolve_model_override
 from runner.tracking.progress import ignore_broken_pipe
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ def _split(typed: list[str], kinds: dict[str, str], config_dir: str | None) -> t
     """Return the overrides of the command, and the others with absolute paths; the plugins among these are imported."""
     own = quote_free_text([override for override in typed if overrides.key_of(override) in kinds], kinds)
     others = [override for override in typed if overrides.key_of(override) not in kinds]
-    others = [init_from_best_job(overrides.absolutize_path(override)) for override in overrides.add_config_dir(others, config_dir)]
+    others = [resolve_model_override(overrides.absolutize_path(override)) for override in overrides.add_config_dir(others, config_dir)]
     import_plugins(overrides.plugins_of(others))
     return own, others
 

@@ -22,7 +22,7 @@ HYDRA_KEYS_REFUSED = {
     **dict.fromkeys(("hydra/callbacks", "hydra.callbacks", "hydra.callbacks.run_dir"), RUN_DIR_CALLBACK),
 }
 # Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
-PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from")
+PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3

@@ -12,7 +12,7 @@ from runner.engine.config import Config
 from runner.launch import local_ranks, torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.train_process import train_or_verify
-from runner.run_dir.initial_weights import check_model, compatibility_fingerprints, resolve_init_from, with_tokenizer
+from runner.run_dir.initial_weights import check_model, compatibility_fingerprints, resolve_init_from, restore_hub_weights, with_tokenizer
 from runner.run_dir.lock import refusing_disk_errors
 from runner.run_dir.metadata import RunMetadata
 
@@ -29,6 +29,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
             check_model(config)
         elif config.init_from == "auto":  # resolved once, at the start of the run
             config = dataclasses.replace(config, init_from=before["init_from"])
+        config = restore_hub_weights(config)
         with refusing_disk_errors(metadata.folder):
             copy = partial(with_tokenizer, config, metadata.folder, before["tokenizer_source"], is_new=before["init_from"] is None)
             config = retry_disk(copy)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean_path, print_note
+from common.hub.names import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
 from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
+from models.formats.hub import fetch_model
 from models.formats.json_files import read_config_of_weights
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
@@ -25,7 +27,7 @@ from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir, sweep_of
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
-IRRELEVANT_TO_WEIGHTS = ("name", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
+IRRELEVANT_TO_WEIGHTS = ("name", "path", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
 
 
 def compatibility_fingerprints(config: Config, tokenizer: Path | None = None) -> dict[str, str]:
@@ -49,6 +51,7 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     A model that is chosen, by model=... or by an experiment, stays as it is, and None is returned: `check_model` compares it.
     """
     keys = {key_of(override) for override in typed}
+    tree["init_from"] = _local_path(tree["init_from"], "init_from")
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]
@@ -66,12 +69,29 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
 
 def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
     """Give the section `model` of model=transformers the settings of the folder model.path, which is also where weights come from unless init_from is typed."""
-    path = Path(str(tree["model"]["path"]))
+    path = Path(_local_path(str(tree["model"]["path"]), "model.path"))
     settings = dataclasses.asdict(read_config_of_weights(path, "transformers")) | {"path": str(path)}
     settings |= {name: tree["model"][name] for name in settings if f"model.{name}" in keys}
     tree["model"] = settings
     if "init_from" not in keys and tree["init_from"] == "auto":
         tree["init_from"] = str(path)
+
+
+@cache
+def _local_path(name: str, key: str) -> str:
+    """Return the folder of a model of the hub that a YAML file names, any other value as it is. Typed names are resolved before."""
+    return str(fetch_model(name, f"{key}={name}") or name)
+
+
+def restore_hub_weights(config: Config) -> Config:
+    """Return the config of a resumed run with a folder for its initial weights: those of the hub may have left the cache.
+
+    They are fetched again if the run reads them, of the same commit. Raises UserError if that is impossible.
+    """
+    name = hub_name_of(Path(config.init_from))
+    if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
+        return config
+    return dataclasses.replace(config, init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}")))
 
 
 def check_model(config: Config) -> None:
@@ -122,7 +142,9 @@ def check_init_from(config: Config) -> None:
     """Raise UserError if init_from is a path that does not exist."""
     if config.init_from not in ("auto", "scratch") and not Path(config.init_from).exists():
         raise UserError(
-            f"init_from must be auto, scratch or an existing path, got {config.init_from}", f"init_from={config.init_from}", did_you_mean_path(config.init_from)
+            f"init_from must be auto, scratch, an existing path or a model of the hub (owner/name), got {config.init_from}",
+            f"init_from={config.init_from}",
+            did_you_mean_path(config.init_from),
         )
 
 

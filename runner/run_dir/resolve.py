@@ -7,7 +7,9 @@ from datetime import datetime
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
+from common.hub.names import parse_hub_name
 from common.paths import outputs_dir
+from models.formats.hub import fetch_model
 from runner.checkpoint.atomic_dir import step_names, verify_dir
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.config.literals import quote_path
@@ -17,6 +19,7 @@ from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_
 from runner.run_dir.naming import find_runs
 
 SWEEP_FILE = "sweep.json"
+MODEL_KEYS = ("init_from", "model.path")  # settings that name weights
 
 
 def is_sweep_dir(folder: Path) -> bool:
@@ -46,10 +49,11 @@ def resolve_run(name: str, setting: str = "resume") -> Path:
     return folder
 
 
-def resolve_model_run(name: str) -> Path:
+def resolve_model_run(name: str, setting: str = "run") -> Path:
     """Return the directory of `run=name`: for a sweep that of its best job; `last` is the run whose model was completed last, or its sweep.
 
-    Prints which weights its `model/` holds.
+    `owner/name` or `owner/name@revision` is a model of the Hugging Face hub, unless there is a folder of that name. Prints which
+    weights its `model/` holds.
     """
     folder = Path(name)
     if name == "last":
@@ -57,6 +61,8 @@ def resolve_model_run(name: str) -> Path:
         if not models:
             raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
         folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
+    elif downloaded := fetch_model(name, f"{setting}={name}"):
+        return downloaded
     if is_sweep_dir(folder):
         return find_best_job(folder)
     if (folder / RUN_FILE).is_file():
@@ -66,15 +72,24 @@ def resolve_model_run(name: str) -> Path:
     return folder
 
 
-def init_from_best_job(override: str) -> str:
-    """Return the override; in `init_from=SWEEP`, one value or several, the path of a sweep is replaced by that of its best job. Raises UserError."""
+def resolve_model_override(override: str) -> str:
+    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of a model of the hub its folder in the cache.
+
+    One value or several. The folder of a model of the hub is that of one commit: what a run or sweep stores means the same for ever. Raises UserError.
+    """
     key, _, value = override.partition("=")
-    if key != "init_from":
+    if key not in MODEL_KEYS:
         return override
     values = [value] if is_sweep_dir(_unquoted(value)) else value.split(",")
-    if not any(is_sweep_dir(_unquoted(each)) for each in values):
-        return override
-    return f"{key}={','.join(quote_path(str(find_best_job(path))) if is_sweep_dir(path := _unquoted(each)) else each for each in values)}"
+    found = [_path_of_model(each, key) for each in values]
+    return override if not any(found) else f"{key}={','.join(quote_path(str(path)) if path else each for path, each in zip(found, values, strict=True))}"
+
+
+def _path_of_model(value: str, key: str) -> Path | None:
+    path = _unquoted(value)
+    if is_sweep_dir(path):
+        return find_best_job(path)
+    return None if parse_hub_name(str(path)) is None else fetch_model(str(path), f"{key}={path}")
 
 
 def _unquoted(value: str) -> Path:

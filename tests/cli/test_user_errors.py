@@ -72,7 +72,7 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["data.path=rows.jsonl", "stage=sft"], ["stage=pretrain"]),
     (["data.tokenizer=nowhere"], ["data.tokenizer does not exist"]),
     (["data.tokenizer=my"], ["a file of the tokenizer is missing"]),
-    (["init_from=nowhere"], ["init_from must be auto, scratch or an existing path, got nowhere"]),
+    (["init_from=nowhere"], ["init_from must be auto, scratch, an existing path or a model of the hub (owner/name), got nowhere"]),
     (["plugins=[no_such_module]"], ["plugin no_such_module is neither"]),
     (["plugins=rows"], ["plugins must be a list", "plugins=[rows]"]),
     (["resume=nowhere"], ["nowhere does not exist"]),

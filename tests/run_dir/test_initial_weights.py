@@ -14,7 +14,7 @@ from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.inference.best_job import find_best_job
 from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
-from runner.run_dir.resolve import init_from_best_job, resolve_model_run
+from runner.run_dir.resolve import resolve_model_override, resolve_model_run
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +94,8 @@ def test_auto_after_a_sweep_takes_its_best_job(sft: Config, day: Path, sweep: Pa
 def test_sweep_as_init_from_means_its_best_job(sft: Config, day: Path, sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resolved(dataclasses.replace(sft, init_from=str(sweep)), day) == str(sweep / "optimizer.lr=0.2")
     assert "best job optimizer.lr=0.2, best weights, step 1000, evaluation loss 2.0000" in capsys.readouterr().err
-    assert init_from_best_job(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
-    assert init_from_best_job(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'") and init_from_best_job("seed=1") == "seed=1"
+    assert resolve_model_override(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
+    assert resolve_model_override(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'") and resolve_model_override("seed=1") == "seed=1"
     assert resolve_model_run(str(sweep)) == resolve_model_run("last") == sweep / "optimizer.lr=0.2"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from common.errors import strip_control
+from common.hub.names import hub_name_of
 from common.paths import command_line
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _facts(model: ModelConfig, run: Mapping[str, Any], dtype: str, license: str 
         "model": f"{model.name}, {model.num_hidden_layers} layers, vocabulary of {model.vocab_size:,} tokens",
         "weights": f"{exported.get('weights')}, step {exported.get('step')}, evaluation loss {exported.get('loss')}" if exported else None,
         "stage": run.get("stage"),
-        "started from": Path(str(run["init_from"])).name if run.get("init_from") else None,
+        "started from": (hub_name_of(source := Path(str(run["init_from"]))) or source.name) if run.get("init_from") else None,
         "steps": run.get("step"),
         "tokens": run.get("tokens"),
         "data": ", ".join(f"{Path(str(entry.get('file'))).name} ({entry.get('kept')} rows, {entry.get('tokens')} tokens)" for entry in files) or None,

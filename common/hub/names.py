@@ -1,0 +1,49 @@
+"""Names of models on the Hugging Face hub: `owner/name`, or `owner/name@revision` with a branch, a tag or a commit. A commit's files never change."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE_PREFIX = "models--"  # of the folder of a model in the cache
+SNAPSHOTS = "snapshots"  # folder of it
+DEFAULT_REVISION = "main"
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"  # of owner and name, as the hub allows them
+HUB_NAME = re.compile(rf"({PART}/{PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
+FILE_SUFFIXES = (".pth", ".safetensors", ".bin", ".json")  # of files that a missing path may mean
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model of the hub at a revision: a branch, a tag or a commit."""
+
+    repo: str  # owner/name
+    revision: str
+
+    def __str__(self) -> str:
+        return self.repo if self.revision == DEFAULT_REVISION else f"{self.repo}@{self.revision}"
+
+    @property
+    def is_fixed(self) -> bool:
+        return COMMIT.fullmatch(self.revision) is not None
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """Return the name if `text` has the form of one and no local path has it: a folder owner/name comes first."""
+    match = HUB_NAME.fullmatch(text)
+    if match is None or ".." in text or "--" in match[1] or text.endswith(FILE_SUFFIXES) or os.path.lexists(text):
+        return None
+    return HubName(match[1], match[2] or DEFAULT_REVISION)
+
+
+def hub_name_of(path: Path) -> HubName | None:
+    """Return the model and the commit of a folder `models--OWNER--NAME/snapshots/COMMIT` or of a path in it, which may no longer exist; else None."""
+    parts = path.parts
+    for i in range(len(parts) - 2):
+        owner, separator, name = parts[i].removeprefix(CACHE_PREFIX).partition("--")
+        if parts[i].startswith(CACHE_PREFIX) and separator and parts[i + 1] == SNAPSHOTS and COMMIT.fullmatch(parts[i + 2]):
+            return HubName(f"{owner}/{name}", parts[i + 2])
+    return None
