@@ -41,6 +41,22 @@ def sweep_page(sweep: SweepResults) -> str:
 
 @cache
 def _load_template() -> jinja2.Template:
+    from markupsafe import Markup
+
+    environment = page_environment()
+    environment.globals |= {
+        "css": Markup(CSS.read_text(encoding="utf-8")),
+        "svg": Markup,
+        "point_label": point_label,
+        "swept_text": swept_text,
+        "with_note": with_note,
+        "id": id,
+    }
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+
+
+def page_environment() -> jinja2.Environment:
+    """Return an environment that escapes every text and removes its control characters."""
     import jinja2
     from markupsafe import Markup, escape
 
@@ -53,15 +69,7 @@ def _load_template() -> jinja2.Template:
 
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=without_control, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
-    environment.globals |= {
-        "css": Markup(CSS.read_text(encoding="utf-8")),
-        "svg": Markup,
-        "point_label": point_label,
-        "swept_text": swept_text,
-        "with_note": with_note,
-        "id": id,
-    }
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return environment
 
 
 def _style(index: int) -> str:
