@@ -25,7 +25,10 @@ runner.cli
 hydra_plugins.lm_runner
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
-runner.launch > runner.supervise | runner.reporting | runner.fault_injection | runner.serving
+runner.launch > runner.supervise | runner.fault_injection | runner.serving
+runner.reporting.command > runner.reporting.leaderboard
+runner.reporting.sweep_page | runner.reporting.run_page
+runner.reporting
 runner.recovery
 runner.run_dir
 runner.config

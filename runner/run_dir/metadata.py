@@ -77,6 +77,7 @@ GUARDED_NAMES = (
     "console.log",
     "evaluations.jsonl",
     "incidents.jsonl",
+    "report.html",
     "uninterrupted",
     "resumed",
 )

@@ -24,7 +24,7 @@ from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
 from runner.recovery.doctor.config import DoctorConfig
-from runner.reporting.leaderboard import ReportConfig
+from runner.reporting.command import ReportConfig
 from runner.run_dir.resolve import resolve_model_run
 
 SCHEMAS: dict[str, type] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import time
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import cache, partial
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
-from runner.reporting.html import CSS, page_environment
+from runner.reporting.page_template import CSS, page_environment
 from runner.reporting.run_page.read import RunReport, read_run_report
 from runner.reporting.run_page.series import AXES, Series
 from runner.tracking.console import format_seconds
@@ -29,6 +28,7 @@ SCRIPTS = (FOLDER / "vendor" / "uPlot.iife.min.js", FOLDER / "run.js")
 STYLES = (CSS, FOLDER / "run.css", FOLDER / "vendor" / "uPlot.min.css")
 RELOAD_SECONDS = 5  # of the page of a run that trains
 TABLE_ROWS = 20
+EXACT_FIELDS = {"lr", "data_wait", "save_stall", "scale", "overflows", "skipped_steps"}  # drawn without smoothing
 # Title, fields on one plot, and whether the y axis may be logarithmic. Fields that are not listed have a plot of their own.
 CHARTS = (
     ("Loss", ("loss",), True),
@@ -51,6 +51,16 @@ def write_run_page(folder: Path) -> Path:
     path = folder / PAGE_FILE
     retry_disk(partial(write_atomic_file, path, run_page(read_run_report(folder)).encode("utf-8", "backslashreplace")))
     return path
+
+
+def run_summary(folder: Path) -> str:
+    """Return status, numbers, notes and commands of a run as text for a terminal."""
+    run = read_run_report(folder)
+    lines = [f"run {folder}", " · ".join([run.status, *_labels(run)]), *(f"{name:<22}{value}" for name, value in _numbers(run))]
+    lines += [f"note: {note}" for note in _notes(run)]
+    for title, command in _commands(run):
+        lines += ["", f"{title}:", command]
+    return strip_control("\n".join(lines))
 
 
 def run_page(run: RunReport) -> str:
@@ -108,7 +118,7 @@ def _numbers(run: RunReport) -> list[tuple[str, str]]:
         lowest = evaluation.lowest("loss")
         numbers += [("validation loss", _number(evaluation.last("loss")))]
         numbers += [("best validation loss", f"{lowest[0]:.4f} at step {lowest[1]:,.0f}")] if lowest else []
-    numbers += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("tokens per second", _number(train.last("tokens_per_second"), 0))]
+    numbers += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("tokens per second", _number(train.last("tokens_per_second")))]
     seconds = train.last("seconds")
     numbers += [("training time", format_seconds(seconds))] if seconds is not None else []
     numbers += [("remaining", format_seconds(remaining))] if run.is_running and (remaining := _remaining(run)) is not None else []
@@ -137,7 +147,9 @@ def _notes(run: RunReport) -> list[str]:
     for entry in fields.get("data") or []:
         if isinstance(entry, dict) and isinstance(lost := entry.get("lost_loss_tokens"), int) and lost:
             whole = lost + (entry.get("loss_tokens") or 0)
-            notes.append(f"{Path(str(entry.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length")
+            notes.append(
+                f"{Path(str(entry.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length"
+            )
     notes += [f"not bitwise equal to a run without interruption: {reason}" for reason in fields.get("inexact_because") or []]
     notes += [str(message) for message in fields.get("recovered") or []]
     notes += [str(fields["degraded"])] if fields.get("degraded") else []
@@ -161,7 +173,11 @@ def _charts(run: RunReport) -> list[dict[str, Any]]:
     listed = {name for _, names, _ in CHARTS for name in names}
     charts = [(title, [name for name in names if name in present], log) for title, names, log in CHARTS]
     charts += [(name.replace("_", " "), [name], False) for name in present if name not in listed]
-    return [{"title": title, "fields": names, "log": log, "summary": _summary(train, evaluation, names)} for title, names, log in charts if names]
+    return [
+        {"title": title, "fields": names, "log": log, "smooth": not EXACT_FIELDS.issuperset(names), "summary": _summary(train, evaluation, names)}
+        for title, names, log in charts
+        if names
+    ]
 
 
 def _summary(train: Series, evaluation: Series, names: Iterable[str]) -> str:
@@ -190,17 +206,24 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _number(value: float | None, digits: int = 4) -> str:
+def _number(value: float | None) -> str:
+    """Return e.g. 2.6975, 2,597, 5.031e-04; a dash for a value that is missing or not finite."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 or not digits else f"{value:.{digits}f}" if 1e-3 <= abs(value) < 1e6 else f"{value:.3e}"
+    if 1e3 <= abs(value) < 1e15 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.3e}"
 
 
 def _data(run: RunReport) -> Any:
     """Return the numbers of the charts as JSON that cannot end its <script> element."""
     from markupsafe import Markup
 
-    columns = {kind: {name: [_rounded(value) for value in column] for name, column in series.columns.items()} for kind, series in vars(run.series).items() if isinstance(series, Series)}
+    columns = {
+        kind: {name: [_rounded(value) for value in column] for name, column in series.columns.items()}
+        for kind, series in vars(run.series).items()
+        if isinstance(series, Series)
+    }
     content = {**columns, "attempts": run.series.attempt_starts, "reload": RELOAD_SECONDS if run.is_running else None}
     return Markup(strip_control(json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")))
 
@@ -209,29 +232,3 @@ def _rounded(value: float | None) -> float | int | None:
     if value is None:
         return None
     return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.7g}")
-
-
-class LivePage:
-    """Writes the page of a run while it trains, in at most SHARE of its time. An error is passed to `warn` once and never stops the run."""
-
-    SHARE = 0.005  # of the time of training
-    MIN_SECONDS = 5.0
-
-    def __init__(self, folder: Path, warn: Any) -> None:
-        self._folder, self._warn = folder, warn
-        self._due = 0.0  # monotonic time of the next page
-
-    def record_logged(self) -> None:
-        if time.monotonic() >= self._due:
-            self.write()
-
-    def write(self) -> None:
-        begun = time.monotonic()
-        try:
-            write_run_page(self._folder)
-        except Exception as error:  # the page only shows what the files hold: whatever is wrong with it must not end a training
-            if self._warn is not None:
-                self._warn(f"report.html cannot be written: {type(error).__name__}: {error}")
-                self._warn = None
-        ended = time.monotonic()
-        self._due = ended + max(self.MIN_SECONDS, (ended - begun) / self.SHARE)

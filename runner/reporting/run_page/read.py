@@ -138,5 +138,3 @@ def _total_steps(path: Path) -> int | None:
     """Return the number of steps that the newest progress line of train.log names."""
     found = re.findall(r"^step \d+/(\d+) ", _log_text(path), re.MULTILINE)
     return int(found[-1]) if found else None
-
-

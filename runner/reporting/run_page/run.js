@@ -70,7 +70,7 @@
 
   function draw(figure) {
     const axis = controls.axis.value;
-    const weight = Number(controls.smoothing.value);
+    const weight = figure.dataset.smooth === undefined ? 0 : Number(controls.smoothing.value);
     const fields = figure.dataset.fields.split(" ");
     const parts = [], series = [{ label: titles[axis], value: (u, value) => (value === null ? "–" : axis === "seconds" ? clock(value) : value.toLocaleString("en")) }];
     fields.forEach((field, index) => {

@@ -51,7 +51,8 @@ class RunSeries:
 def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
     """Return the columns of the records of a metrics.jsonl. `time` begins at 0 in each attempt: `seconds` adds the attempts before."""
     kinds: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
-    starts, nonfinite = [], {}
+    starts: list[float] = []
+    nonfinite: dict[str, int] = {}
     for kind, record, is_new_attempt in _with_seconds(records):
         if is_new_attempt and (kinds["train"] or kinds["eval"]):
             starts.append(record["step"] or 0.0)
