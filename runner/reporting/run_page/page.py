@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
+from common.paths import REPO_ROOT
 from runner.reporting.page_template import CSS, page_environment
 from runner.reporting.run_page.read import RunReport, read_run_report
 from runner.reporting.run_page.series import AXES, Series
+from runner.run_dir.saved_config import REPO_INTERPOLATION
 from runner.tracking.console import format_seconds
 from runner.tracking.next_commands import STAGE_METRICS, next_commands
 
@@ -161,7 +163,7 @@ def _commands(run: RunReport) -> list[tuple[str, str]]:
         return [("Continue it", run.resume_command)]
     settings = {key: value for key, value, _ in run.settings}
     if run.status == "completed" and (data_format := settings.get("stage.data_format")) in STAGE_METRICS:
-        source = settings.get("data.path", "")
+        source = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
         data_path = Path(source) if source and source != "null" and not source.startswith(("[", "{")) else None
         return [("Next", next_commands(run.folder, str(run.fields.get("stage")), data_format, data_path, None))]
     return []
