@@ -22,7 +22,7 @@ TRIAL = REPO_ROOT / "runner" / "planning" / "trial.py"
 
 def trial_of(cfg: Config) -> dict[str, Any]:
     """Return the result of trial.py for these settings. Raises UserError where the run refuses its settings, TrainingError where it fails."""
-    tracker = TrackerConfig(name="none", console="quiet")
+    tracker = TrackerConfig(name="none", page=False, console="quiet")
     cfg = dataclasses.replace(cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False))
     make_dirs(Path(cfg.data.cache))
     with tempfile.TemporaryDirectory(prefix="plan-", dir=cfg.data.cache) as folder:
