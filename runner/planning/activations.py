@@ -6,6 +6,7 @@ n = R * T tokens of the micro-batch, c bytes of a number of the computation (4 i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     n, c, k = shape.numbers, how.width, layer.experts_per_token
     gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)  # of the residual stream; of gate, up, both together, and a product
     weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # of the fused product, before it is split
-    plain = Computation(c, how.on_cpu, "none", how.trains_all, how.adapted, how.rank)
+    plain = dataclasses.replace(how, checkpointing="none")
     again = saved_per_layer(layer, shape, plain) if how.checkpointing != "none" else 0
     return gradients + weights + again
 

@@ -80,7 +80,9 @@ class Planner:
         return self._models[key]
 
     def _facts_of_data(self, cfg: Config, ranks: int) -> DataFacts:
-        key = json.dumps([dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)] + [cfg.seed, cfg.model.max_position_embeddings, ranks], default=str)
+        key = json.dumps(
+            [dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)] + [cfg.seed, cfg.model.max_position_embeddings, ranks], default=str
+        )
         if key not in self._data:
             tokenizer, pipeline = open_data(cfg)
             if not self._process:

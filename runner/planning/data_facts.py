@@ -61,7 +61,11 @@ class DataFacts:
     @property
     def run_tokens(self) -> int:
         """Input tokens of the run."""
-        return round(self.tokens * self.steps * self.sequences_per_step / max(1, self.sequences)) if self.steps % self.steps_per_epoch else self.tokens * (self.steps // self.steps_per_epoch)
+        return (
+            round(self.tokens * self.steps * self.sequences_per_step / max(1, self.sequences))
+            if self.steps % self.steps_per_epoch
+            else self.tokens * (self.steps // self.steps_per_epoch)
+        )
 
 
 def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks: int) -> DataFacts:

@@ -12,7 +12,7 @@ from models.config import LoraConfig
 from runner.engine.config import Config
 from runner.planning.data_facts import BatchShape, DataFacts
 from runner.planning.machine import Machine
-from runner.planning.memory import FP32, MemoryEstimate, estimate_memory
+from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate, estimate_memory
 from runner.planning.model_facts import ModelFacts, model_facts
 from runner.planning.starts import PlannedRun
 
@@ -60,8 +60,9 @@ class RunPlan:
 
     @property
     def needed_memory(self) -> int:
-        """Bytes on the device: all ranks of this machine share the memory of a CPU, and each has a GPU of its own."""
-        return self.memory.total * (self.ranks if self.machine.device == "cpu" else 1)
+        """Bytes on the device: the estimate, or what the trial has measured if that is more. All ranks of a machine share the memory of its CPU."""
+        measured = self.trial["peak_bytes"] + (CUDA_CONTEXT if self.machine.device == "cuda" else 0) if self.trial else 0
+        return max(measured, self.memory.total * (self.ranks if self.machine.device == "cpu" else 1))
 
     @property
     def fits_memory(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,13 +10,19 @@ from runner.engine.config import Config
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
 from runner.planning.data_facts import BatchShape
-from runner.planning.model_facts import ModelFacts
+from runner.planning.model_facts import LayerSizes, ModelFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
-CPU_LIBRARIES = 40 << 20  # what the libraries of PyTorch allocate in a step: threads, packed matrices
-PARTS = ("weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "checkpoint copy", "process and data")
+LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
+# The heap of a CPU process keeps freed memory (runner/engine/device/cpu.py), and holes between saved tensors are not all used again. The share
+# grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
+HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
+MAX_HOLES = 1.0
+PARTS = (
+    "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "allocator", "checkpoint copy", "process and data",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,10 @@ def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_bat
         "weights": FP32 * facts.parameters // shards,
         "reference model": FP32 * facts.reference // shards,
         "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
-        "process and data": process + CPU_LIBRARIES if device == "cpu" else CUDA_CONTEXT,
+        "process and data": process + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
     }
-    buckets = FP32 * facts.trained if cfg.distributed.name == "ddp" and ranks > 1 else 0
-    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, micro_batches, how, shards, buckets).items()}
+    keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
+    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards).items()}
     if cfg.init_from != "scratch":
         loaded = FP32 * facts.parameters
         moments["while the weights are loaded"] = held | {"optimizer": 0, "workspace": loaded if device == "cpu" else 0}
@@ -55,23 +62,22 @@ def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_bat
     return MemoryEstimate(moment, {part: moments[moment][part] for part in PARTS if moments[moment].get(part)}, device)
 
 
-def _moments(
-    cfg: Config, facts: ModelFacts, shape: BatchShape, micro_batches: int, how: Computation, shards: int, buckets: int
-) -> dict[str, dict[str, int]]:
-    """Return moment of a step -> part -> bytes, of what is not there all the time."""
-    layer, all_gradients = facts.layer, FP32 * facts.trained // shards + buckets
-    before = all_gradients if micro_batches > 1 else buckets  # gradients of earlier micro-batches
+def _moments(cfg: Config, facts: ModelFacts, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int) -> dict[str, dict[str, int]]:
+    """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
+    layer, all_gradients = facts.layer, FP32 * facts.trained // shards
+    before = all_gradients if keeps_gradients else 0
     head = facts.vocab * layer.hidden * FP32 if _trains_head(how) else 0
     activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
     of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
     one_layer = layer_workspace(layer, shape, how)
+    forward = {"gradients": before, "activations": activations, "allocator": _heap_holes(layer, shape, how)}
     moments = {
-        "loss": {"gradients": before, "activations": activations, "logits and loss": of_loss},
-        "backward pass of the last layer": {"gradients": before, "activations": activations, "logits and loss": head + saved_by_loss, "workspace": one_layer},
+        "loss": forward | {"logits and loss": of_loss},
+        "backward pass of the last layer": forward | {"logits and loss": head + saved_by_loss, "workspace": one_layer},
         "backward pass of the first layer": {
             "gradients": all_gradients,
             "activations": saved_per_layer(layer, shape, how),
-            "workspace": one_layer + (head if micro_batches > 1 else 0),
+            "workspace": one_layer + (head if keeps_gradients else 0),
         },
         "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
         "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * facts.largest_matrix if cfg.optimizer.name == "muon" else 0},
@@ -80,6 +86,15 @@ def _moments(
         copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
         moments["save"] = {"checkpoint copy": copies}
     return moments
+
+
+def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+    if not how.on_cpu:
+        return 0
+    largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
+    saved = saved_per_layer(layer, shape, how)
+    freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
+    return round(layer.layers * max(saved, freed) * min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20))
 
 
 def _trains_head(how: Computation) -> bool:

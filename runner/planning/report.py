@@ -148,7 +148,7 @@ def _alternative_lines(alternative: Alternative) -> Iterable[str]:
 
 
 def _line(label: str, text: str) -> list[str]:
-    return textwrap.wrap(f"{label:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False, drop_whitespace=False) or [label]
+    return textwrap.wrap(f"{label:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False)
 
 
 def _wrapped(label: str, text: str) -> str:
