@@ -23,6 +23,7 @@ LAYERS = """
 runner
 runner.cli
 hydra_plugins.lm_runner
+runner.planning
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
@@ -50,6 +51,7 @@ THIRD_PARTY = {
     "runner.launch": {"torch"},
     "runner.fault_injection": {"torch"},
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
+    "runner.planning": {"torch", "numpy"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},

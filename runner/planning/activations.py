@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from runner.planning.data_facts import BatchShape
-from runner.planning.model_facts import LayerSizes
+from runner.planning.facts.data import BatchShape
+from runner.planning.facts.model import LayerSizes
 
 FP32 = 4
 GATED = ("gate_proj", "up_proj")

@@ -12,14 +12,14 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline
 from runner.engine.device.compile import resolve_compile_mode
 from runner.planning.config import PlanConfig
-from runner.planning.data_facts import DataFacts, data_facts
 from runner.planning.estimate import RunPlan, estimate_disk, find_alternatives
-from runner.planning.machine import resident_bytes, this_machine
+from runner.planning.facts.data import DataFacts, data_facts
+from runner.planning.facts.machine import resident_bytes, this_machine
+from runner.planning.facts.model import ModelFacts, model_facts
 from runner.planning.memory import estimate_memory
-from runner.planning.model_facts import ModelFacts, model_facts
 from runner.planning.report import plan_dict, plan_text, sweep_text
-from runner.planning.run_trial import trial_of
 from runner.planning.starts import PlannedRun, PlannedStart
+from runner.planning.trial.start import trial_of
 
 if TYPE_CHECKING:
     from data.tokenize.tokenizer import Tokenizer
@@ -48,8 +48,9 @@ class Planner:
     def plan(self, run: PlannedRun) -> RunPlan:
         cfg = run.config
         machine, ranks = self._machine(cfg.device), count_ranks(cfg)
+        cfg.model.check_memory()
+        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
         facts = self._model(cfg)
-        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)
         memory = estimate_memory(cfg, facts, data.shape, data.micro_batches, machine.device, self._process, ranks * cfg.distributed.nnodes)
         result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks)
         if not result.fits_memory:
@@ -74,7 +75,7 @@ class Planner:
                 each.trial = trials[key]
 
     def _model(self, cfg: Config) -> ModelFacts:
-        key = json.dumps([dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.optimizer)], default=str)
+        key = json.dumps([dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str)
         if key not in self._models:
             self._models[key] = model_facts(cfg)
         return self._models[key]

@@ -10,10 +10,10 @@ from typing import Any
 from common.errors import UserError
 from models.config import LoraConfig
 from runner.engine.config import Config
-from runner.planning.data_facts import BatchShape, DataFacts
-from runner.planning.machine import Machine
+from runner.planning.facts.data import BatchShape, DataFacts
+from runner.planning.facts.machine import Machine
+from runner.planning.facts.model import ModelFacts, model_facts
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate, estimate_memory
-from runner.planning.model_facts import ModelFacts, model_facts
 from runner.planning.starts import PlannedRun
 
 LORA = LoraConfig(rank=16, alpha=32.0, dropout=0.0, targets=["all-linear"])

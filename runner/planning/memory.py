@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from runner.engine.config import Config
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
-from runner.planning.data_facts import BatchShape
-from runner.planning.model_facts import LayerSizes, ModelFacts
+from runner.planning.facts.data import BatchShape
+from runner.planning.facts.model import LayerSizes, ModelFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16

@@ -104,8 +104,8 @@ def _data_lines(plan: RunPlan) -> list[str]:
     lines = _line("rows per epoch", f"{data.rows:,}, {data.held_out:,} more held out; {data.tokens:,} tokens")
     lines += _line("step", f"{data.sequences_per_step:,} {kind} in {data.micro_batches} micro-batches")
     lines += _line("longest micro-batch", f"{data.shape.rows} x {data.shape.tokens} tokens")
-    behind = f", {plan.run.done:,} of them done" if plan.run.done else ""
-    lines += _line("steps", f"{data.steps:,} ({data.epochs:.2f} epochs, {data.run_tokens:,} tokens){behind}")
+    done = f", {plan.run.done:,} of them done" if plan.run.done else ""
+    lines += _line("steps", f"{data.steps:,} ({data.epochs:.2f} epochs, {data.run_tokens:,} tokens){done}")
     if data.lost_tokens:
         fix = f"; data.max_length={data.keeping_length} keeps 99 %" if data.keeping_length > cfg.data.max_length else ""
         lines += _line("loss tokens cut off", f"{data.lost_tokens:,} ({data.lost_share:.1%}){fix}")
@@ -143,8 +143,8 @@ def _disk_lines(plan: RunPlan) -> list[str]:
 
 def _alternative_lines(alternative: Alternative) -> Iterable[str]:
     size = f"  {bytes_text(alternative.memory):>9} {'fits' if alternative.fits else '    '}  "
-    words = textwrap.wrap(alternative.overrides, WIDTH - len(size), break_on_hyphens=False, break_long_words=False)
-    return [(size if number == 0 else " " * len(size)) + line for number, line in enumerate(words)]
+    rows = textwrap.wrap(alternative.overrides, WIDTH - len(size), break_on_hyphens=False, break_long_words=False)
+    return [(size if number == 0 else " " * len(size)) + line for number, line in enumerate(rows)]
 
 
 def _line(label: str, text: str) -> list[str]:

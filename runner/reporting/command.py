@@ -9,7 +9,7 @@ from typing import Optional
 from common.errors import UserError, print_safely
 from runner.reporting.leaderboard import LEADERBOARD_FILE, REPORT_FILE, leaderboard_text, resolve_sweep, update_report
 from runner.reporting.page_server import serve_page
-from runner.reporting.run_page.page import run_summary, write_run_page
+from runner.reporting.run_page.page import run_text, write_run_page
 from runner.run_dir.resolve import is_sweep_dir, resolve_run
 
 
@@ -34,7 +34,7 @@ def print_report(cfg: ReportConfig) -> None:
     if is_sweep_dir(folder):
         print_safely(f"{leaderboard_text(folder)}\n\npage: {page}\ntable: {folder / LEADERBOARD_FILE}")
     else:
-        print_safely(f"{run_summary(folder)}\n\npage: {page}")
+        print_safely(f"{run_text(folder)}\n\npage: {page}")
     if cfg.serve:
         serve_page(folder, lambda: write_page(folder), cfg.port)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from common.errors import UserError, print_safely
 
 HOST = "127.0.0.1"
-MIN_SECONDS = 2.0  # between two times that the page is written
+PAGE_SECONDS = 2.0  # between two times that the page is written
 
 
 def serve_page(folder: Path, write: Callable[[], Path], port: int) -> None:
@@ -37,9 +37,9 @@ class PageServer(ThreadingHTTPServer):
         self._written, self._page = 0.0, b""
 
     def page(self) -> bytes:
-        """Return the page, at most MIN_SECONDS old."""
+        """Return the page, at most PAGE_SECONDS old."""
         with self._lock:
-            if not self._page or time.monotonic() > self._written + MIN_SECONDS:
+            if not self._page or time.monotonic() > self._written + PAGE_SECONDS:
                 self._page, self._written = self._write().read_bytes(), time.monotonic()
             return self._page
 

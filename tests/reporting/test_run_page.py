@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.reporting.run_page.live import LivePage
-from runner.reporting.run_page.page import run_summary, write_run_page
+from runner.reporting.run_page.page import run_text, write_run_page
 from runner.reporting.run_page.series import MAX_POINTS, choose_points, read_run_series
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
@@ -82,7 +82,7 @@ def test_run_page_names_overfitting_truncation_and_warnings(tmp_path: Path) -> N
     records = [train(30), evaluation(10, 2.0), evaluation(30, 2.5)]
     folder = write_run(tmp_path / "run", records, data=data, export={"weights": "best"})
     (folder / "train.log").write_text("warning: slow data\nstep 30/30 100.0% | loss 1\n")
-    text = run_summary(folder)
+    text = run_text(folder)
     assert "overfitting: the validation loss was lowest at step 10 (2.0000) and is 2.5000 now; model/ has the weights of the best evaluation" in text
     assert "rows.jsonl: truncation removed 56 of 100 tokens with loss (56%); raise data.max_length" in text
     assert "note: slow data" in text and "30 of 30" in text

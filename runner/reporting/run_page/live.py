@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 MAX_SHARE = 0.005  # of the time of training
-MIN_SECONDS = 5.0  # between two pages
+SECONDS_BETWEEN_PAGES = 5.0  # between two pages
 
 
 class LivePage:
@@ -35,4 +35,4 @@ class LivePage:
                 self._has_warned = True
                 self._warn(f"report.html cannot be written: {type(error).__name__}: {error}")
         ended = time.monotonic()
-        self._due = ended + max(MIN_SECONDS, (ended - begun) / MAX_SHARE)
+        self._due = ended + max(SECONDS_BETWEEN_PAGES, (ended - begun) / MAX_SHARE)

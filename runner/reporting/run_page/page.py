@@ -43,8 +43,8 @@ CHARTS = (
     ("Share of time that waits for data", ("data_wait",), False),
     ("Seconds that saves took", ("save_stall",), False),
 )
-HIDDEN = {"perplexity"}  # the exponential of a loss that is drawn
-DATA_COLUMNS = ("file", "schema", "read", "kept", "split", "truncated", "dropped", "bad", "tokens", "loss_tokens", "lost_loss_tokens")
+NOT_CHARTED = {"perplexity"}  # the exponential of a loss that is drawn
+DATA_FIELDS = ("file", "schema", "read", "kept", "split", "truncated", "dropped", "bad", "tokens", "loss_tokens", "lost_loss_tokens")
 ATTEMPT_COLUMNS = ("attempt", "started", "ended", "outcome", "step", "exact", "error")
 
 
@@ -55,7 +55,7 @@ def write_run_page(folder: Path) -> Path:
     return path
 
 
-def run_summary(folder: Path) -> str:
+def run_text(folder: Path) -> str:
     """Return status, numbers, notes and commands of a run as text for a terminal."""
     run = read_run_report(folder)
     lines = [f"run {folder}", " · ".join([run.status, *_labels(run)]), *(f"{name:<22}{value}" for name, value in _numbers(run))]
@@ -75,7 +75,7 @@ def run_page(run: RunReport) -> str:
         charts=_charts(run),
         table=_newest(run.series.train),
         nonfinite=", ".join(f"{name} in {count} records" for name, count in run.series.nonfinite.items()),
-        data_rows=_table(DATA_COLUMNS, run.fields.get("data")),
+        data_rows=_table(DATA_FIELDS, run.fields.get("data")),
         changed_settings=changed,
         attempts=_table(ATTEMPT_COLUMNS, attempts),
         environment=[(str(name), _cell(value)) for name, value in environment.items()] if isinstance(environment, dict) else [],
@@ -171,7 +171,7 @@ def _commands(run: RunReport) -> list[tuple[str, str]]:
 
 def _charts(run: RunReport) -> list[dict[str, Any]]:
     train, evaluation = run.series.train, run.series.eval
-    present = [name for name in dict.fromkeys([*train.fields, *evaluation.fields]) if name not in HIDDEN]
+    present = [name for name in dict.fromkeys([*train.fields, *evaluation.fields]) if name not in NOT_CHARTED]
     listed = {name for _, names, _ in CHARTS for name in names}
     charts = [(title, [name for name in names if name in present], log) for title, names, log in CHARTS]
     charts += [(name.replace("_", " "), [name], False) for name in present if name not in listed]

@@ -20,7 +20,7 @@ from runner.run_dir.saved_config import load_saved_config
 
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
 MAX_WARNINGS = 40  # different ones, the newest
-MAX_LOG_BYTES = 1 << 20  # read from the end of train.log
+LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
 
 
@@ -124,8 +124,8 @@ def _log_text(path: Path) -> str:
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as log:
-            log.seek(max(0, size - MAX_LOG_BYTES))
-            return log.read(MAX_LOG_BYTES).decode("utf-8", "replace")
+            log.seek(max(0, size - LOG_TAIL_BYTES))
+            return log.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
 

@@ -12,14 +12,14 @@ from runner.reporting.metrics_reader import finite_number
 MAX_POINTS = 2000  # of one kind of record on the page
 AXES = ("step", "tokens", "seconds")
 NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite"}
-Column = list[float | None]
+Numbers = list[float | None]
 
 
 @dataclass
 class Series:
     """Records of one kind: a column for each axis and field, all of one length. None: not logged, or not finite."""
 
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, Numbers] = field(default_factory=dict)
     records: int = 0  # before the reduction
 
     def __len__(self) -> int:

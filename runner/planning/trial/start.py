@@ -17,11 +17,11 @@ from runner.engine.config import Config
 from runner.launch.subprocesses import child_env, failure_reason, last_lines, spawn
 from runner.tracking.config import TrackerConfig
 
-TRIAL = REPO_ROOT / "runner" / "planning" / "trial.py"
+TRIAL = REPO_ROOT / "runner" / "planning" / "trial" / "process.py"
 
 
 def trial_of(cfg: Config) -> dict[str, Any]:
-    """Return the result of trial.py for these settings. Raises UserError where the run refuses its settings, TrainingError where it fails."""
+    """Return the result of the trial with these settings. Raises UserError where the run refuses its settings, TrainingError where it fails."""
     tracker = TrackerConfig(name="none", page=False, console="quiet")
     cfg = dataclasses.replace(cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False))
     make_dirs(Path(cfg.data.cache))

@@ -1,4 +1,4 @@
-"""Process that really runs a few steps of a planned run in a temporary folder: `python runner/planning/trial.py FOLDER`.
+"""Process that really runs a few steps of a planned run in a temporary folder: `python runner/planning/trial/process.py FOLDER`.
 
 Reads FOLDER/trial.json, writes FOLDER/result.json. The folder is removed by the process that started this one.
 """
@@ -6,8 +6,8 @@ Reads FOLDER/trial.json, writes FOLDER/result.json. The folder is removed by the
 import os
 import sys
 
-if not __package__:  # started by path: replace runner/planning/ on sys.path by the repository root
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if not __package__:  # started by path: replace runner/planning/trial/ on sys.path by the repository root
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ from common.plugins import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch.train_process import config_from_json
-from runner.planning.machine import peak_resident_bytes
+from runner.planning.facts.machine import peak_resident_bytes
 from runner.run_dir.lock import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def time_steps(state: "TrainState") -> dict[str, Any]:
     from runner.engine.loop import step_with_retries
     from runner.engine.optim.schedules import lr_at
     from runner.engine.step_metrics import flush_steps
-    from runner.planning.data_facts import longest_batch
+    from runner.planning.facts.data import longest_batch
 
     cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
     micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)

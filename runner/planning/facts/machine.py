@@ -36,7 +36,7 @@ def this_machine(device: str) -> Machine:
 
 
 def available_memory() -> int:
-    """Return the bytes that the system can give to programs without ending others (MemAvailable of Linux); elsewhere those that are free."""
+    """Return the bytes that the system can give to programs without ending others (MemAvailable of Linux); on other systems all memory."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(lines["MemAvailable"].split()[0]) * 1024

@@ -78,7 +78,8 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     stores = {id(part.store): part.store for part in getattr(pipeline.train.rows, "sources", ())}
     cut = measure_truncation((store.stats for store in stores.values()), cfg.data.max_length)
     batch = longest_batch(loader)
-    shape = BatchShape(*batch.input_ids.shape, is_packed=batch.document_ids is not None)
+    rows, length = batch.input_ids.shape
+    shape = BatchShape(rows, length, is_packed=batch.document_ids is not None)
     sequences = pipeline.train
     tokens = round(sequences.fill_ratio * len(sequences) * sequences.capacity) if isinstance(sequences, PackedSequences) else _count_tokens(loader)
     return DataFacts(
