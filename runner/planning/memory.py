@@ -15,6 +15,7 @@ from runner.planning.facts.model import LayerSizes, ModelFacts
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
+CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
 LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
 # The heap of a CPU process keeps freed memory (runner/engine/device/cpu.py), and holes between saved tensors are not all used again. The share
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
@@ -51,7 +52,7 @@ def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_bat
         "weights": FP32 * facts.parameters // shards,
         "reference model": FP32 * facts.reference // shards,
         "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
-        "process and data": process + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
+        "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
     }
     keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
     moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards).items()}

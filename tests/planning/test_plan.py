@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from data.tokenize.block import RowStats
 from models.language_model import create_model
 from models.lora import add_lora
 from runner.config.compose import compose_config
+from runner.engine.config import Config
 from runner.engine.optim.groups import build_optimizer
 from runner.planning.activations import saved_per_layer
 from runner.planning.command import Planner
@@ -24,6 +27,7 @@ from runner.planning.facts.model import layer_sizes, model_facts
 from runner.planning.memory import FP32, computation
 from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import planned_start
+from runner.planning.trial.start import remove_leftovers
 
 TINY = ["device=cpu", "init_from=scratch", "train.max_steps=4"]
 SMALL_MOE = ["model=minimind_moe", "model.hidden_size=32", "model.head_dim=8", "model.moe_intermediate_size=48", "model.num_hidden_layers=2"]
@@ -57,23 +61,27 @@ def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
     assert model_facts(cfg).active == model_facts(dense).parameters + routers
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "packed"])
-@pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["stage=lora"], ["stage=lora", "precision=bf16"], SMALL_MOE], ids=["fp32", "bf16", "lora", "lora_bf16", "moe"])
+@pytest.mark.parametrize(
+    ("overrides", "packed"),
+    [([], False), (["precision=bf16"], True), (["stage=lora"], True), (["stage=lora", "precision=bf16"], False), (SMALL_MOE, True)],
+    ids=["fp32", "bf16", "lora", "lora_bf16", "moe"],
+)
 def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: list[str], packed: bool):
-    saved = [saved_bytes([*TINY, *overrides, f"model.num_hidden_layers={layers}"], packed) for layers in (1, 2)]
     cfg = compose_config([*TINY, *overrides])
+    saved = [saved_bytes(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)), packed) for layers in (1, 2)]
     formula = saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, packed), computation(cfg, model_facts(cfg), "cpu"))
     assert formula == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
-def saved_bytes(overrides: list[str], packed: bool) -> int:
+def saved_bytes(cfg: Config, packed: bool) -> int:
     """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of parameters."""
-    cfg = compose_config(overrides)
     model, ids = create_model(cfg.model), torch.randint(0, 9, (4, 64))
     if cfg.stage.lora is not None:
         add_lora(model, cfg.stage.lora)
     model.activation_checkpointing = "none"
-    own, sizes, alive = {p.untyped_storage().data_ptr() for p in model.parameters()}, dict[int, int](), []
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -130,13 +138,13 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
 
 
 def test_sweep_plans_every_point_with_the_settings_that_it_derives():
-    start = planned_start([*TINY, "train.batch_size=2,4", "optimizer.lr=1e-3,1e-4"], ["--multirun"])
+    start = planned_start([*TINY, "train.batch_size=2,4"], ["--multirun"])
     planner = Planner()
     plans = [planner.plan(run) for run in start.runs]
-    assert [plan.data.steps for plan in plans] == [4, 4, 2, 2]  # the same tokens
-    assert {"train.batch_size=4", "train.max_steps=2"} <= set(plans[2].run.overrides)
+    assert [plan.data.steps for plan in plans] == [4, 2]  # the same tokens
+    assert {"train.batch_size=4", "train.max_steps=2"} <= set(plans[1].run.overrides)
     text = sweep_text(plans, start.trials)
-    assert "total of 4 jobs" in text and max(map(len, text.splitlines())) <= 80
+    assert "total of 2 jobs" in text and max(map(len, text.splitlines())) <= 80
     assert len(planner._models) == 1
 
 
@@ -152,3 +160,11 @@ def test_truncation_names_the_length_that_keeps_99_percent():
     cut = measure_truncation([stats], 100)
     assert (cut.lost, cut.total, cut.share) == (50, 100, 0.5) and 149 <= cut.limit <= 156
     assert measure_truncation([RowStats(loss_tokens=50)], 100).limit == 100
+
+
+def test_leftovers_of_killed_plans_are_removed_and_those_of_living_ones_stay(tmp_path: Path):
+    dead, alive = (tmp_path / f"plan-{socket.gethostname()}-{pid}-x" for pid in (2**22 + 1, os.getpid()))
+    for folder in (dead, alive, tmp_path / "plan-another.machine-4194305-x"):
+        folder.mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "plan-another.machine-4194305-x"])

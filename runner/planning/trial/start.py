@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -24,8 +27,10 @@ def trial_of(cfg: Config) -> dict[str, Any]:
     """Return the result of the trial with these settings. Raises UserError where the run refuses its settings, TrainingError where it fails."""
     tracker = TrackerConfig(name="none", page=False, console="quiet")
     cfg = dataclasses.replace(cfg, tracker=tracker, train=dataclasses.replace(cfg.train, verify_resume=False, supervise=False))
-    make_dirs(Path(cfg.data.cache))
-    with tempfile.TemporaryDirectory(prefix="plan-", dir=cfg.data.cache) as folder:
+    cache = Path(cfg.data.cache)
+    make_dirs(cache)
+    remove_leftovers(cache)
+    with tempfile.TemporaryDirectory(prefix=f"{_prefix()}{os.getpid()}-", dir=cache) as folder:
         write_json(Path(folder) / "trial.json", {"config": dataclasses.asdict(cfg)})
         log = Path(folder) / "trial.log"
         code = _run([str(TRIAL), folder], log)
@@ -36,6 +41,18 @@ def trial_of(cfg: Config) -> dict[str, Any]:
             lines = last_lines(log)
             raise TrainingError(f"the trial of the first steps failed: {failure_reason(code, {}, lines)}; timing=false estimates without it")
     return result
+
+
+def remove_leftovers(cache: Path) -> None:
+    """Delete the folders of trials whose process was killed on this machine."""
+    for folder in cache.glob(f"{glob.escape(_prefix())}*"):
+        pid = folder.name.removeprefix(_prefix()).partition("-")[0]
+        if pid.isdigit() and not folder.is_symlink() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix() -> str:
+    return f"plan-{socket.gethostname()}-"
 
 
 def _run(program: list[str], log: Path) -> int:
