@@ -23,7 +23,7 @@ LAYERS = """
 runner
 runner.cli
 hydra_plugins.lm_runner
-runner.planning
+runner.planning > runner.planning.trial > runner.planning.facts
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving

@@ -143,7 +143,7 @@ def _disk_lines(plan: RunPlan) -> list[str]:
 
 def _alternative_lines(alternative: Alternative) -> Iterable[str]:
     size = f"  {bytes_text(alternative.memory):>9} {'fits' if alternative.fits else '    '}  "
-    rows = textwrap.wrap(alternative.overrides, WIDTH - len(size), break_on_hyphens=False, break_long_words=False)
+    rows = textwrap.wrap(alternative.overrides, WIDTH - len(size), break_on_hyphens=False)
     return [(size if number == 0 else " " * len(size)) + line for number, line in enumerate(rows)]
 
 
