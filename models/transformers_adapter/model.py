@@ -105,7 +105,7 @@ class TransformersModel(LanguageModel):
             return self._generate_step(input_ids, position_ids, mask, cache)
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
-            arguments |= packed_arguments(self.kernels, document_ids, position_ids)
+            arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
         if labels is None:
             return ModelOutput(self.hf(input_ids, **arguments).logits, None, None)
         if self.kernels.chunked_loss:

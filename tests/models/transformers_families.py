@@ -51,7 +51,7 @@ FAMILIES: dict[str, Family] = {
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
-    "gpt_oss": Family(EXPERTS, own_attention=False, packing="mask"),
+    "gpt_oss": Family(EXPERTS | {"sliding_window": 8}, own_attention=False, packing="layer_masks"),
     "gemma": Family({"tie_word_embeddings": True}),
     "gemma2": Family({"sliding_window": 8}, own_attention=False, chunked_loss=False),
     "gemma3_text": Family({"sliding_window": 8}),
