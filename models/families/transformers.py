@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, check_choice
+from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, ModelSize, register_model
 
 HF_ATTENTION = ("auto", "own", "sdpa", "eager")
@@ -37,6 +37,7 @@ class TransformersConfig(ModelConfig):
     attention: str = field(
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json
     path: Optional[str]  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
@@ -45,6 +46,8 @@ class TransformersConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model.attention", self.attention, HF_ATTENTION)
+        if self.router_aux_loss_coef is not None:
+            check_at_least("model.router_aux_loss_coef", self.router_aux_loss_coef, 0, 0.001)
         if not isinstance(self.config.get("model_type"), str):
             raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
 
@@ -78,6 +81,7 @@ class TransformersConfig(ModelConfig):
             tie_word_embeddings=bool(text.tie_word_embeddings),
             config=config,
             attention="auto",
+            router_aux_loss_coef=None,
             path=None,
         )
 

@@ -21,6 +21,7 @@ from models.language_model import LanguageModel, ModelOutput
 from models.layers.activation_checkpointing import full_checkpointing, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import register_attention
+from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
 
 
@@ -54,18 +55,20 @@ class TransformersModel(LanguageModel):
         for name, parameter in hf.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
+        self.balance = BalanceLoss(hf, cfg.router_aux_loss_coef)
         self._checkpointing = "none"
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
     def prepare(self, is_packed: bool) -> str:
         self.kernels = choose_kernels(self.hf, self.cfg.attention)
+        self.balance.check(self.hf)
         if is_packed and self.kernels.packing == "none":
             raise UserError(
                 f"packed rows of {self.cfg.name} would not be exact: their log-probabilities differ from those of single rows",
                 "data.packing",
                 "data.packing=none",
             )
-        return self.kernels.describe()
+        return self.kernels.describe() + self.balance.describe()
 
     def train(self, mode: bool = True) -> TransformersModel:
         self.hf.training = mode
@@ -106,14 +109,20 @@ class TransformersModel(LanguageModel):
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
+        with self.balance.recording():
+            logits, nll = self._compute(input_ids, labels, reduction, arguments)
+        return ModelOutput(logits, nll, self.balance.loss(input_ids.shape, lengths, document_ids))
+
+    def _compute(self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Return (logits, None) without labels, (None, nll) with them. `arguments`: further ones of the model of transformers."""
         if labels is None:
-            return ModelOutput(self.hf(input_ids, **arguments).logits, None, None)
+            return self.hf(input_ids, **arguments).logits, None
         if self.kernels.chunked_loss:
             x = self.hf.base_model(input_ids, **arguments).last_hidden_state  # (B, T, D)
-            return ModelOutput(None, self.hf.get_output_embeddings()(x, labels, reduction), None)
+            return None, self.hf.get_output_embeddings()(x, labels, reduction)
         logits = self.hf(input_ids, **arguments).logits.float()  # (B, T, V)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
-        return ModelOutput(None, nll if reduction == "sum" else nll.view_as(labels), None)
+        return None, nll if reduction == "sum" else nll.view_as(labels)
 
     def _generate_step(self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> ModelOutput:
         """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
