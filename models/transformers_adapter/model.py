@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import UserError
@@ -22,16 +22,8 @@ from models.layers.activation_checkpointing import full_checkpointing, selective
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.balance import BalanceLoss
+from models.transformers_adapter.generation import GenerationMethod, TransformersCache, choose_generation, generation_step, length_dependence
 from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
-
-
-class TransformersCache:
-    """Keys, values and recurrent states of the tokens computed so far, as transformers stores them."""
-
-    def __init__(self, hf_config: Any) -> None:
-        self.states = DynamicCache(config=hf_config)
-        self.length = 0  # cached tokens per row
-        self.ids: Tensor | None = None  # (B, length) of a model that has no cache of this kind and computes all tokens again
 
 
 class TransformersModel(LanguageModel):
@@ -57,6 +49,7 @@ class TransformersModel(LanguageModel):
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
         self.balance = BalanceLoss(hf, cfg.router_aux_loss_coef)
         self._checkpointing = "none"
+        self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
     def prepare(self, is_packed: bool) -> str:
@@ -74,6 +67,11 @@ class TransformersModel(LanguageModel):
         self.hf.training = mode
         super().train(mode)
         return self
+
+    @property
+    def output_layer(self) -> nn.Module | None:
+        layer: nn.Module | None = self.hf.get_output_embeddings()
+        return layer
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -105,7 +103,7 @@ class TransformersModel(LanguageModel):
         reduction: str = "none",
     ) -> ModelOutput:
         if cache is not None:
-            return self._generate_step(input_ids, position_ids, mask, cache)
+            return ModelOutput(generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None)
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
             arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
@@ -124,17 +122,15 @@ class TransformersModel(LanguageModel):
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
         return None, nll if reduction == "sum" else nll.view_as(labels)
 
-    def _generate_step(self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> ModelOutput:
-        """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
-        arguments: dict[str, Any] = {"attention_mask": None if mask is None else mask[:, 0, -1].expand(len(input_ids), -1).long(), "logits_to_keep": 1}
-        if "past_key_values" in self._accepted:
-            arguments |= {"past_key_values": cache.states, "use_cache": True, "position_ids": position_ids}
-        else:
-            input_ids = cache.ids = input_ids if cache.ids is None else torch.cat([cache.ids, input_ids], dim=1)
-            cache.length = 0
-        out = self.hf(input_ids, **{name: value for name, value in arguments.items() if name in self._accepted})
-        cache.length += input_ids.shape[1]
-        return ModelOutput(out.logits[:, -1:], None, None)
+    def generates_in_batches(self, max_length: int) -> bool:
+        dependence = length_dependence(self.hf.config)
+        return self._generation().in_batches and (dependence is None or max_length <= dependence.length)
+
+    def _generation(self) -> GenerationMethod:
+        """Return how this model generates, found at its first generation."""
+        if self._method is None:
+            self._method = choose_generation(self.hf, self._accepted)
+        return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         for layer in self.layers:
@@ -143,7 +139,7 @@ class TransformersModel(LanguageModel):
             )  # hooks of FSDP stay outside
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
-        return TransformersCache(self.hf.config)
+        return TransformersCache(self.hf.config, self._generation().has_cache)
 
 
 def _forward(layer: nn.Module, plain: Any, compiled: Any, single_row: bool, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
