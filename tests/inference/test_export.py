@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ IDS = torch.arange(3, 30)[None]
 
 
 def export_config(run: Path, to: Path, **changes: object) -> ExportSettings:
-    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "shard_size": "5GB", "license": None, "converter": None, "verify": True}
+    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "max_shard_size": "5GB"}
+    values |= {"license": None, "base_model": None, "converter": None, "verify": True}
     return ExportSettings(**values | changes)
 
 
@@ -46,8 +48,9 @@ def adapter(hf_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exported_folder_is_compared_and_has_the_dtype(hf_folder: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_export(hf_folder, tmp_path / "to", dtype=dtype, license="apache-2.0", shard_size="100KB")
-    assert "read by transformers: largest difference" in capsys.readouterr().out
+    run_export(hf_folder, tmp_path / "to", dtype=dtype, license="apache-2.0", max_shard_size="100KB")
+    out = capsys.readouterr().out
+    assert f"read by transformers {version('transformers')}: largest difference" in out and "the same token ids" in out
     assert json.loads((tmp_path / "to" / "config.json").read_text())["torch_dtype"] == dtype
     assert len(list((tmp_path / "to").glob("model-*.safetensors"))) > 1
     card = (tmp_path / "to" / "README.md").read_text()
@@ -98,12 +101,12 @@ def own_folder(hf_folder: Path, tmp_path: Path) -> Path:
 
 def test_export_detects_other_token_ids(own_folder: Path) -> None:
     tokenizer = load_trained(own_folder, "cpu").tokenizer
-    verify.check_token_ids(own_folder, tokenizer)
+    verify.check_tokenizer(own_folder, tokenizer)
     stored = json.loads((own_folder / "tokenizer.json").read_text())
     stored["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}  # digits are no tokens of their own
     (own_folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="other token ids"):
-        verify.check_token_ids(own_folder, tokenizer)
+        verify.check_tokenizer(own_folder, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +128,7 @@ def test_export_that_cannot_be_written_is_refused(hf_folder: Path, changes: dict
     [
         ({"dtype": "q8_0"}, "dtype must be one of float32, bfloat16, float16"),
         ({"format": "onnx"}, "format must be one of gguf, hf, merged, minimind, peft"),
-        ({"shard_size": "big"}, "shard_size must be a number with"),
+        ({"max_shard_size": "big"}, "max_shard_size must be a number above 0 with"),
         ({"converter": "convert.py"}, "converter is read by format=gguf only"),
     ],
 )
