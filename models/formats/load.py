@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.guarded_files import check_source_file
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import base_model_of, is_adapter_dir, model_dir, read_json_file, read_model_config
 from models.formats.minimind import read_pth
 from models.formats.peft import merge_adapter_into, read_adapter
-from models.formats.stored_size import check_size_of_weights, weight_files
-from models.formats.tensor_files import read_tensors
+from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
+from models.formats.tensor_files import read_tensors, read_torch_file
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
 from models.lora import add_lora, load_adapter, merge_adapters
@@ -57,16 +58,35 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     if is_adapter_dir(folder):
         return merge_adapter_into(load_weights(base_model_of(folder), family), folder)
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
+    stored = read_weights(folder)
     if isinstance(cfg, TransformersConfig):
-        from models.transformers_adapter.load import load_transformers_weights
+        from models.transformers_adapter.load import to_transformers_names
 
-        return load_transformers_weights(folder, cfg)
-    files = weight_files(folder)
-    if not files:
-        raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
-    state = {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
+        return to_transformers_names(stored, cfg, str(folder))
+    state = {name: tensor.float() for name, tensor in stored.items()}
     if cfg is not None:
         state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], cfg)
+    return state
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the stored tensors of a model folder. Raises UserError if there are none, for a name in two files, and for quantized weights."""
+    files = weight_files(folder)
+    if not files:
+        fix = "give the folder of a finished run, a Hugging Face folder, or a .pth file"
+        raise UserError("the folder has no model*.safetensors and no pytorch_model*.bin", str(folder), fix)
+    state: dict[str, Tensor] = {}
+    for file in files:
+        check_source_file(file)
+        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DAMAGED_HINT)
+        if twice := next((name for name in stored if name in state), None):
+            raise UserError(f"two files of weights have a tensor {twice}", str(file), DAMAGED_HINT)
+        state |= stored
+    for name, tensor in state.items():
+        if tensor.dtype.itemsize == 1 and tensor.ndim > 1 and tensor.dtype != torch.bool and name.endswith("weight"):
+            raise UserError(
+                f"{name} is stored as {str(tensor.dtype)[6:]}: quantized weights are not read", str(folder), "choose the folder of the original weights"
+            )
     return state
 
 

@@ -99,7 +99,7 @@ def test_balance_loss_of_micro_batches_is_that_of_one_batch_also_with_activation
     ("mixtral", {"router_aux_loss_coef": 0.0}, "no load-balancing loss: router_aux_loss_coef is 0"),
     pytest.param("deepseek_v3", {}, "no load-balancing loss: transformers has none for DeepseekV3ForCausalLM", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_model_of_experts_without_balance_loss_says_so(name: str, changes: dict[str, Any], line: str, tmp_path: Path) -> None:
+def test_model_of_experts_without_balance_loss_reports_it(name: str, changes: dict[str, Any], line: str, tmp_path: Path) -> None:
     write_family(tmp_path, name)
     model = model_of(tmp_path, **changes)
     assert line in str(model.kernels_description) and model(**packed(rows_of_documents())).aux_loss is None
