@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, C tokens with the cached ones, S documents, D hidden s
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -75,8 +76,20 @@ class TransformersModel(LanguageModel):
 
     @property
     def layers(self) -> nn.ModuleList:
-        inner = [module for module in self.hf.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        return nn.ModuleList(inner) if inner else nn.ModuleList([self.hf.base_model])
+        """Those whose parameters belong to no other module: a parameter that layers share stays with the rest of the model."""
+        layers = self._blocks()
+        owners = Counter(id(parameter) for module in self.modules() for parameter in module.parameters(recurse=False))
+        inside = [Counter(id(parameter) for module in layer.modules() for parameter in module.parameters(recurse=False)) for layer in layers]
+        return nn.ModuleList(layer for layer, own in zip(layers, inside, strict=True) if all(owners[parameter] == count for parameter, count in own.items()))
+
+    def _blocks(self) -> list[nn.Module]:
+        """Return the repeated blocks of the model, none inside of another; [] if its class names none."""
+        modules = list(self.hf.base_model.modules())
+        whole = set(self.hf._no_split_modules or ())
+        found = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+        found = found or [module for module in modules if whole & {cls.__name__ for cls in type(module).__mro__}]
+        inner = {id(child) for module in found for child in module.modules() if child is not module}
+        return [module for module in found if id(module) not in inner]
 
     @property
     def activation_checkpointing(self) -> str:
@@ -87,9 +100,17 @@ class TransformersModel(LanguageModel):
         self._checkpointing = mode
         if mode == "none":
             return
+        if not (blocks := self._blocks()):
+            setting = f"train.activation_checkpointing={mode}"
+            raise UserError(
+                f"{type(self.hf).__name__} of transformers has no layers that can be recomputed one by one", setting, "train.activation_checkpointing=none"
+            )
         recompute = selective_checkpointing if mode == "selective" else full_checkpointing
-        for layer in self.layers:
-            vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+        for block in blocks:
+            if isinstance(block, GradientCheckpointingLayer):
+                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+            else:
+                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, recompute)
 
     def forward(
         self,
@@ -133,7 +154,7 @@ class TransformersModel(LanguageModel):
         return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        for layer in self.layers:
+        for layer in self._blocks() or [self.hf.base_model]:
             vars(layer)["forward"] = partial(
                 _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
             )  # hooks of FSDP stay outside
@@ -146,3 +167,7 @@ def _forward(layer: nn.Module, plain: Any, compiled: Any, single_row: bool, hidd
     """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second compilation."""
     is_compiled = layer.training and (len(hidden_states) == 1) == single_row
     return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)
+
+
+def _recomputed_forward(block: nn.Module, forward: Any, recompute: Any, *arguments: Any, **options: Any) -> Any:
+    return recompute(partial(forward, **options), *arguments) if block.training and torch.is_grad_enabled() else forward(*arguments, **options)
