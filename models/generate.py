@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, C capacity of the cache (tokens), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,15 @@ def generate(
     stop_ids: list[int],
     generator: torch.Generator | list[torch.Generator] | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    on_end: Callable[[int, bool], None] | None = None,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the stop token that ended it.
 
     temperature 0: greedy; top_k 0 and top_p 1 (https://arxiv.org/abs/1904.09751): no truncation; repetition_penalty
     (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from `generator` (default: a new
-    one with seed 0), never from torch's global generator; with a list of them each row has its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `before_token()` before
-    each forward pass: it may raise to stop. A row ends at a stop token,
+    one with seed 0), never from torch's global generator; with a list of them each row has its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
+    has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a stop token,
     after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are generated one by one
     where a batch would not give the logits that they get alone. Raises UserError if a prompt is empty or too long for the model.
     """
@@ -49,8 +50,8 @@ def generate(
         for rows in _batches(model, prompts, limits):
             own = generator[rows.start : rows.stop] if isinstance(generator, list) else generator
             sampler = Sampler(temperature, top_k, top_p, repetition_penalty, own)
-            numbered = None if on_token is None else partial(_call_with_offset, on_token, rows.start)
-            answers += _generate(model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), numbered, before_token)
+            events = _Events(on_token, on_end, before_token, rows.start)
+            answers += _generate(model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), events)
         return answers
     finally:
         model.train(training)
@@ -64,8 +65,21 @@ def _batches(model: LanguageModel, prompts: list[list[int]], limits: list[int]) 
     return [range(row, row + 1) for row in range(len(prompts))]
 
 
-def _call_with_offset(on_token: Callable[[int, int], None], offset: int, row: int, token: int) -> None:
-    on_token(offset + row, token)
+class _Events(NamedTuple):
+    """The callbacks of `generate`, for rows from number `first` on."""
+
+    on_token: Callable[[int, int], None] | None
+    on_end: Callable[[int, bool], None] | None
+    before_token: Callable[[], None]
+    first: int
+
+    def token(self, row: int, token: int) -> None:
+        if self.on_token is not None:
+            self.on_token(self.first + row, token)
+
+    def end(self, row: int, has_stop_token: bool) -> None:
+        if self.on_end is not None:
+            self.on_end(self.first + row, has_stop_token)
 
 
 @torch.no_grad()
@@ -75,11 +89,12 @@ def _generate(
     limits: list[int],
     sampler: Sampler,
     stop_ids: set[int],
-    on_token: Callable[[int, int], None] | None,
-    before_token: Callable[[], None],
+    events: _Events,
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     active = {row for row, limit in enumerate(limits) if limit}
+    for row in set(range(len(prompts))) - active:
+        events.end(row, has_stop_token=False)
     if not active:
         return answers
     embedding = next(model.parameters())
@@ -94,7 +109,7 @@ def _generate(
     # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN, and NaN spreads.
     mask = ((torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool() | torch.eye(T, dtype=torch.bool, device=device)).unsqueeze(1)
     while True:
-        before_token()
+        events.before_token()
         logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
         ids = sampler(logits.float(), seen).unsqueeze(1)  # (B, 1)
         for row, token in enumerate(ids[:, 0].tolist()):
@@ -102,12 +117,13 @@ def _generate(
                 continue
             if token in stop_ids:
                 active.discard(row)
+                events.end(row, has_stop_token=True)
                 continue
             answers[row].append(token)
+            events.token(row, token)
             if len(answers[row]) == limits[row]:
                 active.discard(row)
-            if on_token is not None:
-                on_token(row, token)
+                events.end(row, has_stop_token=False)
         if not active:
             return answers
         seen.scatter_(1, ids, True)
