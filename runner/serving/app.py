@@ -100,7 +100,7 @@ class _Server:
         if body.top is not None:
             scores = [responder.score_of(answer) for answer in answers]
             await self._run([score for score in scores if score is not None], request)
-        return JSONResponse(responder.whole(answers, scores))
+        return JSONResponse(responder.complete(answers, scores))
 
     def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
         body: Body = parse_request(kind, data)
@@ -130,8 +130,8 @@ class _Server:
         positions = self.generation.trained.model.cfg.max_position_embeddings
         requested = body.requested_tokens
         if longest + (requested or 0) > positions:
-            asked = "" if requested is None else f" and max_tokens is {requested}"
-            raise ApiError(400, f"the prompt has {longest} tokens{asked}: this model has {positions} positions", code="context_length_exceeded")
+            limit = "" if requested is None else f" and max_tokens is {requested}"
+            raise ApiError(400, f"the prompt has {longest} tokens{limit}: this model has {positions} positions", code="context_length_exceeded")
         stop_ids = self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
         limit = self.max_new_tokens if requested is None else requested
         return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, tuple(stop_ids))

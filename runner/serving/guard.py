@@ -41,15 +41,15 @@ class Guard:
             self._check(scope["path"], Headers(scope=scope))
             return await self.app(scope, _replaying(await _read_body(scope, receive), receive), noting_start)
         except ApiError as error:
-            refusal = error
+            response = error
         except Exception:  # the client learns nothing of the inside; the one who runs the server does
             print_safely(traceback.format_exc(), file=sys.stderr)
-            refusal = ApiError(500, "the server failed; its log has the cause", "server_error")
+            response = ApiError(500, "the server failed; its log has the cause", "server_error")
         if not is_started:
-            await JSONResponse(refusal.body(), refusal.status, headers={"connection": "close"})(scope, receive, send)
+            await JSONResponse(response.body(), response.status, headers={"connection": "close"})(scope, receive, send)
 
     def _check(self, path: str, headers: Headers) -> None:
-        """Raises ApiError for a request from elsewhere or without the key."""
+        """Raises ApiError for a request that must not be answered."""
         if self.allowed_hosts is not None:
             origin = headers.get("origin")
             if _host_name(headers.get("host", "")) not in self.allowed_hosts:

@@ -20,7 +20,7 @@ class Responder:
         self.body, self.tokenizer, self.is_chat = body, tokenizer, isinstance(body, ChatRequest)
         self._head = {"id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: list[Answer], scores: list[Score | None]) -> dict[str, Any]:
+    def complete(self, answers: list[Answer], scores: list[Score | None]) -> dict[str, Any]:
         choices = [self._choice(i, answer, score) for i, (answer, score) in enumerate(zip(answers, scores, strict=True))]
         return {**self._head, "object": "chat.completion" if self.is_chat else "text_completion", "choices": choices, "usage": self._usage(answers)}
 

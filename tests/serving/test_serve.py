@@ -104,8 +104,9 @@ def test_serve_gives_lm_eval_the_score_that_it_has_in_process(port: int, served_
     through = lm_eval.simple_evaluate("local-completions", model_args=arguments | {"num_concurrent": 2}, **settings)
 
     from runner.inference.harness.model import HarnessModel
+    from runner.tracking.progress import EvaluationProgress
 
-    inside = lm_eval.simple_evaluate(HarnessModel(trained, 4, lambda *done: None), **settings)
+    inside = lm_eval.simple_evaluate(HarnessModel(trained, 4, EvaluationProgress("")), **settings)
     for name, metric in (("choice", "acc,none"), ("answer", "exact_match,none")):
         assert through["results"][name][metric] == inside["results"][name][metric]
     responses = [[row["filtered_resps"] for name in kinds for row in result["samples"][name]] for result in (through, inside)]
@@ -148,7 +149,7 @@ def configured(**changes: Any) -> ServeConfig:
         ({"host": "0.0.0.0"}, "", f"without a key other machines could use the model.*{API_KEY}"),
         ({"host": "no.such.host.invalid"}, "", "host is no address"),
         ({"port": 70000}, "", "port must be in"),
-        ({}, "two words", "the key has a space"),
+        ({}, "a b", "the key has a space"),
     ],
 )
 def test_serve_refuses_addresses_and_keys_that_are_not_safe(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], key: str, message: str) -> None:
