@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Self
@@ -9,6 +10,8 @@ from typing import Any, ClassVar, Optional, Self
 from common.errors import UserError
 from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, ModelSize, register_model
+from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS
+from models.families.hf_rope import list_fields
 
 HF_ATTENTION = ("auto", "own", "sdpa", "eager")
 # Fields of config.json that name code or kernels to download, or how a file was written: nothing of them is used.
@@ -65,6 +68,11 @@ class TransformersConfig(ModelConfig):
     def mathematics(self) -> dict[str, Any]:
         return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
 
+    def training_warnings(self) -> list[str]:
+        unread = _unread_fields(self.config)
+        message = f"transformers does not declare these fields of config.json for {self.name}; if the model needs them, its logits are wrong: "
+        return [message + list_fields(unread)] if unread else []
+
     def to_hf_config(self) -> dict[str, Any]:
         return dict(self.config)
 
@@ -77,7 +85,7 @@ class TransformersConfig(ModelConfig):
             name=str(raw["model_type"]),
             vocab_size=text.vocab_size,
             num_hidden_layers=text.num_hidden_layers,
-            max_position_embeddings=getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS,
+            max_position_embeddings=_exact_positions(text),
             tie_word_embeddings=bool(text.tie_word_embeddings),
             config=config,
             attention="auto",
@@ -86,8 +94,28 @@ class TransformersConfig(ModelConfig):
         )
 
 
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope_type of embeddings that are others in a batch with a text beyond the trained length
 MAX_LAYERS = 1000  # the modules of more layers take minutes to create
 UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
+
+
+def _exact_positions(text: Any) -> int:
+    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch. `text`: configuration of transformers."""
+    longest: int = getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS
+    rope = getattr(text, "rope_parameters", None) or {}
+    for settings in [rope, *(each for each in rope.values() if isinstance(each, dict))]:  # of all layers, or of each type of layer
+        if settings.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+            longest = min(longest, settings.get("original_max_position_embeddings") or longest)
+    return longest
+
+
+def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that the configuration class does not declare. Some models read head_dim without."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[config["model_type"]]
+    known = {field.name for field in dataclasses.fields(cls)} | {"head_dim", *cls.attribute_map, *ROPE_FIELDS, *NO_INFLUENCE, *UNREAD_FIELDS}
+    return {name: value for name, value in config.items() if name not in known and value is not None and not name.startswith("_")}
 
 
 def create_hf_config(config: dict[str, Any], where: str) -> Any:

@@ -63,12 +63,31 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
 
 def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConfig:
     if family is not None:
+        if (types := MODELS.get(family).hf_model_types) and raw["model_type"] not in types:
+            message = f"model.family={family} does not compute model_type {raw['model_type']}"
+            raise UserError(message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}")
         return MODELS.get(family).from_hf_config(raw, path)
     for candidate in MODELS.entries().values():
         if raw["model_type"] in candidate.hf_model_types:
             with suppress(UnsupportedVariantError):
                 return candidate.from_hf_config(raw, path)
     return MODELS.get("transformers").from_hf_config(raw, path)
+
+
+def why_transformers(source: Path) -> str:
+    """Return why no other family than transformers computes the model of a folder or adapter: the variant that they lack, or its model_type."""
+    folder = model_dir(source)
+    while is_adapter_dir(folder):
+        folder = model_dir(base_model_of(folder))
+    path = folder / "config.json"
+    raw = read_json_file(path)
+    for candidate in MODELS.entries().values():
+        if raw["model_type"] in candidate.hf_model_types:
+            try:
+                candidate.from_hf_config(raw, path)
+            except UnsupportedVariantError as error:
+                return error.message
+    return f"model_type {raw['model_type']}"
 
 
 def _checked(cfg: ModelConfig) -> ModelConfig:

@@ -16,7 +16,7 @@ from common.hub.names import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
 from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
 from models.formats.hub import fetch_model
-from models.formats.json_files import read_config_of_weights
+from models.formats.json_files import read_config_of_weights, why_transformers
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
 from runner.engine.config import Config
@@ -64,7 +64,18 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
         settings[name] = composed.get(name)
     tree["model"] = settings
-    return str(_model_source(Path(init_from)))
+    return f"{_model_source(Path(init_from))}{_describe_family(Path(init_from), settings['family'], family)}"
+
+
+def _describe_family(source: Path, family: str, typed: str | None) -> str:
+    """Return which of the two families that read folders of transformers computes the weights, and why; "" for weights of this program."""
+    if _model_source(source) != source or not source.is_dir() or family not in ("decoder", "transformers") or (source / RUN_FILE).exists():
+        return ""
+    if typed is not None:
+        return f", computed by model.family={typed}"
+    if family == "decoder":
+        return ", computed by the decoder of this program; model.family=transformers chooses the class of transformers"
+    return f", computed by the class of transformers: {why_transformers(source)}"
 
 
 def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
