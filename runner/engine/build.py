@@ -16,9 +16,12 @@ from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
+from models.formats.json_files import base_model_of, model_dir
 from models.formats.load import load_into, load_weights
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
+from models.layers.quantized import check_quantization, quantize_linear_layers
+from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
 from runner.checkpoint.environment import rank_differences
 from runner.checkpoint.format import read_newest_state
@@ -52,6 +55,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
     cfg.model.check_memory()
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        check_quantization(dist.device)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
     pipeline = do_unless_stopped(dist, stop, "before the first step", partial(build_data_pipeline, cfg, tokenizer))
@@ -74,7 +79,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         compatibility |= environment_facts({"model_kernels": model.kernels_description})
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    for warning in cfg.model.training_warnings():
+    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
         logger.warning(warning)
     retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
     return TrainState(
@@ -139,22 +144,33 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
 
     A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
     """
-    source = Path(cfg.init_from) if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference) else None
+    source = initial_weights_of(cfg) if load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference else None
     if source:
         check_size_of_weights(cfg.model, source)
     model = create_model(cfg.model)
     if source:
-        load_into(model, load_weights(source, cfg.model.family), cfg.init_from)
+        load_into(model, load_weights(source, cfg.model.family), str(source))
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
+
+
+def initial_weights_of(cfg: Config) -> Path | None:
+    """Return where the weights of the model come from, without an adapter that is trained on; None: they are random."""
+    if cfg.init_from == "scratch":
+        return None
+    source = Path(cfg.init_from)
+    return base_model_of(model_dir(source)) if cfg.stage.lora and cfg.stage.lora.continue_adapter else source
 
 
 def prepare_model(cfg: Config, device: torch.device, load_initial_weights: bool) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
     """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
     seed_all(cfg.seed)
-    model = build_model(cfg, load_initial_weights).to(device)
+    model = build_model(cfg, load_initial_weights)
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        quantize_linear_layers(model, device)
+    model = model.to(device)
     model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
-    objective = prepare_stage(cfg.stage, model)
+    objective = prepare_stage(cfg.stage, model, cfg.init_from)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
     return model, objective, frozen
 

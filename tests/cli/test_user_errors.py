@@ -34,7 +34,7 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["optimizer.lrr=1"], ["unknown setting optimizer.lrr", "did you mean optimizer.lr?"]),
     (["train.foo=1"], ["unknown setting train.foo", "--cfg=job --package=train prints the settings"]),
     (["stage.lora.size=4"], ["stage.lora has rank, alpha, dropout, targets"]),
-    (["stage.lora.r=4"], ["unknown setting stage.lora.r", "did you mean stage.lora.rank?"]),
+    (["stage.lora.r=4"], ["unknown setting stage.lora.r", "did you mean stage.lora.rank or stage.lora.rslora?"]),
     (["hydra.run.dirr=x"], ["unknown setting hydra.run.dirr", "did you mean dir?"]),
     (["precision=fp64"], ["precision has no option fp64", "bf16"]),
     (["optimizer="], ["optimizer needs the name of an option", "adamw, muon"]),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import lora_config
 
 from common.errors import UserError
-from models.config import LoraConfig
 from models.formats.load import load_model
 from models.formats.save import save_adapter
 from models.lora import add_lora
@@ -36,7 +36,7 @@ def run_export(run: Path, to: Path, **changes: object) -> None:
 @pytest.fixture
 def adapter(hf_folder: Path, tmp_path: Path) -> Path:
     """Folder of an adapter that changes the model."""
-    model, cfg = load_model(hf_folder), LoraConfig(4, 8.0, 0.0, ["q_proj", "down_proj"])
+    model, cfg = load_model(hf_folder), lora_config(4, 8.0, 0.0, ["q_proj", "down_proj"])
     torch.manual_seed(0)
     add_lora(model, cfg)
     for name, parameter in model.named_parameters():

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TOP_TWO, YARN, random_model, tokens
+from tiny_models import TOP_TWO, YARN, lora_config, random_model, tokens
 
 from common.errors import UserError
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.generate import Sampler, generate
 from models.lora import adapter_state_dict, add_lora, disable_adapters
@@ -106,7 +105,7 @@ def test_generate_under_autocast_leaves_no_gradient() -> None:
 def test_generate_uses_the_active_adapter() -> None:
     model = random_model()
     base = generate(model, PROMPTS, **GREEDY)
-    add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"]))
+    add_lora(model, lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"]))
     for p in adapter_state_dict(model).values():
         torch.nn.init.normal_(p, std=0.3)
     assert generate(model, PROMPTS, **GREEDY) != base

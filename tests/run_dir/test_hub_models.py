@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from command_fixtures import TINY_MODEL, TINY_RUN, Call
+from tiny_models import lora_config
 
 from common.errors import UserError
 from common.guarded_files import check_source_file
@@ -180,10 +181,10 @@ def test_base_model_of_an_adapter_on_the_hub_is_taken_from_the_cache_and_never_d
     from tiny_models import TOKENIZER
 
     from models.formats.load import load_model
-    from models.lora import LoraConfig, add_lora
+    from models.lora import add_lora
 
     model = load_model(snapshot := publish())
-    lora = LoraConfig(2, 4.0, 0.0, ["q_proj"])
+    lora = lora_config(2, 4.0, 0.0, ["q_proj"])
     add_lora(model, lora)
     save_adapter(tmp_path / "adapter", model, lora, str(snapshot), TOKENIZER)
     assert load_model(tmp_path / "adapter").cfg == model.cfg

@@ -20,6 +20,7 @@ conf/stage/kto.yaml sets objective: kto and its values; without such a file, eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
@@ -58,15 +59,22 @@ class StageConfig:
                 f"stage.data_format={self.data_format} stage.objective={self.objective}",
                 f"stage.data_format={self.data_formats[0]}, or choose another stage",
             )
+        if self.lora is not None and self.lora.continue_adapter and self.needs_reference:
+            message = "the reference of this objective is the model without its adapter, but the run would start with the adapter of init_from"
+            raise UserError(message, "stage.lora.continue_adapter=true", "stage.lora.continue_adapter=false merges that adapter and trains a new one")
 
     def build_objective(self, model: LanguageModel) -> Objective:
         """`model` has its adapters already."""
         raise NotImplementedError
 
 
-def prepare_stage(stage: StageConfig, model: LanguageModel) -> Objective:
-    """Add the stage's adapters to `model` in place, and return the objective to minimize."""
-    if stage.lora is not None:
+def prepare_stage(stage: StageConfig, model: LanguageModel, init_from: str = "scratch") -> Objective:
+    """Add the stage's adapters to `model` in place, new ones or those of `init_from`, and return the objective to minimize."""
+    if stage.lora is not None and stage.lora.continue_adapter:
+        from models.formats.load import continue_adapter
+
+        continue_adapter(model, Path(init_from), stage.lora.dropout)
+    elif stage.lora is not None:
         from models.lora import add_lora
 
         add_lora(model, stage.lora)
