@@ -52,7 +52,7 @@ THIRD_PARTY = {
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
-    "runner.inference.harness": {"torch", "lm_eval"},
+    "runner.inference.harness": {"torch", "numpy", "lm_eval"},
     "runner.serving": {"torch", "fastapi", "starlette", "pydantic", "uvicorn"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},

@@ -86,9 +86,12 @@ class Tokenizer:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered."""
-        return self._full.encode(text, add_special_tokens=False).ids
+    def encode_rendered(self, text: str, add_special: bool = False) -> list[int]:
+        """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered.
+
+        add_special: with the tokens that the post-processor of tokenizer.json adds, e.g. a bos_token in front.
+        """
+        return self._full.encode(text, add_special_tokens=add_special).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         try:
