@@ -103,7 +103,8 @@ def begins_with_bos(source: LoadedModel) -> bool:
 def limits(tokenizer: Tokenizer) -> list[str]:
     """Return what llama.cpp does otherwise than this tokenizer, one line each."""
     stored = _stored(tokenizer)
-    stripping = [token["content"] for token in stored["added_tokens"] if token.get("lstrip") or token.get("rstrip") or token.get("single_word")]
+    flags = ("lstrip", "rstrip", "single_word")  # language: allow word
+    stripping = [token["content"] for token in stored["added_tokens"] if any(token.get(flag) for flag in flags)]
     notes = ["texts are not normalized by llama.cpp: those that are not in NFC get other tokens"] if stored["normalizer"] else []
     return notes + ([f"llama.cpp keeps spaces beside {', '.join(stripping[:4])}, this tokenizer drops them"] if stripping else [])
 

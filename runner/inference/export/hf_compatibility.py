@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ TEMPLATE_FILE, MAX_TEMPLATE_BYTES = "chat_template.jinja", 4 << 20
 CODE_FIELDS = ("auto_map", "custom_pipelines")  # name files of Python
 
 
-def make_readable_by_transformers_4(folder: Path, model_class: str | None = None) -> None:
-    """Change config.json and tokenizer_config.json in `folder` in place. model_class: for a config.json without `architectures`, which vLLM needs."""
+def make_readable_by_transformers_4(folder: Path, model_class: str | None = None) -> list[str]:
+    """Change config.json and tokenizer_config.json in `folder` in place; return why version 4 cannot read the model, if so.
+
+    model_class: for a config.json without `architectures`, which vLLM needs.
+    """
     config = read_json_file(folder / "config.json")
     config = {name: value for name, value in config.items() if name not in CODE_FIELDS}
     if model_class and not config.get("architectures"):
         config["architectures"] = [model_class]
-    write_json_file(folder / "config.json", config | _rope_fields_of_4(config))
+    fields = _rope_fields_of_4(config)
+    is_same_in_5 = not fields or model_class is None or _rope_of_5(config) == _rope_of_5(config | fields)
+    write_json_file(folder / "config.json", config | fields if is_same_in_5 else config)
     tokenizer = {name: value for name, value in read_json_file(folder / "tokenizer_config.json").items() if name not in CODE_FIELDS}
     if tokenizer.get("tokenizer_class") in (None, *TOKENIZER_CLASSES_OF_5):
         tokenizer["tokenizer_class"] = GENERIC_TOKENIZER_CLASS
@@ -31,6 +37,19 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
     if (folder / TEMPLATE_FILE).exists():  # read from this file since 4.43, from the field before
         tokenizer["chat_template"] = read_source_file(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
     write_json_file(folder / "tokenizer_config.json", tokenizer)
+    problems = [] if is_same_in_5 else ["its rotary position embeddings of several kinds of layers have no form that both versions read"]
+    return problems + (["config.json has a number that only version 5 reads (infinity or NaN)"] if '"__float__"' in json.dumps(config) else [])
+
+
+def _rope_of_5(config: dict[str, Any]) -> Any:
+    from models.families.transformers import create_hf_config
+
+    return _without_type(create_hf_config(config, "config.json").to_dict().get("rope_parameters"))
+
+
+def _without_type(rope: Any) -> Any:
+    """Return rope_parameters without `type`, the former name of `rope_type`, of which version 5 keeps both."""
+    return {name: _without_type(value) for name, value in rope.items() if name != "type"} if isinstance(rope, dict) else rope
 
 
 def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
@@ -38,13 +57,16 @@ def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict) or not parameters:
         return {}
-    by_layer_type = all(isinstance(value, dict) for value in parameters.values())
+    by_layer_type = any(isinstance(value, dict) for value in parameters.values())
     rope = parameters.get("full_attention") if by_layer_type else parameters
     if not isinstance(rope, dict):
         return {}
     fields: dict[str, Any] = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     scaling = {name: value for name, value in rope.items() if name not in fields}
-    fields["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+    kind = scaling.get("rope_type", "default")
+    if kind in ("linear", "dynamic"):  # some families of version 4 demand these two fields and no other
+        scaling = {"type": kind, "factor": scaling.get("factor")}
+    fields["rope_scaling"] = None if kind == "default" else scaling
     if config.get("model_type") in ("gpt_neox", "gpt_neox_japanese"):
         fields |= {new: fields[old] for new, old in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")) if old in fields}
     if by_layer_type and isinstance(sliding := parameters.get("sliding_attention"), dict) and "rope_theta" in sliding:

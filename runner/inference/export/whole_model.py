@@ -30,7 +30,7 @@ def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, be
 
     stop_ids = source.tokenizer.stop_ids
     save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, stop_ids, dtype=cfg.dtype, shard_size=cfg.max_shard_size)
-    make_readable_by_transformers_4(folder, model_class_of(source))
+    problems_of_4 = make_readable_by_transformers_4(folder, model_class_of(source))
 
     def verify() -> list[str]:
         found = []
@@ -45,7 +45,9 @@ def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, be
             check_difference(difference, MAX_DIFFERENCE, f"what was {reader}", f"to={cfg.to}")
             found.append(f"{reader}: largest difference of a log-probability {difference:.1g}")
         check_tokenizer(folder, source.tokenizer)
-        return [*found, f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens"]
+        return [*found, f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens"] + [
+            f"transformers 4 does not read this model: {problem}" for problem in problems_of_4
+        ]
 
     return verify
 
