@@ -82,6 +82,12 @@ class Tokenizer:
         """The largest id that a text can be encoded to; control tokens may have larger ones."""
         return max(self._plain.get_vocab().values())
 
+    def token_kept_by_ignore_merges(self) -> str | None:
+        """Return a token that the merges do not make of its own characters; None if there is none: then the model's `ignore_merges` changes nothing."""
+        stored = json.loads(self._full.to_str())
+        model = Engine.from_str(json.dumps({**stored, "model": {**stored["model"], "ignore_merges": False}})).model
+        return next((token for token in stored["model"]["vocab"] if token not in self.control_ids and len(model.tokenize(token)) != 1), None)
+
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]

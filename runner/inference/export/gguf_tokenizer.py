@@ -42,7 +42,7 @@ def check_tokenizer_is_supported(tokenizer: Tokenizer, vocab_size: int) -> None:
     unsupported = [key for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]  # language: allow word
     if unsupported:
         raise UserError(f"llama.cpp has no byte-level BPE with {', '.join(unsupported)}", str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
-    if bool(model.get("ignore_merges")) != (name in IGNORES_MERGES) and (token := _token_not_merged(stored)):
+    if bool(model.get("ignore_merges")) != (name in IGNORES_MERGES) and (token := tokenizer.token_kept_by_ignore_merges()):
         message = f"llama.cpp merges the token {token!r} differently: it knows this tokenizer as {name}, whose ignore_merges is {name in IGNORES_MERGES}"
         raise UserError(message, str(tokenizer.folder / "tokenizer.json"), CONVERTER_FIX)
 
@@ -97,7 +97,7 @@ def begins_with_bos(source: LoadedModel) -> bool:
     tokenizer = source.tokenizer
     if tokenizer.bos_id is None:
         return False
-    return not source.is_chat_model or _engine(_stored(tokenizer)).encode("a").ids[:1] == [tokenizer.bos_id]
+    return not source.is_chat_model or tokenizer.encode_rendered("a", add_special=True)[:1] == [tokenizer.bos_id]
 
 
 def limits(tokenizer: Tokenizer) -> list[str]:
@@ -134,16 +134,3 @@ def _is_chatml(tokenizer: Tokenizer) -> bool:
 def _stored(tokenizer: Tokenizer) -> dict[str, Any]:
     stored: dict[str, Any] = json.loads((tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"))
     return stored
-
-
-def _engine(stored: dict[str, Any]) -> Any:
-    from tokenizers import Tokenizer as Engine
-
-    return Engine.from_str(json.dumps(stored))
-
-
-def _token_not_merged(stored: dict[str, Any]) -> str | None:
-    """Return a token that the merges do not make of its own characters, None if there is none: then `ignore_merges` changes nothing."""
-    added = {token["content"] for token in stored["added_tokens"]}
-    model = _engine({**stored, "model": {**stored["model"], "ignore_merges": False}}).model
-    return next((token for token in stored["model"]["vocab"] if token not in added and len(model.tokenize(token)) != 1), None)

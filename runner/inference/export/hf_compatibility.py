@@ -44,12 +44,7 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
 def _rope_of_5(config: dict[str, Any]) -> Any:
     from models.families.transformers import create_hf_config
 
-    return _without_type(create_hf_config(config, "config.json").to_dict().get("rope_parameters"))
-
-
-def _without_type(rope: Any) -> Any:
-    """Return rope_parameters without `type`, the former name of `rope_type`, of which version 5 keeps both."""
-    return {name: _without_type(value) for name, value in rope.items() if name != "type"} if isinstance(rope, dict) else rope
+    return create_hf_config(config, "config.json").to_dict().get("rope_parameters")
 
 
 def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
@@ -63,10 +58,7 @@ def _rope_fields_of_4(config: dict[str, Any]) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     scaling = {name: value for name, value in rope.items() if name not in fields}
-    kind = scaling.get("rope_type", "default")
-    if kind in ("linear", "dynamic"):  # some families of version 4 demand these two fields and no other
-        scaling = {"type": kind, "factor": scaling.get("factor")}
-    fields["rope_scaling"] = None if kind == "default" else scaling
+    fields["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
     if config.get("model_type") in ("gpt_neox", "gpt_neox_japanese"):
         fields |= {new: fields[old] for new, old in (("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")) if old in fields}
     if by_layer_type and isinstance(sliding := parameters.get("sliding_attention"), dict) and "rope_theta" in sliding:
