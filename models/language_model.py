@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class LanguageModel(nn.Module):
     cfg: ModelConfig
     activation_checkpointing: str  # none, selective or full
     kernels_description: str | None = None  # what `prepare` has chosen, for the log
+    probes_weights: ClassVar[bool] = False  # what `prepare` chooses depends on the weights
 
     def forward(
         self,
@@ -51,10 +52,11 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
-    def prepare(self, is_packed: bool) -> str | None:
+    def prepare(self, is_packed: bool, max_length: int = 0) -> str | None:
         """Choose kernels; called once when the model has its weights and is on its device, before it is adapted, sharded or compiled.
 
-        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and would not be exact.
+        max_length: tokens of the longest row of a training, 0 for none. Returns a line for the log, None where there is no choice. Raises UserError
+        if packed rows are asked for and would not be exact, or if rows of that length would not be.
         """
         return None
 

@@ -33,6 +33,7 @@ class TransformersModel(LanguageModel):
     cfg: TransformersConfig
     hf: Any  # PreTrainedModel
     kernels: Kernels
+    probes_weights = True
 
     def __init__(self, cfg: TransformersConfig) -> None:
         super().__init__()
@@ -53,7 +54,14 @@ class TransformersModel(LanguageModel):
         self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
-    def prepare(self, is_packed: bool) -> str:
+    def prepare(self, is_packed: bool, max_length: int = 0) -> str:
+        dependence = length_dependence(self.hf.config)
+        if dependence is not None and max_length > dependence.length:
+            raise UserError(
+                f"rows of {self.cfg.name} longer than {dependence.length} tokens would not be exact: its rotary embeddings depend on the longest row of a batch",
+                f"data.max_length={max_length}",
+                f"data.max_length={dependence.length}",
+            )
         self.kernels = choose_kernels(self.hf, self.cfg.attention)
         self.balance.check(self.hf)
         if is_packed and self.kernels.packing == "none":

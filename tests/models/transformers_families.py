@@ -10,6 +10,9 @@ import torch
 from tiny_models import TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.families.transformers import TransformersConfig
+from models.transformers_adapter.model import TransformersModel
+
 SIZES: dict[str, Any] = {
     "vocab_size": 6400,
     "hidden_size": 32,
@@ -75,11 +78,18 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def write_family(folder: Path, name: str) -> None:
-    """Write a random model of the family, with the tokenizer of the samples."""
+def random_family(model_type: str, **changes: Any) -> TransformersModel:
+    """Return a random model of any family, without a folder. `changes`: of SIZES."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES | {"attention_dropout": 0.0} | changes).to_dict()
+    return TransformersModel(TransformersConfig.from_hf_config(config, Path("config.json")))
+
+
+def write_family(folder: Path, name: str, **changes: Any) -> None:
+    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes)
+    config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)
