@@ -25,7 +25,8 @@ def run_evaluation(cfg: EvaluateConfig) -> Any:
 
 @contextmanager
 def listen_for_stop() -> Iterator[StopFlag]:
-    with StopFlag(announces=True) as stop, stop.working_on("after this batch, with the result so far"):
+    with StopFlag(announces=True) as stop:
+        stop.pending_work = "after this batch, with the result so far"
         yield stop
 
 

@@ -70,7 +70,7 @@ class EvaluateConfig:
     shots: Optional[int]  # tasks: solved examples in the context; null: as the task says
     chat_template: bool  # tasks: put questions into the model's chat template
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     REGISTRIES = {"metric": METRICS}  # --help lists their names
 
@@ -134,7 +134,7 @@ def record_results(folder: Path, record: Record) -> None:
 def print_partial(record: Record) -> None:
     """Print the result of an evaluation that the user has stopped."""
     print(_printable(record), flush=True)
-    print_note(f"stopped: the result is that of the first {record['n']:,} of {record['of']:,}, and is not recorded")
+    print_note(f"stopped: the result is that of {record['n']:,} of {record['of']:,}, and is not recorded")
 
 
 def _printable(record: Record) -> str:

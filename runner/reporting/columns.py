@@ -51,7 +51,7 @@ def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
     for index, (label, names) in enumerate(found.items()):
         first = headline(dict.fromkeys(names, 0.0))
         for name in sorted(names, key=lambda name: (name != first, name)):
-            title = f"{label} {name}" if name == first and index < PAGE_EVALUATIONS else ""
+            title = "" if name != first or index >= PAGE_EVALUATIONS else label if label.startswith(f"{name} ") else f"{label} {name}"
             get = partial(_evaluated, label, name)
             columns.append(Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS))
     return columns

@@ -165,6 +165,9 @@ def test_tasks_without_their_data_name_the_data_set_and_what_to_type(tasks: Path
     (tmp_path / "all.yaml").write_text("group: all\ntask: [choice]\n")
     with pytest.raises(UserError, match=r"the data set owner/rows \(part\) of the task choice is not on this machine") as error:
         load_tasks(["all"], str(tmp_path))
+    assert """python -c 'from lm_eval.tasks import TaskManager; TaskManager().load("all")'""" in error.value.fix
+    with pytest.raises(UserError) as error:
+        load_tasks(["choice"], str(tmp_path))
     assert """python -c 'import datasets; datasets.load_dataset("owner/rows", "part")'""" in error.value.fix
 
 

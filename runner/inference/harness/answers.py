@@ -25,6 +25,8 @@ class AnswerLog:
 
     def count_documents(self, task: Task) -> int:
         """Return the number of documents, from the first one on, all of whose requests were answered."""
+        if not vars(task).get("_instances"):
+            return 0  # stopped while the requests were built
         missing = [request.doc_id or 0 for request in task.instances if len(self._answers[_key(request)]) < (request.repeats or 1)]
         documents = {request.doc_id or 0 for request in task.instances}
         return min(missing, default=len(documents))

@@ -58,6 +58,8 @@ def _set_environment() -> None:
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     if not is_hub_offline() and not _can_reach_hub():
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if is_hub_offline():
+        os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")  # the library of metrics has a switch of its own
 
 
 def _can_reach_hub() -> bool:
@@ -76,7 +78,7 @@ def _load(manager: TaskManager, name: str) -> LoadedTasks:
         return dict(manager.load(name))
     except Exception as error:  # a task file is a program: whatever it raises is a fault of the task, or of its data
         task, cause = _find_failing(manager, name, error)
-        raise _load_error(manager, task, cause) from error
+        raise _load_error(manager, name, task, cause) from error
 
 
 def _find_failing(manager: TaskManager, name: str, error: Exception) -> tuple[str, Exception]:
@@ -94,17 +96,20 @@ def _find_failing(manager: TaskManager, name: str, error: Exception) -> tuple[st
     return name, error
 
 
-def _load_error(manager: TaskManager, task: str, error: Exception) -> UserError:
+def _load_error(manager: TaskManager, name: str, task: str, error: Exception) -> UserError:
     entry = manager.task_index[task]
     config = entry.cfg or {}
-    path, name = config.get("dataset_path"), config.get("dataset_name")
+    path, part = config.get("dataset_path"), config.get("dataset_name")
     reason = (str(error).splitlines() or [""])[0]
     if isinstance(error, ModuleNotFoundError):
         return UserError(f"the task {task} needs the package {error.name}", str(entry.yaml_path), f"pip install {error.name}")
     if isinstance(error, ConnectionError) or type(error).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError"):
-        arguments = ", ".join(json.dumps(str(part)) for part in (path, name) if part)
-        command = f"python -c {shlex.quote(f'import datasets; datasets.load_dataset({arguments})')}"
-        message = f"the data set {path}{f' ({name})' if name else ''} of the task {task} is not on this machine, and the hub cannot be reached"
+        arguments = ", ".join(json.dumps(str(each)) for each in (path, part) if each)
+        download = f"import datasets; datasets.load_dataset({arguments})"
+        if task != name:  # those of all its members
+            download = f"from lm_eval.tasks import TaskManager; TaskManager().load({json.dumps(name)})"
+        command = f"python -c {shlex.quote(download)}"
+        message = f"the data set {path}{f' ({part})' if part else ''} of the task {task} is not on this machine, and the hub cannot be reached"
         home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
         return UserError(message, f"task {task}: {entry.yaml_path}", f"where there is a network: {command}; then copy its {home} to this machine")
     return UserError(f"the task {task} cannot be loaded: {type(error).__name__}: {reason}", str(entry.yaml_path), "correct the task file or its data")

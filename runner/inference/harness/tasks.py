@@ -88,6 +88,7 @@ def _compute(model: HarnessModel, loaded: LoadedTasks, cfg: EvaluateConfig, limi
     torch.manual_seed(SEED)
     for task in loaded["tasks"].values():
         _set_shots(task, cfg.shots)
+    _show_preparation(loaded["tasks"], model, limit)
     try:
         with redirect_stdout(io.StringIO()):  # a bootstrap prints its name
             results = evaluator.evaluate(
@@ -99,7 +100,7 @@ def _compute(model: HarnessModel, loaded: LoadedTasks, cfg: EvaluateConfig, limi
                 apply_chat_template=cfg.chat_template,
                 fewshot_as_multiturn=cfg.chat_template,
             )
-    except UserError:
+    except (UserError, StopRequested):
         raise
     except Exception as error:  # what a task raises about its own rows, e.g. from its templates; the model's own errors are shown as they are
         if model.is_computing:
@@ -119,6 +120,30 @@ def _set_shots(task: Task, shots: int | None) -> None:
     elif defined is None:
         task.set_config("num_fewshot", 0)
     task.set_fewshot_seed(SEED)
+
+
+def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | None) -> None:
+    """Show how many documents have become requests, which takes minutes for large tasks. The user may stop it."""
+    for task in tasks.values():
+        vars(task).pop("fewshot_context", None)  # of an earlier call
+    if model.answers.is_complete:
+        return
+    progress, done = model.progress, 0
+    progress.begin("documents prepared", sum(len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs)) for task in tasks.values()))
+
+    def counting(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_document(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            if progress.should_stop():
+                raise StopRequested
+            done += 1
+            progress.advance(done)
+            return prepare(*arguments, **options)
+
+        return prepare_document
+
+    for task in tasks.values():
+        vars(task)["fewshot_context"] = counting(task.fewshot_context)
 
 
 def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
