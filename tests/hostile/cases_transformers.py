@@ -16,7 +16,7 @@ GEMMA: dict[str, Any] = {
 }
 GPT: dict[str, Any] = {"model_type": "gpt2", "vocab_size": 6400, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
 EXPERTS: dict[str, Any] = GEMMA | {"model_type": "qwen2_moe", "num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
-INIT = f"{' '.join(word for word in TRAIN.split() if not word.startswith('model.'))} init_from=model"
+INIT = f"{' '.join(each for each in TRAIN.split() if not each.startswith('model.'))} init_from=model"
 INDEX = "model__safetensors__index__json"
 
 
