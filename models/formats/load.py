@@ -11,6 +11,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.guarded_files import check_source_file
+from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import base_model_of, family_of_base, is_adapter_dir, model_dir, model_type_of, read_json_file, read_model_config
 from models.formats.minimind import read_pth
@@ -20,7 +21,7 @@ from models.formats.tensor_files import read_tensors, read_torch_file
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
-from models.lora import add_adapters, linear_layers_of, load_adapter, merge_adapters
+from models.lora import add_adapters, add_lora, linear_layers_of, load_adapter, merge_adapters
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
@@ -61,6 +62,19 @@ def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Pat
         load_adapter(model, adapter.parameters())
     except KeyError as error:
         raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
+
+
+def weights_under_adapter(lora: LoraConfig | None, source: Path) -> Path:
+    """Return where the frozen weights of a run that starts from `source` come from: `source`, or the base model of the adapter that it trains on."""
+    return base_model_of(model_dir(source)) if lora is not None and lora.continue_adapter else source
+
+
+def add_run_adapter(model: LanguageModel, lora: LoraConfig, source: str) -> None:
+    """Add the adapter of a run that starts from `source` to its frozen model: a new one, or that of `source`."""
+    if lora.continue_adapter:
+        continue_adapter(model, Path(source), lora.dropout)
+    else:
+        add_lora(model, lora)
 
 
 def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None:

@@ -17,8 +17,7 @@ from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
-from models.formats.json_files import base_model_of, model_dir
-from models.formats.load import load_into, load_weights
+from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
 from models.layers.quantized import check_quantization, quantize_linear_layers
@@ -157,10 +156,7 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
 
 def initial_weights_of(cfg: Config) -> Path | None:
     """Return where the weights of the model come from, without an adapter that is trained on; None: they are random."""
-    if cfg.init_from == "scratch":
-        return None
-    source = Path(cfg.init_from)
-    return base_model_of(model_dir(source)) if cfg.stage.lora and cfg.stage.lora.continue_adapter else source
+    return None if cfg.init_from == "scratch" else weights_under_adapter(cfg.stage.lora, Path(cfg.init_from))
 
 
 def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:

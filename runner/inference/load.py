@@ -41,6 +41,7 @@ class LoadedModel:
 
 def load_trained(folder: Path, device: str) -> LoadedModel:
     """Raises UserError if there is no finished model in `folder`."""
+    from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
     from models.formats.load import load_model
     from runner.engine.device.distributed import resolve_device
@@ -51,7 +52,11 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
     weights = folder if run else weights_dir(folder)
     stage, data = saved_section(run or folder, "stage"), saved_section(run or folder, "data")
     data_format = stage.get("data_format") or stage.get("rows")  # `rows`: runs of version 0.2
-    model, tokenizer = (_load_checkpoint(folder, run), _tokenizer_of_run(run, data_format)) if run else (load_model(weights), Tokenizer.load(weights))
+    model, tokenizer = (
+        (_load_checkpoint(folder, run), _tokenizer_of_run(run, data_format))
+        if run
+        else (load_model(weights), Tokenizer.load(tokenizer_of_weights(weights) or weights))
+    )
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")
@@ -104,7 +109,8 @@ def run_of_checkpoint(folder: Path) -> Path | None:
 
 def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
     """Return the settings of the adapter that a run trains, and the folder of its base model; None if it trains the whole model."""
-    from models.config import LoraConfig
+    from models.config import SETTINGS_OF_EARLIER_ADAPTERS, LoraConfig
+    from models.formats.load import weights_under_adapter
 
     section = saved_section(run, "stage").get("lora")
     if section is None:
@@ -112,16 +118,16 @@ def saved_adapter(run: Path) -> tuple[LoraConfig, Path] | None:
     base = read_json_object(run / "run.json").get("init_from")
     if not isinstance(base, str) or not Path(base).exists():
         raise UserError("the base model of this run's adapter does not exist", str(base), f"restore it; run={run / 'model'} has another path to it")
-    return _from_saved(LoraConfig, section, run), Path(base)
+    lora: LoraConfig = _from_saved(LoraConfig, SETTINGS_OF_EARLIER_ADAPTERS | section, run)
+    return lora, weights_under_adapter(lora, Path(base))
 
 
 def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
     """Return the fp32 model with the weights of a checkpoint. Raises UserError if the checkpoint or the saved settings are damaged."""
     from models.config import MODELS
-    from models.formats.load import load_into, load_weights
+    from models.formats.load import add_run_adapter, load_into, load_weights
     from models.formats.stored_size import check_size_of_weights
     from models.language_model import create_model
-    from models.lora import add_lora
     from runner.checkpoint.atomic_dir import verify_dir
     from runner.checkpoint.format import read_model_tensors
     from runner.engine.state import load_strict, trainable_parameters
@@ -138,7 +144,7 @@ def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
     model = create_model(cfg)
     if adapter is not None:
         load_into(model, load_weights(adapter[1], cfg.family), str(adapter[1]))
-        add_lora(model, adapter[0])
+        add_run_adapter(model, adapter[0], read_json_object(run / "run.json")["init_from"])
     load_strict(trainable_parameters(model), read_model_tensors(folder), folder)
     return model.eval()
 

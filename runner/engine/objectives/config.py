@@ -20,7 +20,6 @@ conf/stage/kto.yaml sets objective: kto and its values; without such a file, eve
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Optional
 
 from common.errors import UserError
@@ -70,12 +69,8 @@ class StageConfig:
 
 def prepare_stage(stage: StageConfig, model: LanguageModel, init_from: str = "scratch") -> Objective:
     """Add the stage's adapters to `model` in place, new ones or those of `init_from`, and return the objective to minimize."""
-    if stage.lora is not None and stage.lora.continue_adapter:
-        from models.formats.load import continue_adapter
+    if stage.lora is not None:
+        from models.formats.load import add_run_adapter
 
-        continue_adapter(model, Path(init_from), stage.lora.dropout)
-    elif stage.lora is not None:
-        from models.lora import add_lora
-
-        add_lora(model, stage.lora)
+        add_run_adapter(model, stage.lora, init_from)
     return stage.build_objective(model)
