@@ -34,7 +34,7 @@ class ChatConfig:
     repetition_penalty: float  # above 1: tokens of the conversation become less likely
     max_new_tokens: int  # length limit of an answer (tokens)
     seed: int  # of sampling
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, CHAT_MODES)

@@ -27,7 +27,7 @@ class ServeConfig:
     max_batch: int  # answers with equal settings that are generated together
     max_waiting: int  # answers that may wait; a request beyond gets status 503
     max_new_tokens: int  # length of an answer (tokens) where a request gives none
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

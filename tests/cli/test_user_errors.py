@@ -62,7 +62,7 @@ EARLY: list[tuple[list[str], list[str]]] = [  # refused before torch is imported
     (["optimizer.lr=[1"], ["cannot be parsed"]),
     (["train.epochs=1,2"], ["several values for one run", "--multirun"]),
     (["schedule.min_lr_ratio=4"], ["schedule.min_lr_ratio must be in [0, 1], got 4.0"]),
-    (["device=gpu"], ["device must be auto, cpu, cuda or cuda:<number>, got gpu"]),
+    (["device=gpu"], ["device must be auto, cpu, cuda, cuda:<number> or mps, got gpu"]),
     (["precision=tf32", "device=cpu"], ["precision=tf32 needs an NVIDIA GPU"]),
     (["model.vocab_size=6000"], ["tokenizer vocabulary (6400) is larger than model.vocab_size (6000)"]),
     (["train.max_steps=5", "schedule.warmup_steps=6"], ["schedule.warmup_steps must be at most the 5 steps of the run, got 6"]),
