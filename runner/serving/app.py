@@ -130,8 +130,8 @@ class _Server:
         positions = self.generation.trained.model.cfg.max_position_embeddings
         requested = body.requested_tokens
         if longest + (requested or 0) > positions:
-            limit = "" if requested is None else f" and max_tokens is {requested}"
-            raise ApiError(400, f"the prompt has {longest} tokens{limit}: this model has {positions} positions", code="context_length_exceeded")
+            requested_text = "" if requested is None else f" and max_tokens is {requested}"
+            raise ApiError(400, f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions", code="context_length_exceeded")
         stop_ids = self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
         limit = self.max_new_tokens if requested is None else requested
         return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, tuple(stop_ids))
