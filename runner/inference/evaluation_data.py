@@ -53,18 +53,20 @@ class EvaluationSet:
     files: list[tuple[Source, RowSchema]]
     progress: EvaluationProgress = field(default_factory=lambda: EvaluationProgress(""))
 
-    def examples(self) -> Iterator[tuple[str, Example]]:
-        """Yield (file:line, example)."""
+    def examples(self, batch_size: int = 1) -> Iterator[tuple[str, Example]]:
+        """Yield (file:line, example). `batch_size`: how many the caller takes before it computes."""
         done = 0
         self.progress.begin("rows", sum(1 for source, _ in self.files for _ in source.items()))
         for source, schema in self.files:
             for position, row in source.rows():
-                if self._is_stopped():
-                    return
+                if done % batch_size == 0:
+                    self.progress.advance(done)
+                    if self._is_stopped():
+                        return
                 where = source.where(position)
                 yield where, schema.read(row, where)
                 done += 1
-                self.progress.advance(done)
+        self.progress.advance(done)
 
     def _is_stopped(self) -> bool:
         """Whether the user has asked to stop. Raises KeyboardInterrupt before the first row is done, when there is no result yet."""

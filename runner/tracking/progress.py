@@ -109,6 +109,12 @@ class EvaluationProgress:
             share = 100 * done / max(self.total, 1)
             print(f"{self.title}: {done:,} of {self.total:,} {self.unit} ({share:.0f}%), eta {eta}", file=sys.stderr, flush=True)
 
+    def hide(self) -> None:
+        """Leave the bar as it is, so that results can be printed below it."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
     def should_stop(self) -> bool:
         self.is_stopped = self.is_stopped or (self._stop is not None and self._stop())
         return self.is_stopped

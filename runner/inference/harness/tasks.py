@@ -44,6 +44,7 @@ def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None, rec
             progress.title = name
             model = HarnessModel(trained, cfg.batch_size, progress)
             for result in run_task(model, name, loaded, cfg):
+                progress.hide()
                 each = exported_weights(folder) | result
                 if progress.is_stopped:
                     print_partial(each)
