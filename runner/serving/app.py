@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,7 +73,7 @@ class _Server:
         self.tokenizer = generation.trained.tokenizer
         self.template = ChatTemplate(self.tokenizer) if self.tokenizer.chat_template is not None else None
         self.started = int(time.time())
-        self._encoding = asyncio.Lock()
+        self._rendering = asyncio.Lock()
 
     def card(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "lm-runner"}
@@ -86,7 +87,8 @@ class _Server:
         if content_type not in JSON_TYPES[1:]:
             raise ApiError(415, "the header Content-Type must be application/json")
         data = await request.body()
-        async with self._encoding:  # one at a time, beside the event loop: texts may be long
+        # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders share a process.
+        async with self._rendering if kind is ChatRequest else nullcontext():
             body, prompts = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
         seed = secrets.randbits(62) if body.seed is None else body.seed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
     name = cfg.name or (folder.parent.name if folder.name == "model" else folder.name)
     app = create_app(generation, name, cfg.max_new_tokens, key, allowed_hosts=_allowed_hosts(host))
     print_note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 ({'with' if key else 'without'} a key); Ctrl-C stops")
-    # The messages of uvicorn about single connections are left out: any process that connects could fill the log.
+    # The messages of uvicorn and asyncio about single connections are left out: any process that connects could fill the log.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
     try:
         Server(uvicorn.Config(app, http="h11", ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=3, **options)).run(sockets=[listener])
