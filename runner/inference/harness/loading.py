@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
+KNOWN_VERSION = "0.4.13"  # of lm-eval: earlier ones have no index of tasks
 CONNECT_TIMEOUT = 3.0  # seconds; the libraries of the hub try for 25 seconds and more, for each data set
 LoadedTasks = dict[str, Any]  # tasks, groups and group_map of lm_eval.tasks.TaskManager.load
 
@@ -36,8 +37,10 @@ def load_tasks(names: list[str], folder: str | None) -> dict[str, LoadedTasks]:
         import lm_eval.tasks
 
         from runner.inference.harness.task_index import TaskLibrary
-    except ModuleNotFoundError as error:
-        raise UserError(f"tasks need the package {error.name}", f"tasks={names}", 'pip install "lm-runner[eval]", or pip install lm-eval') from error
+    except ImportError as error:
+        is_other_version = (error.name or "").startswith("lm_eval.")
+        message = f"lm-eval {harness_version()} is not supported: {error}" if is_other_version else f"tasks need the package {error.name}"
+        raise UserError(message, f"tasks={names}", f'pip install "lm-runner[eval]", or pip install lm-eval=={KNOWN_VERSION}') from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns about defaults of its own task files
     folders += [Path(lm_eval.tasks.__file__).parent]
     library = TaskLibrary(folders)
