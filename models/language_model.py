@@ -52,11 +52,10 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
-    def prepare(self, is_packed: bool, max_length: int = 0) -> str | None:
+    def prepare(self, is_packed: bool) -> str | None:
         """Choose kernels; called once when the model has its weights and is on its device, before it is adapted, sharded or compiled.
 
-        max_length: tokens of the longest row of a training, 0 for none. Returns a line for the log, None where there is no choice. Raises UserError
-        if packed rows are asked for and would not be exact, or if rows of that length would not be.
+        Returns a line for the log, None where there is no choice. Raises UserError if packed rows are asked for and would not be exact.
         """
         return None
 

@@ -54,14 +54,7 @@ class TransformersModel(LanguageModel):
         self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
-    def prepare(self, is_packed: bool, max_length: int = 0) -> str:
-        dependence = length_dependence(self.hf.config)
-        if dependence is not None and max_length > dependence.length:
-            raise UserError(
-                f"rows of {self.cfg.name} longer than {dependence.length} tokens would not be exact: its rotary embeddings depend on the longest row of a batch",
-                f"data.max_length={max_length}",
-                f"data.max_length={dependence.length}",
-            )
+    def prepare(self, is_packed: bool) -> str:
         self.kernels = choose_kernels(self.hf, self.cfg.attention)
         self.balance.check(self.hf)
         if is_packed and self.kernels.packing == "none":
@@ -158,7 +151,7 @@ class TransformersModel(LanguageModel):
     def _generation(self) -> GenerationMethod:
         """Return how this model generates, found at its first generation."""
         if self._method is None:
-            self._method = choose_generation(self.hf, self._accepted)
+            self._method = choose_generation(self, "past_key_values" in self._accepted)
         return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:

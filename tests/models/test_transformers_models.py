@@ -132,12 +132,3 @@ def test_packed_rows_are_refused_if_the_weights_cannot_show_a_leak() -> None:
         torch.nn.init.zeros_(parameter)
     with pytest.raises(UserError, match="packed rows of mistral would not be exact"):
         model.prepare(is_packed=True)
-
-
-def test_rows_longer_than_the_rotary_embeddings_of_single_rows_are_refused() -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    model = random_family("phi3", rope_parameters=rope, original_max_position_embeddings=32)
-    model.prepare(is_packed=True, max_length=32)
-    with pytest.raises(UserError, match="rows of phi3 longer than 32 tokens would not be exact") as error:
-        model.prepare(is_packed=True, max_length=64)
-    assert error.value.fix == "data.max_length=32"
