@@ -124,9 +124,7 @@ class LoraConfig:
     rank: int  # rows of A and columns of B, at least 1
     alpha: float  # scale of the adapter's output, times 1 / rank
     dropout: float  # on the adapter's input; probability, in [0, 1)
-    targets: list[
-        str
-    ]  # layers with an adapter: names or ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN of a whole path; [all-linear]: all but the output layer
+    targets: list[str]  # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output layer
     rslora: bool  # scale alpha / sqrt(rank) in place of alpha / rank: larger ranks learn as fast as small ones (rsLoRA)
     dora: bool  # train the length of each row of the weight, too (DoRA); a step takes longer
     quantize: Optional[str]  # nf4: the frozen linear layers have 4 bits per weight (QLoRA), needs bitsandbytes; null: fp32

@@ -59,7 +59,7 @@ THIRD_PARTY = {
     "runner.tracking": {"rich"},
     "runner.tracking.trackers": {"swanlab"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
-    "models": {"torch", "safetensors", "transformers", "huggingface_hub"},
+    "models": {"torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes"},
     "common": {"yaml"},  # imported where YAML is parsed
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed

@@ -1,4 +1,4 @@
-"""Runs with adapters: a run trains an adapter on, 4-bit weights need bitsandbytes, and each variant resumes to the bit."""
+"""Runs with adapters: a run trains an adapter on, 4-bit weights need bitsandbytes, and each variant resumes bitwise equal."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(cfg: Config, run_dir: Path, stops: tuple[int, ...] = ()) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dora", pytest.param("nf4", marks=needs_bitsandbytes)])
-def test_lora_variant_is_resumed_to_the_bit(variant: str, base: Path, tmp_path: Path) -> None:
+def test_lora_variant_is_resumed_bitwise_equal(variant: str, base: Path, tmp_path: Path) -> None:
     cfg = config_of(base, tmp_path, VARIANTS[variant])
     assert diff_run_dirs(run(cfg, tmp_path / "whole"), run(cfg, tmp_path / "stopped", (1,))) == []
     stored = read_adapter_settings(tmp_path / "whole")
