@@ -73,7 +73,8 @@ def model_specs(args: argparse.Namespace, name: str, folder: str, model: str) ->
     spec |= {"model": config | heads, "model_folder": model, "tokenizer": model, "precision": "bf16", "files": write_rows(args, folder)}
     accumulation = {TRL: {name: max(1, round(LENGTH / mean_row_tokens(spec))) for name in ("accumulation", "steps_per_turn")}}
     chosen, messages = list[tuple[str, dict]](), list[str]()
-    for case in args.cases.split("+") if args.cases else (OURS, TRAINER, TRL):
+    default = (OURS, TRAINER) if FORCED[0] in overrides else (OURS, TRAINER, TRL)  # TRL is measured beside the same shape without it
+    for case in args.cases.split("+") if args.cases else default:
         if reason := why_left_out(case, args):
             messages.append(f"left out: {case}: {reason}")
             continue
@@ -131,6 +132,13 @@ def choose_models(names: str | None) -> list[str]:
     return chosen
 
 
+def processor() -> str:
+    """Return the name of the processor, and whether it has bf16 matrix units (Linux)."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return f"{facts.get('model name', 'unknown processor')}, AMX: {'yes' if 'amx_bf16' in facts.get('flags', '') else 'no'}"
+
+
 def main(args: argparse.Namespace) -> None:
     lines, messages = list[dict[str, Any]](), list[str]()
     for name in choose_models(args.models):
@@ -139,16 +147,19 @@ def main(args: argparse.Namespace) -> None:
             chosen, left_out = model_specs(args, name, folder, model)
             cases, failed = measure(chosen, args.rounds)
         messages += [*left_out, *(f"{name}: {message}" for message in failed)]
-        if cases:
+        if cases and cases[0].name.startswith("ours"):
             lines += results(name, cases)
             print(table(lines), flush=True)
     flags = {"path": Path(args.path).name, "rounds": args.rounds} | ({"models": f'"{args.models}"'} if args.models else {})
     command = " ".join(["python benchmarks/transformers_models.py", *(f"--{flag} {value}" for flag, value in flags.items()), *args.overrides])
-    text = "\n\n".join([table(lines), *dict.fromkeys(messages)])
+    text = "\n\n".join([f"bf16, {ROWS} x {LENGTH}, {processor()}", table(lines), *dict.fromkeys(messages)])
     report_result("transformers_models", "SFT of published model shapes beside other trainers", command, text, args.write)
     if args.write:
         environment = {variable: os.environ.get(variable) for variable in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-        write_numbers("transformers_models", {"command": command, "rows": ROWS, "length": LENGTH, "cores": os.cpu_count(), **environment, "cases": lines})
+        write_numbers(
+            "transformers_models",
+            {"command": command, "rows": ROWS, "length": LENGTH, "cores": os.cpu_count(), "processor": processor(), **environment, "cases": lines},
+        )
 
 
 if __name__ == "__main__":
