@@ -90,7 +90,7 @@ def norm_difference(path: Path, model: LanguageModel) -> float:
     It does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some converters add 1 to those of norms.
     """
     stored = sum(float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum()) for t in GGUFReader(path).tensors if len(t.shape) > 1)
-    expected = sum(float(tensor.double().square().sum()) for name, tensor in model.named_parameters() if tensor.ndim > 1 and ".lora." not in name)
+    expected = sum(float(tensor.detach().double().square().sum()) for name, tensor in model.named_parameters() if tensor.ndim > 1 and ".lora." not in name)
     return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected)
 
 

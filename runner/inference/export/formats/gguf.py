@@ -32,7 +32,7 @@ def write_gguf_format(cfg: ExportSettings, source: LoadedModel, folder: Path) ->
     (folder / "Modelfile").write_text(gguf_tokenizer.modelfile(source), encoding="utf-8")
     if cfg.converter:
         _convert(cfg, source, path)
-        return lambda: [_check_converted(cfg, source, path)]
+        return lambda: [check_converted(cfg, source, path)]
     tensors = gguf_file.write_gguf(path, source, cfg.dtype, Path(cfg.to).name)
 
     def verify() -> list[str]:
@@ -71,7 +71,7 @@ def _convert(cfg: ExportSettings, source: LoadedModel, path: Path) -> None:
         raise UserError(f"the converter failed: {last}", f"converter={cfg.converter}", "format=hf, then convert the folder yourself to see all of its output")
 
 
-def _check_converted(cfg: ExportSettings, source: LoadedModel, path: Path) -> str:
+def check_converted(cfg: ExportSettings, source: LoadedModel, path: Path) -> str:
     """Compare what does not depend on how a converter names, splits and orders the weights. Raises UserError."""
     from runner.inference.export import gguf_file
 
