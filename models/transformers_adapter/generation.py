@@ -82,27 +82,31 @@ def _rope_settings(value: Any) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def choose_generation(hf: Any, accepted: frozenset[str]) -> GenerationMethod:
-    """Return the fastest method that gives the log-probabilities of single rows without a cache."""
-    with torch.autocast(hf.device.type, enabled=False):
-        probe = GenerationProbe(hf, accepted)
-        if not probe.has_exact_cache():
-            return GenerationMethod(has_cache=False, in_batches=False)
-        return GenerationMethod(has_cache=True, in_batches=probe.has_exact_batches())
+def choose_generation(model: Any, has_cache: bool) -> GenerationMethod:
+    """Return the fastest method that gives the log-probabilities of single rows without a cache.
+
+    `model`: a TransformersModel, which may be sharded: it is called as a whole. `has_cache`: whether its class of transformers takes a cache.
+    """
+    probe = GenerationProbe(model)
+    if not has_cache or not probe.has_exact_cache():
+        return GenerationMethod(has_cache=False, in_batches=False)
+    return GenerationMethod(has_cache=True, in_batches=probe.has_exact_batches())
 
 
 class GenerationProbe(Probe):
     """Rows of random tokens, generated as far as their last PROBED_STEPS tokens and compared with the log-probabilities of the whole rows."""
 
-    def __init__(self, hf: Any, accepted: frozenset[str]) -> None:
-        super().__init__(hf)
-        self.accepted = accepted
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        super().__init__(model.hf)
         ends = torch.tensor([len(row) for row in self.rows]).cumsum(0).tolist()
         self.expected = torch.stack([self.reference[end - PROBED_STEPS : end] for end in ends])  # (B, PROBED_STEPS, V)
 
+    def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits.float().log_softmax(-1)
+
     def has_exact_cache(self) -> bool:
-        if "past_key_values" not in self.accepted:
-            return False
         try:
             found = torch.cat([self._steps([row]) for row in self.rows])
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):  # a model with a cache of another class
@@ -125,6 +129,6 @@ class GenerationProbe(Probe):
         found = []
         for end in range(T - PROBED_STEPS + 1, T + 1):
             new = slice(cache.length, end)
-            logits = generation_step(self.hf, self.accepted, ids[:, new], positions[:, new], is_token[:, None, None, :end], cache)
+            logits = self.model(ids[:, new], position_ids=positions[:, new], mask=is_token[:, None, None, :end], cache=cache).logits
             found.append(logits.float().log_softmax(-1))
         return torch.cat(found, dim=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def random_model(name: str, changes: dict[str, Any]) -> LanguageModel:
     config = AutoConfig.for_model(name, **SIZES | {"attention_dropout": 0.0} | changes)
-    model = create_model(TransformersConfig.from_hf_config(config.to_dict(), Path(name))).eval()
+    # max_position_embeddings as a user sets it: the default is the length up to which the embeddings do not change.
+    cfg = dataclasses.replace(TransformersConfig.from_hf_config(config.to_dict(), Path(name)), max_position_embeddings=128)
+    model = create_model(cfg).eval()
     torch.manual_seed(1)
     for parameter in model.parameters():
         if parameter.ndim > 1:
