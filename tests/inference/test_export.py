@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_fixtures import TINY_RUN, Call
+from command_fixtures import TINY_MODEL, TINY_RUN, Call
 from tiny_models import lora_config
 
 from common.errors import UserError
@@ -223,6 +223,28 @@ def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, t
     with pytest.raises(UserError, match="the norm of all matrices"):
         check_converted(export_config(hf_folder, tmp_path / "x", format="gguf", converter=str(converter)), source, tmp_path / "to" / "model.gguf")
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_exported_checkpoint_is_the_model_of_that_step(call: Call, workspace: Path) -> None:
+    (out := workspace / "exported").mkdir()
+    pretrain = [f"data.path={SAMPLES / 'pretrain.jsonl'}", "train.save_every=1", f"hydra.run.dir={workspace / 'run'}"]
+    lora = ["stage=lora", f"init_from={workspace / 'run'}", f"data.path={SAMPLES / 'lora_identity.jsonl'}", f"hydra.run.dir={workspace / 'lora'}"]
+    for overrides in (pretrain, lora):
+        done = call(*(TINY_RUN if overrides is pretrain else TINY_RUN[len(TINY_MODEL) :]), *overrides)
+        assert done.returncode == 0, done.stderr
+    for name, kind in (("run", "hf"), ("lora", "merged")):
+        for checkpoint, same in (("latest", True), ("step-00000001", False)):
+            if (workspace / name / "checkpoints" / checkpoint).exists():
+                run_export(workspace / name / "checkpoints" / checkpoint, out / f"{name}-{checkpoint}", format=kind)
+                difference = (load_model(out / f"{name}-{checkpoint}")(IDS).logits - load_model(workspace / name)(IDS).logits).abs().max()
+                assert (difference < 1e-5) == same
+    run_export(workspace / "lora" / "checkpoints" / "latest", out / "peft", format="peft")
+    assert torch.equal(load_model(out / "peft")(IDS).logits, load_model(workspace / "lora")(IDS).logits)
+    weights = workspace / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="this checkpoint is damaged"):
+        run_export(weights.parent, out / "damaged")
 
 
 def llama_cpp(folder: Path) -> Any:
