@@ -75,7 +75,16 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(EXPERTS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, packing="none"),
     "mamba2": Family({"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16}, packing="none"),
     "blenderbot": Family(
-        {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_layers": 2, "dropout": 0.0, "scale_embedding": True},
+        {
+            "d_model": 32,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48,
+            "encoder_layers": 2,
+            "dropout": 0.0,
+            "scale_embedding": True,
+            "forced_eos_token_id": None,
+        },
         packing="none",
     ),
     "bloom": Family({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, packing="none"),
