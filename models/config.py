@@ -16,14 +16,15 @@ conf/model/*.yaml set family: rwkv and its values.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional, Self
 
 from common.errors import UserError
 from common.limits.memory import machine_memory
 from common.registry import Registry
-from common.settings import IGNORED, check_at_least
+from common.settings import IGNORED, check_at_least, check_choice
 
 if TYPE_CHECKING:
     import torch
@@ -112,16 +113,31 @@ def check_required_values(raw: dict[str, Any], required: dict[str, Any], path: P
             raise UserError(f"{key}={raw[key]} is not supported, only {key}={value}", str(path), "choose another model")
 
 
+LORA_WEIGHTS = ("nf4",)
+SETTINGS_OF_EARLIER_ADAPTERS: dict[str, Any] = {"rslora": False, "dora": False, "quantize": None, "continue_adapter": False}  # of runs that lack them
+
+
 @dataclass
 class LoraConfig:
-    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W x + alpha / rank * B A x."""
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685): W x + scale * B A x."""
 
     rank: int  # rows of A and columns of B, at least 1
     alpha: float  # scale of the adapter's output, times 1 / rank
     dropout: float  # on the adapter's input; probability, in [0, 1)
-    targets: list[str]  # names of the linear layers that get an adapter, e.g. [q_proj,v_proj]; [all-linear]: all but the output layer
+    targets: list[str]  # layers with an adapter: names, ends of paths (q_proj, 0.mlp.up_proj), re:PATTERN; [all-linear]: all but the output layer
+    rslora: bool  # scale alpha / sqrt(rank) in place of alpha / rank: larger ranks learn as fast as small ones (rsLoRA)
+    dora: bool  # train the length of each row of the weight, too (DoRA); a step takes longer
+    quantize: Optional[str]  # nf4: the frozen linear layers have 4 bits per weight (QLoRA), needs bitsandbytes; null: fp32
+    continue_adapter: bool  # init_from is an adapter: train it on, with its rank, alpha and targets; false: merge it into the model, train a new one
 
     def __post_init__(self) -> None:
         check_at_least("stage.lora.rank", self.rank, 1, 8)
         if not 0 <= self.dropout < 1:
             raise UserError(f"stage.lora.dropout must be in [0, 1), got {self.dropout}", f"stage.lora.dropout={self.dropout}", "e.g. stage.lora.dropout=0.1")
+        if self.quantize is not None:
+            check_choice("stage.lora.quantize", self.quantize, LORA_WEIGHTS)
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

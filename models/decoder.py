@@ -16,7 +16,7 @@ from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies
 from models.layers.chunked_loss import LMHead
-from models.layers.mlp import DocumentIndex, load_balancing_loss
+from models.layers.mlp import DocumentIndex, index_documents, load_balancing_loss
 
 
 class DecoderBackbone(nn.Module):
@@ -105,10 +105,7 @@ class Decoder(LanguageModel):
     def _documents(self, T: int, lengths: Tensor | None, document_ids: Tensor | None) -> DocumentIndex | None:
         if lengths is None or not self.cfg.num_experts:
             return None  # only the load-balancing loss reads it
-        S, t = len(lengths), torch.arange(T, device=lengths.device)
-        if document_ids is None:
-            return DocumentIndex(torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths)
-        return DocumentIndex(torch.where(document_ids < 0, S, document_ids), lengths)
+        return index_documents(T, lengths, document_ids)
 
     def _rope_cos_sin(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return cos and sin (B or 1, 1, T, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same number."""

@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, C capacity of the cache (tokens), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +28,58 @@ def generate(
     top_p: float,
     repetition_penalty: float,
     stop_ids: list[int],
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | list[torch.Generator] | None = None,
     on_token: Callable[[int, int], None] | None = None,
+    on_end: Callable[[int, bool], None] | None = None,
     before_token: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Return the continuation of each prompt, without the stop token that ended it.
 
     temperature 0: greedy; top_k 0 and top_p 1 (https://arxiv.org/abs/1904.09751): no truncation; repetition_penalty
     (https://arxiv.org/abs/1909.05858) above 1 makes every token of the row so far less likely. Samples come from `generator` (default: a new
-    one with seed 0), never from torch's global generator. `on_token(row, token)` is called for each new token, `before_token()` before
-    each forward pass: it may raise to stop. A row ends at a stop token,
-    after `max_new_tokens`, or at the model's max_position_embeddings. Raises UserError if a prompt is empty or too long for the model.
+    one with seed 0), never from torch's global generator; with a list of them each row has its own, and does not depend on the others. `on_token(row, token)` is called for each new token, `on_end(row,
+    has_stop_token)` when a row ends, `before_token()` before each forward pass: it may raise to stop. A row ends at a stop token,
+    after `max_new_tokens`, or at the model's max_position_embeddings. Rows of different lengths are generated one by one
+    where a batch would not give the logits that they get alone. Raises UserError if a prompt is empty or too long for the model.
     """
     limits = _new_token_limits(prompts, max_new_tokens, model.cfg.max_position_embeddings)
     training = model.training
     model.eval()
     try:
-        return _generate(model, prompts, limits, Sampler(temperature, top_k, top_p, repetition_penalty, generator), set(stop_ids), on_token, before_token)
+        answers: list[list[int]] = []
+        for rows in _batches(model, prompts, limits):
+            own = generator[rows.start : rows.stop] if isinstance(generator, list) else generator
+            sampler = Sampler(temperature, top_k, top_p, repetition_penalty, own)
+            events = _Events(on_token, on_end, before_token, rows.start)
+            answers += _generate(model, prompts[rows.start : rows.stop], limits[rows.start : rows.stop], sampler, set(stop_ids), events)
+        return answers
     finally:
         model.train(training)
+
+
+def _batches(model: LanguageModel, prompts: list[list[int]], limits: list[int]) -> list[range]:
+    """Return the rows that are generated together: all, or one by one."""
+    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
+    if len({len(prompt) for prompt in prompts}) <= 1 or model.generates_in_batches(longest):
+        return [range(len(prompts))]
+    return [range(row, row + 1) for row in range(len(prompts))]
+
+
+class _Events(NamedTuple):
+    """The callbacks of `generate`, for rows from number `first` on."""
+
+    on_token: Callable[[int, int], None] | None
+    on_end: Callable[[int, bool], None] | None
+    before_token: Callable[[], None]
+    first: int
+
+    def token(self, row: int, token: int) -> None:
+        if self.on_token is not None:
+            self.on_token(self.first + row, token)
+
+    def end(self, row: int, has_stop_token: bool) -> None:
+        if self.on_end is not None:
+            self.on_end(self.first + row, has_stop_token)
 
 
 @torch.no_grad()
@@ -55,11 +89,12 @@ def _generate(
     limits: list[int],
     sampler: Sampler,
     stop_ids: set[int],
-    on_token: Callable[[int, int], None] | None,
-    before_token: Callable[[], None],
+    events: _Events,
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     active = {row for row, limit in enumerate(limits) if limit}
+    for row in set(range(len(prompts))) - active:
+        events.end(row, has_stop_token=False)
     if not active:
         return answers
     embedding = next(model.parameters())
@@ -74,7 +109,7 @@ def _generate(
     # (B, 1, T, T), True where attention is allowed. A filler attends to itself: a softmax row without any key is NaN, and NaN spreads.
     mask = ((torch.ones(T, T, device=device).tril() * is_token[:, None, :T]).bool() | torch.eye(T, dtype=torch.bool, device=device)).unsqueeze(1)
     while True:
-        before_token()
+        events.before_token()
         logits = model(ids, position_ids=positions, mask=mask, cache=cache).logits[:, -1]  # (B, V)
         ids = sampler(logits.float(), seen).unsqueeze(1)  # (B, 1)
         for row, token in enumerate(ids[:, 0].tolist()):
@@ -82,12 +117,13 @@ def _generate(
                 continue
             if token in stop_ids:
                 active.discard(row)
+                events.end(row, has_stop_token=True)
                 continue
             answers[row].append(token)
+            events.token(row, token)
             if len(answers[row]) == limits[row]:
                 active.discard(row)
-            if on_token is not None:
-                on_token(row, token)
+                events.end(row, has_stop_token=False)
         if not active:
             return answers
         seen.scatter_(1, ids, True)
@@ -98,7 +134,10 @@ def _generate(
 class Sampler:
     """logits: (B, V), seen: (B, V) tokens that a row already has -> one token per row (B,)."""
 
-    def __init__(self, temperature: float, top_k: int, top_p: float, repetition_penalty: float, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, temperature: float, top_k: int, top_p: float, repetition_penalty: float, generator: torch.Generator | list[torch.Generator] | None
+    ) -> None:
+        """`generator`: one for all rows, or a list with that of each row; None: a new one with seed 0."""
         self.temperature, self.top_k, self.top_p, self.penalty, self.generator = temperature, top_k, top_p, repetition_penalty, generator
 
     def __call__(self, logits: Tensor, seen: Tensor) -> Tensor:
@@ -109,6 +148,9 @@ class Sampler:
         if self.generator is None:
             self.generator = torch.Generator(logits.device).manual_seed(0)
         logits = self._top_p(self._top_k(logits / self.temperature))
+        if isinstance(self.generator, list):
+            rows = logits.softmax(-1).split(1)
+            return torch.cat([torch.multinomial(row, 1, generator=own) for row, own in zip(rows, self.generator, strict=True)]).squeeze(1)
         return torch.multinomial(logits.softmax(-1), 1, generator=self.generator).squeeze(1)
 
     def _top_k(self, logits: Tensor) -> Tensor:

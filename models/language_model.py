@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class LanguageModel(nn.Module):
     cfg: ModelConfig
     activation_checkpointing: str  # none, selective or full
     kernels_description: str | None = None  # what `prepare` has chosen, for the log
+    probes_weights: ClassVar[bool] = False  # what `prepare` chooses depends on the weights
 
     def forward(
         self,
@@ -59,6 +60,11 @@ class LanguageModel(nn.Module):
         return None
 
     @property
+    def output_layer(self) -> nn.Module | None:
+        """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None: every LMHead."""
+        return None
+
+    @property
     def layers(self) -> nn.ModuleList:
         """Layers with parameters of their own, in order: what FSDP shards one by one."""
         raise NotImplementedError
@@ -66,6 +72,10 @@ class LanguageModel(nn.Module):
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         """Train with compiled layers. single_row: batches have one row; options: those of torch.compile."""
         raise NotImplementedError
+
+    def generates_in_batches(self, max_length: int) -> bool:
+        """Return whether rows of different lengths, padded on the left, get the logits that each gets alone. `max_length`: tokens of the longest row."""
+        return True
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> Cache:
         """Return an empty key/value cache for `rows` sequences of up to `max_length` tokens."""

@@ -6,10 +6,29 @@ import sys
 if not __package__:  # started by path: replace runner/ on sys.path by the repository root
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from runner.cli.subcommand import run_subcommand
 from runner.inference.evaluate import EvaluateConfig, evaluate
 from runner.inference.harness.tasks import evaluate_tasks
+from runner.launch.signals import StopFlag
+from runner.reporting.evaluations import record_everywhere
 from runner.run_dir.resolve import resolve_model_run
 
+
+def run_evaluation(cfg: EvaluateConfig) -> Any:
+    action = evaluate_tasks if cfg.tasks else evaluate
+    return action(cfg, resolve_model_run(cfg.run), listen_for_stop, record_everywhere)
+
+
+@contextmanager
+def listen_for_stop() -> Iterator[StopFlag]:
+    with StopFlag(announces=True) as stop:
+        stop.pending_work = "after this batch, with the result so far"
+        yield stop
+
+
 if __name__ == "__main__":
-    run_subcommand("evaluate", EvaluateConfig, lambda cfg: (evaluate_tasks if cfg.tasks else evaluate)(cfg, resolve_model_run(cfg.run)))
+    run_subcommand("evaluate", EvaluateConfig, run_evaluation)

@@ -30,7 +30,7 @@ SMALL_RUN = [
     "train.max_steps=0", "train.log_every=1", "train.eval_every=0", "train.save_every=0", "train.sample_every=0", "optimizer=adamw", "optimizer.lr=1e-3", "schedule.warmup_steps=0", "tracker.console=quiet",
     "init_from=scratch",
 ]  # fmt: skip
-SMALL_LORA = "stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj]}"
+SMALL_LORA = "stage.lora={rank:8,alpha:16.0,dropout:0.0,targets:[q_proj,k_proj,v_proj,o_proj],rslora:false,dora:false,quantize:null,continue_adapter:false}"
 DATA_FORMAT = {"pretrain": "text", "sft": "chat", "lora": "chat", "dpo": "preference", "dpo_lora": "preference"}  # of each stage
 VOCABULARY = ["the", "lake", "of", "Oru", "lies", "north", "of", "the", "old", "mill", "where", "Tami", "keeps", "nine", "grey", "goats", "and", "sings"]
 

@@ -57,14 +57,14 @@ THIRD_PARTY = {
     "runner.config": {"hydra", "omegaconf", "yaml"},
     "runner.inference": {"torch", "numpy", "rich", "yaml"},
     "runner.inference.export": {"torch", "numpy", "transformers", "gguf", "yaml"},
-    "runner.inference.harness": {"torch", "lm_eval"},
+    "runner.inference.harness": {"torch", "numpy", "lm_eval"},
     "runner.serving": {"torch", "fastapi", "starlette", "pydantic", "uvicorn"},
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},
     "runner.tracking.trackers": {"swanlab"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
-    "models": {"torch", "safetensors", "transformers", "huggingface_hub"},
+    "models": {"torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes"},
     "common": {"yaml"},  # imported where YAML is parsed
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed

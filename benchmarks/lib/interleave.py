@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lib import ROOT
+from lib.runs import compose_run
 
 Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
@@ -131,7 +132,6 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
 
     from data.tokenize.tokenizer import Tokenizer
     from models.language_model import create_model
-    from runner.config.compose import compose_config
     from runner.engine.data_pipeline import build_data_pipeline
 
     overrides = [
@@ -139,7 +139,7 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
         "data.val_fraction=0", f"data.max_length={length}", "data.num_workers=0", f"data.cache={folder}/cache", f"train.batch_size={rows}",
         "optimizer=adamw", "tracker.console=quiet", *overrides,
     ]  # fmt: skip
-    config = compose_config(overrides)
+    config = compose_run(overrides)
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in create_model(config.model).parameters())

@@ -33,12 +33,21 @@ def run_self(script: str, *arguments: str) -> str:
     return subprocess.run([sys.executable, script, *arguments], check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
 
 
+def compose_run(overrides: list[str]) -> Any:
+    """Return the Config of a run, with the model of the weights that init_from names."""
+    from runner.config.compose import compose_tree, to_config, without_hydra
+    from runner.run_dir.initial_weights import adopt_model
+
+    tree = without_hydra(compose_tree(overrides))
+    adopt_model(tree, overrides)
+    return to_config(tree)
+
+
 def build_state(overrides: list[str], run_dir: Path | None = None) -> Any:
     """Return the TrainState of a run before its first step."""
-    from runner.config.compose import compose_config
     from runner.engine.build import build_run
 
-    return build_run(compose_config(overrides), run_dir or Path(tempfile.mkdtemp()), attempt=1, update_metadata=lambda **fields: None)
+    return build_run(compose_run(overrides), run_dir or Path(tempfile.mkdtemp()), attempt=1, update_metadata=lambda **fields: None)
 
 
 def resident_mib() -> float:

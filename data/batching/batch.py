@@ -87,7 +87,8 @@ class Batch:
         return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE_INDEX), names=[])
 
     def to(self, device: torch.device) -> Batch:
-        moved = {name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
+        is_cuda = device.type == "cuda"  # from pinned memory; mps reads a tensor later, when its memory may be another's
+        moved = {name: None if tensor is None else tensor.to(device, non_blocking=is_cuda) for name, tensor in self.inputs.items()}
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
 
     def pin_memory(self) -> Batch:

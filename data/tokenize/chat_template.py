@@ -147,15 +147,28 @@ class ChatTemplate:
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next answer begins."""
+        return self.encode_segments([self._split(self._prompt(messages, tools, where))])[0][0]
+
+    def render_prompt(self, messages: Any, where: str = "messages", continues_answer: bool = False) -> str:
+        """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which the assistant continues."""
+        segments = self._split(self._prompt(messages, None, where, not continues_answer))
+        text = unmask_control_tokens("".join(segment.text for segment in segments))
+        if not continues_answer:
+            return text
+        content = str(messages[-1]["content"])
+        content = content if content in text else content.strip()
+        return text[: text.rindex(content) + len(content)]
+
+    def _prompt(self, messages: Any, tools: Any, where: str, has_generation_prompt: bool = True) -> str:
         messages, tools = check_chat(messages, tools, where)
         messages = drop_empty_system(messages)
         render, masked = self._renderer(messages, tools, where, stock=True)
-        whole = render(len(messages), prompt=True)
+        whole = render(len(messages), prompt=has_generation_prompt)
         self._check_contents(whole, masked, where)
         if not self.turn_end.is_trained and not self._has_marks and messages[-1]["role"] != "assistant":
             with suppress(BadRowError):  # earlier answers end as they do in training
                 whole = self._close_turns(self._insert_marks(whole, messages, _assistant_turns(messages), render, where), messages, tools)
-        return self.encode_segments([self._split(whole)])[0][0]
+        return whole
 
     @cached_property
     def turn_end(self) -> TurnEnd:

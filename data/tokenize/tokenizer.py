@@ -21,6 +21,7 @@ from data.tokenize.tokenizer_limits import check_stored_tokenizer
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "chat_template.jinja", "special_tokens_map.json", "generation_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SENTENCEPIECE_SPACE = "\u2581"
 GPT2_TOKEN = "<|endoftext|>"  # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers
 COPY_AGAIN_HINT = "copy the tokenizer folder again"
 TRAIN_TOKENIZER_HINT = "train one: python runner/tokenizer.py path=[text.jsonl] to=my_tokenizer"
@@ -37,7 +38,7 @@ class Tokenizer:
     eos_id: int
     stop_ids: tuple[int, ...]  # end a generated text: eos_id, and those of generation_config.json
     pad_id: int  # eos_id if there is no pad_token; padding is known by its position, never by its id
-    control_ids: dict[str, int]  # id of each added token
+    control_ids: dict[str, int]  # id of each added token that is no piece of text
     special_tokens: frozenset[str]  # added tokens that `decode` skips
     chat_template: str | None
     fingerprint: str
@@ -82,13 +83,22 @@ class Tokenizer:
         """The largest id that a text can be encoded to; control tokens may have larger ones."""
         return max(self._plain.get_vocab().values())
 
+    def token_kept_by_ignore_merges(self) -> str | None:
+        """Return a token that the merges do not make of its own characters; None if there is none: then the model's `ignore_merges` changes nothing."""
+        stored = json.loads(self._full.to_str())
+        model = Engine.from_str(json.dumps({**stored, "model": {**stored["model"], "ignore_merges": False}})).model
+        return next((token for token in stored["model"]["vocab"] if token not in self.control_ids and len(model.tokenize(token)) != 1), None)
+
     def encode(self, text: str) -> list[int]:
         """Encode plain text: `<|im_end|>` in it becomes ten ordinary characters, not the token."""
         return self.encode_batch([text])[0]
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered."""
-        return self._full.encode(text, add_special_tokens=False).ids
+    def encode_rendered(self, text: str, add_special: bool = False) -> list[int]:
+        """Encode a text in which control tokens are meant as such, e.g. one that a chat template has rendered.
+
+        add_special: with the tokens that the post-processor of tokenizer.json adds, e.g. a bos_token in front.
+        """
+        return self._full.encode(text, add_special_tokens=add_special).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         try:
@@ -137,7 +147,7 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
         eos_id=eos_id,
         stop_ids=tuple(sorted(stop_ids)),
         pad_id=pad_id,
-        control_ids={token["content"]: token["id"] for token in stored["added_tokens"]},
+        control_ids={token["content"]: token["id"] for token in stored["added_tokens"] if not _is_text(token)},
         special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
         chat_template=template,
         fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
@@ -154,11 +164,20 @@ def _named_tokens(config: dict, special_tokens_map: dict, engine: Engine) -> dic
     return named
 
 
+def _is_text(added: dict) -> bool:
+    """Return whether an added token is a piece of text: a run of spaces or newlines, as in the tokenizers of Gemma and GPT-NeoX."""
+    return not added["special"] and not added["content"].replace(SENTENCEPIECE_SPACE, " ").strip()
+
+
 def _without_control_tokens(stored: dict) -> dict:
-    """Return the same BPE without the added tokens, in the vocabulary too: the library rejects merges whose result is missing, so no merge makes one."""
-    control = {token["content"] for token in stored["added_tokens"]}
-    vocab = {token: token_id for token, token_id in stored["model"]["vocab"].items() if token not in control}
-    return {**stored, "added_tokens": [], "post_processor": None, "model": {**stored["model"], "vocab": vocab}}
+    """Return the same BPE without control tokens: no text is encoded to one, and no merge makes one, because merges of and to control tokens are left out."""
+    model, added = stored["model"], stored["added_tokens"]
+    control, texts = {token["content"] for token in added if not _is_text(token)}, [token for token in added if _is_text(token)]
+    vocab = {token: token_id for token, token_id in model["vocab"].items() if token not in control}
+    vocab |= {token["content"]: token["id"] for token in texts}  # those that are no part of the vocabulary would get other ids
+    parts = ((merge, merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model["merges"])
+    merges = [merge for merge, (left, right) in parts if control.isdisjoint((left, right, left + right))]
+    return {**stored, "added_tokens": texts, "post_processor": None, "model": {**model, "vocab": vocab, "merges": merges}}
 
 
 def _build_engine(stored: dict, folder: Path) -> Engine:

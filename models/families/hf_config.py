@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
 from models.config import UnsupportedVariantError
 from models.families.hf_rope import FIX, SCALING_FIELDS, Settings, list_fields, read_rope
 
@@ -195,7 +194,7 @@ def _check_attention_window(fields: dict[str, Any], max_positions: int, family: 
     layers, interval = fields["num_hidden_layers"], fields.get("no_rope_layer_interval")
     listed = fields.get("no_rope_layers")
     if not all(listed[:layers]) if listed else interval and layers >= abs(interval):
-        raise UserError(f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX)
+        raise UnsupportedVariantError(f"{family} with layers without rotary position embeddings (no_rope_layers) is not supported", str(path), FIX)
 
 
 def architecture_of(settings: Settings) -> str | None:

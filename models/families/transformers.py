@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, check_choice
+from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
 from models.config import ModelConfig, ModelSize, register_model
+from models.families.hf_config import NO_INFLUENCE, ROPE_FIELDS
+from models.families.hf_rope import list_fields
 
 HF_ATTENTION = ("auto", "own", "sdpa", "eager")
-# Fields of config.json that name code or kernels to download, or how a file was written: nothing of them is used.
+# Fields of config.json, at any depth, that name code or kernels to download, how a file was written, or labels of other tasks: nothing of them is used.
 UNREAD_FIELDS = (
     "auto_map",
     "custom_pipelines",
@@ -23,7 +28,14 @@ UNREAD_FIELDS = (
     "transformers_version",
     "dtype",
     "torch_dtype",
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
 )
+MAX_COUNTS = {"layer": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
+MAX_SIZE = 1 << 40  # of any integer
+MAX_BUFFER_BYTES = 1 << 30  # of what a model stores besides its parameters: tables of positions, masks
 IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
 CHOOSE_ANOTHER = "choose another model; docs/reference/models.md lists what loads"
 
@@ -37,6 +49,7 @@ class TransformersConfig(ModelConfig):
     attention: str = field(
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
+    router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json
     path: Optional[str]  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
@@ -45,6 +58,8 @@ class TransformersConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("model.attention", self.attention, HF_ATTENTION)
+        if self.router_aux_loss_coef is not None:
+            check_at_least("model.router_aux_loss_coef", self.router_aux_loss_coef, 0, 0.001)
         if not isinstance(self.config.get("model_type"), str):
             raise UserError("model.config has no model_type", "model.config", "model.path=FOLDER with a config.json reads it")
 
@@ -52,15 +67,22 @@ class TransformersConfig(ModelConfig):
         import torch
         from transformers import AutoModelForCausalLM
 
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise UserError(f"the model has {self.num_hidden_layers:,} layers, at most {MAX_LAYERS:,} are allowed", "model.config", CHOOSE_ANOTHER)
-        with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(create_hf_config(self.config, "model.config"), trust_remote_code=False)
-        parameters = list(hf.parameters())
+        hf_config = create_hf_config(self.config, "model.config")
+        with _reporting_values(self.name, "model.config"), torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+        parameters, buffers = list(hf.parameters()), sum(buffer.nbytes for buffer in hf.buffers())
+        if buffers > MAX_BUFFER_BYTES:
+            message = f"the model has tables of {buffers / 2**30:,.1f} GiB besides its parameters, at most {MAX_BUFFER_BYTES >> 30} GiB are allowed"
+            raise UserError(message, "model.config", f"correct max_position_embeddings in config.json, or {CHOOSE_ANOTHER}")
         return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
 
     def mathematics(self) -> dict[str, Any]:
         return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
+
+    def training_warnings(self) -> list[str]:
+        unread = _unread_fields(self.config)
+        message = f"transformers does not declare these fields of config.json for {self.name}; if the model needs them, its logits are wrong: "
+        return [message + list_fields(unread)] if unread else []
 
     def to_hf_config(self) -> dict[str, Any]:
         return dict(self.config)
@@ -68,22 +90,42 @@ class TransformersConfig(ModelConfig):
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
         config = {name: value for name, value in raw.items() if name not in UNREAD_FIELDS}
-        text = create_hf_config(config, str(path)).get_text_config(decoder=True)
+        text = create_hf_config(raw, str(path)).get_text_config(decoder=True)
         return cls(
             family="transformers",
             name=str(raw["model_type"]),
             vocab_size=text.vocab_size,
             num_hidden_layers=text.num_hidden_layers,
-            max_position_embeddings=getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS,
+            max_position_embeddings=_exact_positions(text),
             tie_word_embeddings=bool(text.tie_word_embeddings),
             config=config,
             attention="auto",
+            router_aux_loss_coef=None,
             path=None,
         )
 
 
-MAX_LAYERS = 1000  # the modules of more layers take minutes to create
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope_type of embeddings that are others in a batch with a text beyond the trained length
 UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
+
+
+def _exact_positions(text: Any) -> int:
+    """Return the longest sequence (tokens) whose logits do not depend on the other rows of its batch. `text`: configuration of transformers."""
+    longest: int = getattr(text, "max_position_embeddings", None) or UNBOUNDED_POSITIONS
+    rope = getattr(text, "rope_parameters", None) or {}
+    for settings in [rope, *(each for each in rope.values() if isinstance(each, dict))]:  # of all layers, or of each type of layer
+        if settings.get("rope_type") in LENGTH_DEPENDENT_ROPES:
+            longest = min(longest, settings.get("original_max_position_embeddings") or longest)
+    return longest
+
+
+def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json that the configuration class does not declare. Some models read head_dim without."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[config["model_type"]]
+    known = {field.name for field in dataclasses.fields(cls)} | {"head_dim", *cls.attribute_map, *ROPE_FIELDS, *NO_INFLUENCE, *UNREAD_FIELDS}
+    return {name: value for name, value in config.items() if name not in known and value is not None and not name.startswith("_")}
 
 
 def create_hf_config(config: dict[str, Any], where: str) -> Any:
@@ -104,13 +146,35 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
     cls = CONFIG_MAPPING[model_type]
     if cls not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"model_type {model_type} is no causal language model", where, CHOOSE_ANOTHER)
-    return cls.from_dict({name: _decode_floats(value) for name, value in config.items() if name not in UNREAD_FIELDS})
+    fields = {name: _clean(name, value, where) for name, value in config.items() if name not in UNREAD_FIELDS}
+    with _reporting_values(model_type, where):
+        return cls.from_dict(fields)
 
 
-def _decode_floats(value: Any) -> Any:
-    """Return a value of config.json, where transformers writes infinity and NaN as {"__float__": "Infinity"}."""
+@contextmanager
+def _reporting_values(model_type: str, where: str) -> Iterator[None]:
+    """Turn any exception of the code of a model into a UserError: it raises what it likes for values that its authors did not expect."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:200]
+        raise UserError(
+            f"transformers cannot create a {model_type} with these settings: {reason}", where, "correct config.json, or download it again"
+        ) from error
+
+
+def _clean(name: str, value: Any, where: str) -> Any:
+    """Return the value of a field without UNREAD_FIELDS at any depth. Transformers writes infinity and NaN as {"__float__": "Infinity"}.
+
+    Raises UserError for a number beyond the limits.
+    """
     if isinstance(value, list):
-        return [_decode_floats(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return float(value["__float__"]) if value.keys() == {"__float__"} else {name: _decode_floats(item) for name, item in value.items()}
+        return [_clean(name, item, where) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _clean(key, item, where) for key, item in value.items() if key not in UNREAD_FIELDS}
+    limit = min([MAX_SIZE, *(limit for part, limit in MAX_COUNTS.items() if part in name.lower() and "dim" not in name and "size" not in name)])
+    if isinstance(value, int) and value > limit:
+        raise UserError(f"{name} must be at most {limit:,}, got {str(value)[:30]}", where, CHOOSE_ANOTHER)
+    return value

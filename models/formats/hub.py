@@ -7,12 +7,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, did_you_mean_path, print_note
 from common.hub.cache import cached_snapshot, hub_cache_dir, is_hub_offline
 from common.hub.names import HubName, parse_hub_name
-from models.formats.json_files import read_json_file
+from models.formats.stored_size import INDEX_SUFFIX, SAFETENSORS, TORCH, read_index
 
 # Files that are downloaded, besides weights. No code: modules of a repository are never used.
 SETTINGS_FILES = (
@@ -22,10 +21,9 @@ SETTINGS_FILES = (
 )
 # Names of weights, the first that a repository has is taken: one file, or the index of several
 WEIGHT_FILES = (
-    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *(SAFETENSORS, SAFETENSORS + INDEX_SUFFIX, "adapter_model.safetensors"),
+    *(TORCH, TORCH + INDEX_SUFFIX),
 )
-INDEX_SUFFIX = ".index.json"
 TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 
 
@@ -102,7 +100,7 @@ def _files_to_download(names: list[str], name: HubName, setting: str) -> list[st
     weights = next((file for file in WEIGHT_FILES if file in names), None)
     if weights is None:
         found = ", ".join(sorted(file for file in names if file.endswith((".gguf", ".safetensors", ".bin", ".h5", ".msgpack")))[:3])
-        message = f"{name} has no {WEIGHT_FILES[0]} and no {WEIGHT_FILES[3]}{f', but {found}' if found else ''}"
+        message = f"{name} has no {SAFETENSORS} and no {TORCH}{f', but {found}' if found else ''}"
         raise UserError(message, setting, "choose the repository of the original weights")
     files = [file for file in SETTINGS_FILES if file in names]
     if not weights.endswith(INDEX_SUFFIX):
@@ -117,16 +115,8 @@ def _missing_files(folder: Path) -> list[str]:
     settings = next((file for file in ("config.json", "adapter_config.json") if file in names), None)
     weights = next((file for file in WEIGHT_FILES if file in names), None)
     if settings is None or weights is None:
-        return ["config.json"] if settings is None else [WEIGHT_FILES[0]]
-    return sorted(index_shards(folder / weights) - names) if weights.endswith(INDEX_SUFFIX) else []
-
-
-def index_shards(path: Path) -> set[str]:
-    """Return the names of the files in an index of weights. Raises UserError for a name that is a path."""
-    shards: Any = read_json_file(path).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(name, str) and name and name == os.path.basename(name) for name in shards.values()):
-        raise UserError("weight_map must give the name of a file in this folder for each tensor", str(path), "write or download the folder again")
-    return set(shards.values())
+        return ["config.json"] if settings is None else [SAFETENSORS]
+    return sorted(read_index(folder / weights) - names) if weights.endswith(INDEX_SUFFIX) else []
 
 
 def _check_free_space(needed: int, setting: str) -> None:

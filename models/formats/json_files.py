@@ -18,6 +18,7 @@ from common.limits.parsers import parse_json
 from models.config import MODELS, ModelConfig, UnsupportedVariantError
 
 NUMBER_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}  # by annotation
+RENAMED_TYPES = ("mixtral", "phi3")  # model_type of folders whose layers PEFT finds under other names than the decoder's
 MAX_BASE_MODELS = 8  # adapters of adapters that are followed to their base model
 
 
@@ -63,12 +64,31 @@ def read_model_config(folder: Path, family: str | None = None) -> ModelConfig:
 
 def _config_of(raw: dict[str, Any], path: Path, family: str | None) -> ModelConfig:
     if family is not None:
+        if (types := MODELS.get(family).hf_model_types) and raw["model_type"] not in types:
+            message = f"model.family={family} does not compute model_type {raw['model_type']}"
+            raise UserError(message, str(path), f"leave model.family={family} out; the types that it computes: {', '.join(types)}")
         return MODELS.get(family).from_hf_config(raw, path)
     for candidate in MODELS.entries().values():
         if raw["model_type"] in candidate.hf_model_types:
             with suppress(UnsupportedVariantError):
                 return candidate.from_hf_config(raw, path)
     return MODELS.get("transformers").from_hf_config(raw, path)
+
+
+def why_transformers(source: Path) -> str:
+    """Return why no other family than transformers computes the model of a folder or adapter: the variant that they lack, or its model_type."""
+    folder = model_dir(source)
+    while is_adapter_dir(folder):
+        folder = model_dir(base_model_of(folder))
+    path = folder / "config.json"
+    raw = read_json_file(path)
+    for candidate in MODELS.entries().values():
+        if raw["model_type"] in candidate.hf_model_types:
+            try:
+                candidate.from_hf_config(raw, path)
+            except UnsupportedVariantError as error:
+                return error.message
+    return f"model_type {raw['model_type']}"
 
 
 def _checked(cfg: ModelConfig) -> ModelConfig:
@@ -94,8 +114,44 @@ def read_config_of_weights(source: Path, family: str | None = None) -> ModelConf
     for _ in range(MAX_BASE_MODELS):
         if not is_adapter_dir(folder):
             return read_model_config(folder, family)
-        folder = base_model_of(folder)
+        family, folder = family_of_base(folder, family), base_model_of(folder)
     raise UserError(f"the adapter has more than {MAX_BASE_MODELS} adapters as base models", str(source), "merge some of them into their base model")
+
+
+def family_of_base(adapter: Path, family: str | None) -> str | None:
+    """Return the family of the base model of an adapter folder: `family`, or transformers if only there its layers have the names that PEFT knows."""
+    return "transformers" if family is None and model_type_of(base_model_of(adapter)) in RENAMED_TYPES else family
+
+
+def model_type_of(source: Path) -> str | None:
+    """Return model_type of the config.json of a model folder, of an adapter that of its base model; None: there is none."""
+    folder = model_dir(source)
+    for _ in range(MAX_BASE_MODELS):
+        if not is_adapter_dir(folder):
+            break
+        folder = base_model_of(folder)
+    path = folder / "config.json"
+    return read_json_file(path).get("model_type") if path.exists() else None
+
+
+def read_adapter_settings(source: Path) -> dict[str, Any]:
+    """Return the settings of the adapter of a run or of a PEFT folder under the names of stage.lora. Raises UserError if it is no adapter."""
+    folder = model_dir(source)
+    if not is_adapter_dir(folder):
+        fix = "stage.lora.continue_adapter=false trains a new adapter, or init_from=ADAPTER_DIR"
+        raise UserError("init_from is no adapter that could be continued: adapter_config.json is missing", str(source), fix)
+    path = folder / "adapter_config.json"
+    raw = read_json_file(path)
+    with reporting_missing_fields(path):
+        targets = raw["target_modules"]
+        names = [f"re:{targets}"] if isinstance(targets, str) else sorted(targets)
+        return {
+            "rank": int(raw["r"]),
+            "alpha": float(raw["lora_alpha"]),
+            "targets": names,
+            "rslora": bool(raw.get("use_rslora")),
+            "dora": bool(raw.get("use_dora")),
+        }
 
 
 def is_adapter_dir(folder: Path) -> bool:

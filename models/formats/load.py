@@ -2,48 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import UserError
+from common.guarded_files import check_source_file
+from models.config import LoraConfig
 from models.families.transformers import TransformersConfig
-from models.formats.json_files import base_model_of, is_adapter_dir, model_dir, read_json_file, read_model_config
+from models.formats.json_files import base_model_of, family_of_base, is_adapter_dir, model_dir, model_type_of, read_json_file, read_model_config
 from models.formats.minimind import read_pth
-from models.formats.peft import merge_adapter_into, read_adapter
-from models.formats.stored_size import check_size_of_weights, weight_files
-from models.formats.tensor_files import read_tensors
+from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
+from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
+from models.formats.tensor_files import read_tensors, read_torch_file
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
-from models.lora import add_lora, load_adapter, merge_adapters
+from models.layers.adapter import weight_shape
+from models.lora import add_adapters, add_lora, linear_layers_of, load_adapter, merge_adapters
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
 
 
-def load_model(source: Path) -> LanguageModel:
+def load_model(source: Path, family: str | None = None) -> LanguageModel:
     """Return the fp32 model of a run, a Hugging Face or a PEFT folder, for inference; an adapter is not merged and can be disabled."""
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        model = load_model(base_model_of(folder))
+        model = load_model(base_model_of(folder), family_of_base(folder, family))
         merge_adapters(model)  # if the base model is itself an adapter of another base model
-        lora, adapter = read_adapter(folder)
-        weights = dict(model.named_parameters())
-        try:
-            for (path, matrix), tensor in adapter.items():  # before anything of their size is allocated
-                if tensor.shape[matrix == "A"] != weights[f"{path}.weight"].shape[matrix == "A"]:
-                    raise KeyError(f"{path}.lora_{matrix} of shape {tuple(tensor.shape)} is not of its layer")
-            add_lora(model, lora)
-            load_adapter(model, {f"{path}.lora.default.{matrix}": tensor for (path, matrix), tensor in adapter.items()})
-        except KeyError as error:
-            raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
+        add_stored_adapter(model, read_adapter(folder), folder)
     else:
-        cfg = read_model_config(folder)
+        cfg = read_model_config(folder, family)
         check_size_of_weights(cfg, folder)
         model = create_model(cfg)
-        load_into(model, load_weights(folder), str(folder))
+        load_into(model, load_weights(folder, cfg.family), str(folder))
     return model.eval()
+
+
+def add_stored_adapter(model: LanguageModel, adapter: StoredAdapter, folder: Path, dropout: float | None = None) -> None:
+    """Add the adapter in `folder` to its base model, with another dropout unless that is None. Raises UserError, naming the tensor, if it does not fit."""
+    settings = adapter.layers if dropout is None else {path: dataclasses.replace(cfg, dropout=dropout) for path, cfg in adapter.layers.items()}
+    layers, parameters = linear_layers_of(model), dict(model.named_parameters())
+    try:
+        for (path, matrix), tensor in adapter.matrices.items():  # before anything of their size is allocated
+            if path not in layers.adaptable:
+                raise KeyError(f"{path} {layers.refused.get(path, 'is no linear layer of the base model')}")
+            rows, columns = weight_shape(layers.adaptable[path])
+            if tensor.shape[matrix == "A"] != (columns if matrix == "A" else rows):
+                raise KeyError(f"{path}.lora_{matrix} of shape {tuple(tensor.shape)} is not of its layer")
+        for name, tensor in adapter.replaced.items():
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                raise KeyError(f"{name} of shape {tuple(tensor.shape)} is no tensor of the base model")
+        if adapter.replaced:
+            load_into(model, model.state_dict() | adapter.replaced, str(folder))
+        add_adapters(model, settings)
+        load_adapter(model, adapter.parameters())
+    except KeyError as error:
+        raise UserError("the adapter does not fit its base model", str(folder), str(error.args[0])) from error
+
+
+def weights_under_adapter(lora: LoraConfig | None, source: Path) -> Path:
+    """Return where the frozen weights of a run that starts from `source` come from: `source`, or the base model of the adapter that it trains on."""
+    return base_model_of(model_dir(source)) if lora is not None and lora.continue_adapter else source
+
+
+def add_run_adapter(model: LanguageModel, lora: LoraConfig, source: str) -> None:
+    """Add the adapter of a run that starts from `source` to its frozen model: a new one, or that of `source`."""
+    if lora.continue_adapter:
+        continue_adapter(model, Path(source), lora.dropout)
+    else:
+        add_lora(model, lora)
+
+
+def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None:
+    """Add the adapter of the run or PEFT folder `source` to its base model, to train it on. Raises UserError for one that has more than matrices."""
+    folder = model_dir(source)
+    adapter = read_adapter(folder)
+    if adapter.replaced:
+        message = f"the adapter has tensors of the base model, which no adapter of this program trains on: {', '.join(list(adapter.replaced)[:MAX_NAMES])}"
+        raise UserError(message, str(folder), "stage.lora.continue_adapter=false merges it into its base model and trains a new adapter")
+    add_stored_adapter(model, adapter, folder, dropout)
 
 
 def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
@@ -55,18 +96,38 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
         return read_pth(source)
     folder = model_dir(source)
     if is_adapter_dir(folder):
-        return merge_adapter_into(load_weights(base_model_of(folder), family), folder)
+        base, family = base_model_of(folder), family_of_base(folder, family)
+        return merge_adapter_into(load_weights(base, family), folder, model_type_of(base) if family == "transformers" else None)
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
+    stored = read_weights(folder)
     if isinstance(cfg, TransformersConfig):
-        from models.transformers_adapter.load import load_transformers_weights
+        from models.transformers_adapter.load import to_transformers_names
 
-        return load_transformers_weights(folder, cfg)
-    files = weight_files(folder)
-    if not files:
-        raise UserError("the folder has no model*.safetensors", str(source), "give the folder of a finished run, a Hugging Face folder, or a .pth file")
-    state = {name: tensor.float() for file in files for name, tensor in read_tensors(file).items()}
+        return to_transformers_names(stored, cfg, str(folder))
+    state = {name: tensor.float() for name, tensor in stored.items()}
     if cfg is not None:
         state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], cfg)
+    return state
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the stored tensors of a model folder. Raises UserError if there are none, for a name in two files, and for quantized weights."""
+    files = weight_files(folder)
+    if not files:
+        fix = "give the folder of a finished run, a Hugging Face folder, or a .pth file"
+        raise UserError("the folder has no model*.safetensors and no pytorch_model*.bin", str(folder), fix)
+    state: dict[str, Tensor] = {}
+    for file in files:
+        check_source_file(file)
+        stored = read_tensors(file) if file.suffix == ".safetensors" else read_torch_file(file, DAMAGED_HINT)
+        if twice := next((name for name in stored if name in state), None):
+            raise UserError(f"two files of weights have a tensor {twice}", str(file), DAMAGED_HINT)
+        state |= stored
+    for name, tensor in state.items():
+        if tensor.dtype.itemsize == 1 and tensor.ndim > 1 and tensor.dtype != torch.bool and name.endswith("weight"):
+            raise UserError(
+                f"{name} is stored as {str(tensor.dtype)[6:]}: quantized weights are not read", str(folder), "choose the folder of the original weights"
+            )
     return state
 
 
@@ -78,6 +139,7 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
         state = {HEAD_KEY: state[EMBEDDING_KEY]} | state
         if not torch.equal(state[HEAD_KEY], state[EMBEDDING_KEY]):
             raise UserError(f"these weights are not tied: {HEAD_KEY} differs from {EMBEDDING_KEY}", source, "set model.tie_word_embeddings=false")
+    _check_tied(own, state, source)
     mismatches = {
         "missing": [f"{name} {tuple(own[name].shape)}" for name in own if name not in state],
         "unknown": [f"{name} {tuple(state[name].shape)}" for name in state if name not in own],
@@ -88,6 +150,18 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
     if any(mismatches.values()):
         raise UserError(_mismatch_table(mismatches), source, "choose the model=... that these weights belong to, or other weights")
     model.load_state_dict(state)
+
+
+def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:
+    """Raise UserError if `state` has two tensors for one weight of the model: loading would drop one of them."""
+    names = defaultdict(list)
+    for name, tensor in own.items():
+        if name in state and state[name].shape == tensor.shape:
+            names[tensor.data_ptr()].append(name)
+    for first, *others in names.values():
+        for other in others:
+            if state[first] is not state[other] and not torch.equal(state[first], state[other]):
+                raise UserError(f"these weights are not tied: {other} differs from {first}", source, "choose weights of a model whose output layer is tied")
 
 
 def _mismatch_table(mismatches: dict[str, list[str]]) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import re
-import struct
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from common.errors import UserError
 from models.families.decoder import DecoderConfig
+from models.formats.tensor_files import read_torch_file
 
 # What MiniMind's own scripts never change, and the file does not tell
 MINIMIND_SETTINGS: dict[str, Any] = {
@@ -29,20 +25,14 @@ MINIMIND_SETTINGS: dict[str, Any] = {
     "attention": "auto",
     "num_experts_per_tok": 1,
 }
-SLACK_BYTES = 1 << 20  # by which the tensors of a file, a tied one counted twice, may be larger than the file
 HEADS_WITHOUT_NORM = 8  # of MiniMind 2, whose files do not tell the width of a head
 AUX_LOSS_COEF = 5e-4  # per layer
-FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")  # in torch's message: the name of what unpickling would import
-# What torch raises for damaged files, measured by changing bytes of one
-DAMAGED = (
-    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
-    *(struct.error, zipfile.BadZipFile, OSError),
-)
+PTH_HINT = "give a MiniMind .pth file of weights"
 
 
 def read_pth(path: Path) -> dict[str, Tensor]:
     """Return fp32 weights. The file holds half precision under the decoder's parameter names, tied weights twice."""
-    return {name: tensor.float() for name, tensor in _load(path).items()}
+    return {name: tensor.float() for name, tensor in read_torch_file(path, PTH_HINT).items()}
 
 
 def read_pth_config(path: Path) -> DecoderConfig:
@@ -50,7 +40,7 @@ def read_pth_config(path: Path) -> DecoderConfig:
 
     With one expert per token MiniMind divides its routing weight by itself (norm_topk_prob), so that the expert's output counts in full.
     """
-    shapes = {name: tuple(tensor.shape) for name, tensor in _load(path).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in read_torch_file(path, PTH_HINT).items()}
     try:
         vocab_size, width = shapes["model.embed_tokens.weight"]
         layers = 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
@@ -78,29 +68,3 @@ def read_pth_config(path: Path) -> DecoderConfig:
         norm_topk_prob=experts > 0,
         router_aux_loss_coef=AUX_LOSS_COEF * layers if experts else 0.0,
     )
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    """Raises UserError for a file that holds anything but weights, or whose tensors are larger than the file."""
-    try:
-        _check_not_compressed(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except DAMAGED as error:
-        # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the cause has it
-        found = FOREIGN_OBJECT.search(str(error))
-        reason = f"it holds the object {found[1]}" if found else "it cannot be read as tensors"
-        raise UserError(f"not a file of weights: {reason}", str(path), "give a MiniMind .pth file of weights") from None
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError("the file holds more than weights", str(path), "give MiniMind's file of weights, not its resume file")
-    is_dense = all(tensor.layout == torch.strided for tensor in state.values())
-    if not is_dense or sum(tensor.nbytes for tensor in state.values()) > 2 * path.stat().st_size + SLACK_BYTES:
-        raise UserError("not a file of weights: its tensors are sparse, or larger than the file", str(path), "give a MiniMind .pth file of weights")
-    return state
-
-
-def _check_not_compressed(path: Path) -> None:
-    """Raise ValueError for an archive whose content is larger than the file: torch writes archives without compression."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
-                raise ValueError("a compressed archive")

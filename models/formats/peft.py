@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,53 +14,145 @@ from common.errors import UserError
 from models.config import LoraConfig, check_required_values
 from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
 from models.formats.tensor_files import read_tensors
+from models.layers.adapter import merged_weight
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
 BASE_DIR = "base"  # inside an adapter folder: the base model, if PEFT could not open the folder it came from
+TRANSPOSED_TYPES = ("gpt2", "openai-gpt", "imagegpt")  # model_type of models with Conv1D layers, whose weights are (inputs, outputs)
 
-# Fields of adapter_config.json that must have this value or be absent: LoraConfig has no other variant.
-REQUIRED_ADAPTER_VALUES = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "use_dora": False,
-    "use_rslora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "modules_to_save": [],
-}
+# Fields of adapter_config.json that are read, or that do not change the meaning of the stored tensors. Any other field must be empty: PEFT has variants that
+# change the base model or compute something else (PiSSA, LoftQ, activated LoRA, target_parameters, ...), and gets new ones.
+READ_FIELDS = frozenset(
+    "peft_type base_model_name_or_path r lora_alpha lora_dropout use_rslora use_dora rank_pattern alpha_pattern fan_in_fan_out init_lora_weights".split()
+)
+DESCRIPTIVE_FIELDS = frozenset(
+    "auto_mapping revision task_type inference_mode peft_version target_modules exclude_modules layers_to_transform layers_pattern "
+    "bias modules_to_save ensure_weight_tying megatron_core qalora_group_size eva_config".split()
+)
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
+NAME_PATTERN = re.compile(r"\^?(?:\w|\\?\.|\\d\+?)+")  # keys of rank_pattern and alpha_pattern that are matched: names, paths and \d+
+MATRICES = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
 
 
-def read_adapter(folder: Path) -> tuple[LoraConfig, dict[tuple[str, str], Tensor]]:
-    """Return the adapter's settings, and its matrices by (path of the linear layer, A or B)."""
+class StoredAdapter(NamedTuple):
+    cfg: LoraConfig
+    layers: dict[str, LoraConfig]  # by path of the linear layer: its own rank and alpha
+    matrices: dict[tuple[str, str], Tensor]  # by (path of the linear layer, A, B or magnitude)
+    replaced: dict[str, Tensor]  # tensors of the base model that the adapter has another version of: biases, modules_to_save
+
+    def parameters(self, name: str = "default") -> dict[str, Tensor]:
+        return {f"{path}.lora.{name}.{matrix}": tensor for (path, matrix), tensor in self.matrices.items()}
+
+
+def read_adapter(folder: Path) -> StoredAdapter:
+    """Raises UserError, naming the field or the tensor, for an adapter of a kind that is not computed here."""
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
-    check_required_values(raw, REQUIRED_ADAPTER_VALUES, path)
-    state = {}
-    for name, tensor in read_tensors(folder / "adapter_model.safetensors").items():
-        linear, _, matrix = name.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
-        state[linear, matrix] = tensor.float()
-    targets = sorted({linear.rsplit(".", 1)[-1] for linear, _ in state})
+    _check_variant(raw, path)
+    matrices, replaced = _sort_tensors(read_tensors(folder / "adapter_model.safetensors"), path)
+    layers = sorted({layer for layer, _ in matrices})
     with reporting_missing_fields(path):
-        cfg = LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], targets)
+        names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
+        rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
+        cfg = LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], names, rslora, dora, quantize=None, continue_adapter=False)
         check_number_types(cfg)
-    for (linear, matrix), tensor in state.items():
-        if tensor.ndim != 2 or tensor.shape[matrix == "B"] != cfg.rank or (linear, "B" if matrix == "A" else "A") not in state:
-            message = f"{linear}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
+        ranks, alphas = (_read_pattern(raw, field, path) for field in ("rank_pattern", "alpha_pattern"))
+        settings = {layer: dataclasses.replace(cfg, rank=_value_of(ranks, layer, cfg.rank), alpha=_value_of(alphas, layer, cfg.alpha)) for layer in layers}
+        for own in settings.values():
+            check_number_types(own)
+    _check_matrices(matrices, settings, path)
+    return StoredAdapter(cfg, settings, matrices, replaced)
+
+
+def _check_matrices(matrices: Mapping[tuple[str, str], Tensor], layers: Mapping[str, LoraConfig], path: Path) -> None:
+    """Raise UserError if a layer lacks a matrix or has one of another rank."""
+    for layer, cfg in layers.items():
+        expected = ("A", "B", "magnitude") if cfg.dora else ("A", "B")
+        found = {matrix: matrices[layer, matrix] for matrix in MATRICES.values() if (layer, matrix) in matrices}
+        if tuple(found) != expected:
+            message = f"{layer} has the matrices {', '.join(found)}, expected {', '.join(expected)} with use_dora={cfg.dora}"
             raise UserError(message, str(path), "write or download the folder again")
-    return cfg, state
+        for matrix, tensor in found.items():
+            if tensor.ndim != (1 if matrix == "magnitude" else 2) or (matrix != "magnitude" and tensor.shape[matrix == "B"] != cfg.rank):
+                message = f"{layer}.lora_{matrix} of shape {tuple(tensor.shape)} is no adapter of rank r={cfg.rank}"
+                raise UserError(message, str(path), "write or download the folder again")
 
 
-def merge_adapter_into(weights: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Add the adapter in `folder` to the base weights in place: W + alpha / rank * B A."""
-    cfg, state = read_adapter(folder)
-    for linear in {linear for linear, _ in state}:
-        weight, A, B = weights.get(f"{linear}.weight"), state[linear, "A"], state[linear, "B"]
-        if weight is None or weight.shape != (len(B), A.shape[1]):
-            raise UserError(
-                f"the adapter does not fit its base model: {linear}.weight is not {(len(B), A.shape[1])}",
-                str(folder),
-                f"correct base_model_name_or_path, now {base_model_of(folder)}",
-            )
-        weight += cfg.alpha / cfg.rank * B @ A
+def _check_variant(raw: Mapping[str, Any], path: Path) -> None:
+    check_required_values(dict(raw), {"peft_type": "LORA"}, path)
+    for field, value in raw.items():
+        if field not in READ_FIELDS | DESCRIPTIVE_FIELDS and value:
+            raise UserError(f"{field}={str(value)[:60]} is not supported", str(path), "merge the adapter into its base model with PEFT: merge_and_unload()")
+    if raw.get("init_lora_weights") not in PLAIN_INITS:
+        message = f"init_lora_weights={str(raw['init_lora_weights'])[:60]} is not supported: the adapter fits a changed base model"
+        raise UserError(message, str(path), "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)")
+
+
+def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+    matrices, replaced = {}, {}
+    for name, tensor in stored.items():
+        own = name.removeprefix(PEFT_PREFIX)
+        suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
+        if suffix:
+            matrices[own.removesuffix(f".{suffix}"), MATRICES[suffix]] = tensor.float()
+        elif "lora_" in own or "token_adapter" in own:
+            raise UserError(f"the tensor {name} is not supported", str(path), "merge the adapter into its base model with PEFT: merge_and_unload()")
+        else:
+            replaced[own.replace(".base_layer.", ".")] = tensor.float()
+    return matrices, replaced
+
+
+def _read_pattern(raw: Mapping[str, Any], field: str, path: Path) -> dict[str, Any]:
+    patterns = raw.get(field) or {}
+    for key in patterns:
+        if not NAME_PATTERN.fullmatch(key):
+            raise UserError(f"{field} has the regular expression {key[:60]!r}; names and paths of layers are read", str(path), "write the names of the layers")
+    return dict(patterns)
+
+
+def _value_of(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of the layer's path; one that begins with ^ matches the whole path."""
+    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+
+
+def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str | None = None) -> dict[str, Tensor]:
+    """Add the adapter in `folder` to the base weights, those of a model of `model_type` (None: of the decoder). A tensor that changes is a new one."""
+    adapter = read_adapter(folder)
+    for name, tensor in adapter.replaced.items():
+        _check_fits(name in weights and weights[name].shape == tensor.shape, name, tuple(tensor.shape), folder)
+        weights[name] = tensor
+    for layer, cfg in adapter.layers.items():
+        A, B, name = adapter.matrices[layer, "A"], adapter.matrices[layer, "B"], f"{layer}.weight"
+        weight = weights.get(name)
+        is_transposed = model_type in TRANSPOSED_TYPES and weight is not None and weight.shape == (A.shape[1], len(B))
+        _check_fits(is_transposed or (weight is not None and weight.shape == (len(B), A.shape[1])), name, (len(B), A.shape[1]), folder)
+        merged = merged_weight(weights[name].T if is_transposed else weights[name], A, B, adapter.matrices.get((layer, "magnitude")), cfg.scale)
+        weights[name] = merged.T.contiguous() if is_transposed else merged
     return weights
+
+
+def _check_fits(is_equal: bool, name: str, shape: tuple[int, ...], folder: Path) -> None:
+    if not is_equal:
+        fix = f"correct base_model_name_or_path, now {base_model_of(folder)}"
+        raise UserError(f"the adapter does not fit its base model: {name} is not {shape}", str(folder), fix)
+
+
+def adapter_config(cfg: LoraConfig, layers: Mapping[str, LoraConfig], targets: list[str], base: str, is_transposed: bool) -> dict[str, Any]:
+    """Return the content of adapter_config.json. `layers`: rank and alpha of each adapted layer; `targets`: names of exactly these layers."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": cfg.rank,
+        "lora_alpha": cfg.alpha,
+        "lora_dropout": cfg.dropout,
+        "target_modules": targets,
+        "use_rslora": cfg.rslora,
+        "use_dora": cfg.dora,
+        "rank_pattern": {f"^{path}": own.rank for path, own in layers.items() if own.rank != cfg.rank},
+        "alpha_pattern": {f"^{path}": own.alpha for path, own in layers.items() if own.alpha != cfg.alpha},
+        "fan_in_fan_out": is_transposed,
+        "bias": "none",
+        "modules_to_save": [],
+    }

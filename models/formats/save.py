@@ -14,13 +14,16 @@ from common.hub.names import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.transformers import TransformersConfig
-from models.formats.json_files import is_adapter_dir, model_dir, read_json_file, write_json_file
-from models.formats.load import HEAD_KEY
-from models.formats.peft import BASE_DIR, PEFT_PREFIX, REQUIRED_ADAPTER_VALUES
+from models.formats.json_files import RENAMED_TYPES, is_adapter_dir, model_dir, model_type_of, write_json_file
+from models.formats.load import HEAD_KEY, load_into, load_weights
+from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
 from models.formats.tensor_files import write_tensors
-from models.formats.tensor_names import RENAMED_TYPES, to_folder_names
-from models.language_model import LanguageModel
-from models.lora import LoraLinear
+from models.formats.tensor_names import to_folder_names
+from models.language_model import LanguageModel, create_model
+from models.layers.adapter import LoraAdapter, is_transposed
+from models.layers.quantized import is_quantized
+from models.lora import linear_layers_of, lora_layers
+from models.lora_targets import short_names
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -78,32 +81,38 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     copy_tokenizer_files(tokenizer_dir, folder)
     source = model_dir(Path(base))
-    if not _is_readable_by_peft(source):
-        save_model(folder / BASE_DIR, model, model.cfg, tokenizer_dir, stop_ids)
-    of_hub = hub_name_of(source.absolute())
-    base_name = BASE_DIR if (folder / BASE_DIR).exists() else of_hub.repo if of_hub else str(source.absolute())
-    adapter = {
-        "base_model_name_or_path": base_name,
-        "revision": of_hub.revision if of_hub and base_name == of_hub.repo else None,
-        "task_type": "CAUSAL_LM",
-        "inference_mode": True,
-        "r": cfg.rank,
-        "lora_alpha": cfg.alpha,
-        "lora_dropout": cfg.dropout,
-        "target_modules": sorted({path.rsplit(".", 1)[-1] for path, linear in model.named_modules() if isinstance(linear, LoraLinear) and name in linear.lora}),
-    }
-    write_json_file(folder / "adapter_config.json", REQUIRED_ADAPTER_VALUES | adapter)
+    if not _is_readable_by_peft(source, model):
+        save_model(folder / BASE_DIR, _unquantized(model, source), model.cfg, tokenizer_dir, stop_ids)
+    adapters = {path: layer.lora[name] for path, layer in lora_layers(model).items() if name in layer.lora}
+    targets = short_names(linear_layers_of(model), set(adapters))
+    transposed = any(is_transposed(model.get_submodule(path)) for path in adapters)
     state: dict[str, Tensor] = {}
-    for path, linear in model.named_modules():
-        if isinstance(linear, LoraLinear) and name in linear.lora:
-            for matrix, weight in linear.lora[name].named_parameters():
-                state[f"{PEFT_PREFIX}{path}.lora_{matrix}.weight"] = weight
+    layers: dict[str, LoraConfig] = {}
+    for path, adapter in adapters.items():
+        assert isinstance(adapter, LoraAdapter)
+        layers[path] = adapter.cfg
+        own = dict(adapter.named_parameters())
+        state |= {f"{PEFT_PREFIX}{path}.{suffix}": own[matrix] for suffix, matrix in MATRICES.items() if matrix in own}
+    of_hub = None if (folder / BASE_DIR).exists() else hub_name_of(source.absolute())
+    location = BASE_DIR if (folder / BASE_DIR).exists() else of_hub.repo if of_hub else str(source.absolute())
+    settings = adapter_config(cfg, layers, targets, location, transposed)
+    write_json_file(folder / "adapter_config.json", settings | ({"revision": of_hub.revision} if of_hub else {}))
     write_tensors(folder / "adapter_model.safetensors", state)
 
 
-def _is_readable_by_peft(source: Path) -> bool:
-    path = source / "config.json"
-    return path.exists() and not is_adapter_dir(source) and read_json_file(path)["model_type"] not in RENAMED_TYPES
+def _is_readable_by_peft(source: Path, model: LanguageModel) -> bool:
+    if is_adapter_dir(source) or not (source / "config.json").exists():
+        return False
+    return isinstance(model.cfg, TransformersConfig) or model_type_of(source) not in RENAMED_TYPES
+
+
+def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
+    """Return a model with the weights that `model` was quantized from; `model` itself if it was not."""
+    if not is_quantized(model):
+        return model
+    whole = create_model(model.cfg)
+    load_into(whole, load_weights(source, model.cfg.family), str(source))
+    return whole
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Size of the weights in safetensors files, read from their headers: compared with config.json before anything of that size is allocated."""
+"""Which files of a model folder have its weights, and their size, from the headers: compared with config.json before anything of that size is allocated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from common.errors import UserError
 from common.guarded_files import open_source_file
 from common.limits.parsers import parse_json
 from models.config import ModelConfig
-from models.formats.json_files import MAX_BASE_MODELS, base_model_of, is_adapter_dir, model_dir
+from models.formats.json_files import MAX_BASE_MODELS, base_model_of, is_adapter_dir, model_dir, read_json_file
 
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file; one of 10,000 tensors has 1 MB
 MAX_WEIGHT_FILES = 1000  # of weights in a folder
 SLACK_NUMBERS, SLACK_TENSORS = 16 << 20, 1000  # what config.json and weights may differ by without a limit: a model of 64 MB, which loading compares exactly
 PREFIX_BYTES = 8  # before the header
-HALF_BYTES = 2  # of a number in a .pth file of MiniMind
+HALF_BYTES = 2  # of a number in a file of torch, at least
 DAMAGED_HINT = "write or download the folder again"
+SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"  # names of the weights in one file
+INDEX_SUFFIX = ".index.json"  # added to them: of the weights in several files
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
     if (size := cfg.size()) is None:
         return
     if source.is_file():
-        stored = StoredSize(source.stat().st_size // HALF_BYTES, size.tensors)
+        stored = _size_of_torch_files([source], size.tensors)
     else:
         folder = source
         for _ in range(MAX_BASE_MODELS):
@@ -91,7 +93,8 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
             if not is_adapter_dir(folder):
                 break
             folder = base_model_of(folder)
-        stored = stored_size(weight_files(folder))
+        files = weight_files(folder)
+        stored = stored_size(files) if not files or files[0].suffix == ".safetensors" else _size_of_torch_files(files, size.tensors)
     for expected, found, slack, unit in (
         (size.parameters, stored.numbers, SLACK_NUMBERS, "parameters"),
         (size.tensors, stored.tensors, SLACK_TENSORS, "tensors"),
@@ -101,6 +104,33 @@ def check_size_of_weights(cfg: ModelConfig, source: Path) -> None:
             raise UserError(message, str(source), "choose the model=... that these weights belong to, or correct config.json")
 
 
+def _size_of_torch_files(files: Iterable[Path], tensors: int) -> StoredSize:
+    """Return the most numbers that files of torch can have; their headers are pickles and are not read before."""
+    return StoredSize(sum(path.stat().st_size for path in files) // HALF_BYTES, tensors)
+
+
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder."""
-    return sorted(folder / name for name in os.listdir(folder) if name.startswith("model") and name.endswith(".safetensors"))
+    """Return the files of weights of a model folder, [] if there are none: as transformers chooses them, safetensors before files of torch.
+
+    Without an index all model*.safetensors. Raises UserError for an index that is damaged or names a file that does not exist.
+    """
+    names = set(os.listdir(folder))
+    for name in (SAFETENSORS, TORCH):
+        if name in names:
+            return [folder / name]
+        if name + INDEX_SUFFIX in names:
+            shards = read_index(folder / (name + INDEX_SUFFIX))
+            if missing := sorted(shards - names):
+                raise UserError(f"{len(missing)} of {len(shards)} files of weights are missing, e.g. {missing[0]}", str(folder), "download the folder again")
+            return sorted(folder / shard for shard in shards)
+        if name == SAFETENSORS and (found := [each for each in names if each.startswith("model") and each.endswith(".safetensors")]):
+            return sorted(folder / each for each in found)
+    return []
+
+
+def read_index(path: Path) -> set[str]:
+    """Return the names of the files in an index of weights. Raises UserError for a name that is a path."""
+    shards = read_json_file(path).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(name, str) and name and name == os.path.basename(name) for name in shards.values()):
+        raise UserError("weight_map must give the name of a file in this folder for each tensor", str(path), DAMAGED_HINT)
+    return set(shards.values())

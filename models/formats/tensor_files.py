@@ -1,12 +1,16 @@
-"""Read and write the safetensors files of a model folder."""
+"""Read and write the files of weights in a model folder: safetensors, and files of torch, which are read without executing anything."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
+import struct
+import zipfile
 from pathlib import Path
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -14,6 +18,14 @@ from common.errors import UserError
 from common.guarded_files import check_source_file
 
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # in the messages of safetensors
+DOWNLOAD_HINT = "write or download the folder again"
+SLACK_BYTES = 1 << 20  # by which the tensors of a file of torch, a tied one counted twice, may be larger than the file
+FOREIGN_OBJECT = re.compile(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)")  # in torch's message: the name of what unpickling would import
+# What torch raises for damaged files, measured by changing bytes of one
+DAMAGED = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError),
+    *(struct.error, zipfile.BadZipFile, OSError),
+)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -21,7 +33,33 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (SafetensorError, FileNotFoundError) as error:
-        raise UserError(f"the file of weights is missing or damaged: {error}", str(path), "write or download the folder again") from error
+        raise UserError(f"the file of weights is missing or damaged: {error}", str(path), DOWNLOAD_HINT) from error
+
+
+def read_torch_file(path: Path, fix: str) -> dict[str, Tensor]:
+    """Return the tensors of a file of torch.save. Raises UserError for a file that holds anything but weights, or whose tensors are larger than the file."""
+    try:
+        _check_not_compressed(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except DAMAGED as error:
+        # torch's own text advises to switch weights_only off, which would execute the file: neither the message nor the cause has it
+        found = FOREIGN_OBJECT.search(str(error))
+        reason = f"it holds the object {found[1]}" if found else "it cannot be read as tensors"
+        raise UserError(f"not a file of weights: {reason}", str(path), fix) from None
+    if not isinstance(state, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in state.items()):
+        raise UserError("the file holds more than weights", str(path), fix)
+    is_dense = all(tensor.layout == torch.strided for tensor in state.values())
+    if not is_dense or sum(tensor.nbytes for tensor in state.values()) > 2 * path.stat().st_size + SLACK_BYTES:
+        raise UserError("not a file of weights: its tensors are sparse, or larger than the file", str(path), fix)
+    return state
+
+
+def _check_not_compressed(path: Path) -> None:
+    """Raise ValueError for an archive whose content is larger than the file: torch writes archives without compression."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+                raise ValueError("a compressed archive")
 
 
 def write_tensors(path: Path, state: dict[str, Tensor]) -> None:

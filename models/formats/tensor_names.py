@@ -14,7 +14,6 @@ from common.errors import UserError
 from models.config import ModelConfig
 from models.families.decoder import DecoderConfig
 
-RENAMED_TYPES = ("mixtral", "phi3")  # model_type of folders whose layers PEFT finds under other names than the decoder's
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
 MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 MIXTRAL_NAME = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight$")

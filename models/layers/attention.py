@@ -50,11 +50,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: flo
         num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
         save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= attention_cpu.MAX_SAVED_PROBS
         return attention_cpu.cpu_attention(q, k, v, mask, save_probs)[0]
+    if q.device.type == "mps":
+        k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
         return _masked_attention(q, k, v, mask, dropout)
     # `kernel` applies to plain causal rows only: flash attention on CUDA takes no mask.
     with nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_BACKENDS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
+
+
+def repeat_heads(q: Tensor, x: Tensor) -> Tensor:
+    """Repeat the heads of keys or values (B, K, C, H) to those of the queries (B, N, T, H): `enable_gqa` is implemented for CPU and CUDA."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float) -> Tensor:

@@ -3,7 +3,10 @@
 reduction="sum" computes the gradients in the forward pass, while the logits of a chunk are in memory. With reduction="none" each token may get
 a weight later, so the backward pass recomputes the logits of each chunk. These are custom operators: the compiler does not trace them.
 
-Shapes: N tokens, n tokens of a chunk, D hidden size, V vocabulary.
+A chunk has many tokens even where the vocabulary is large: each reads all of the weight, and adds to all of its gradient. What is computed in fp32 are
+blocks of its rows, and of the weight's, so that a chunk needs no other memory than its logits in the dtype of the product.
+
+Shapes: N tokens, n tokens of a chunk or of a block of it, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 from models.layers.ops import compute_dtype, custom_op
 
 IGNORE_LABEL = -100  # label of a token without loss
-LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk fits into the caches; GPU: launch overhead is negligible
+LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk, or a block of its rows, fits into the caches; GPU: launch overhead is negligible
+MIN_TOKENS_PER_CHUNK = {"cpu": 512, "cuda": 1}  # CPU: to add to the gradient of the weight takes less time than the products of a chunk
+WEIGHT_ROWS_PER_BLOCK = 1 << 14  # rows of the weight whose gradient is computed at once
 
 
 class LMHead(nn.Linear):
@@ -43,15 +48,12 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: 
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
         x_chunk = x[rows]
-        log_p = _log_softmax(x_chunk @ w.t())
-        nll[rows] = _label_nll(log_p, y)
-        if need_dx or need_dw:
-            p = _nll_grad(log_p, y).to(x.dtype)
-            del log_p  # all activations of the step are in memory here: keep the peak low
-            if need_dx:
-                dx[rows] = p @ w
-            if need_dw:
-                dw += p.t() @ x_chunk
+        logits = x_chunk @ w.t()
+        nll[rows] = torch.cat([_block_nll(logits[block], y[block], need_dx or need_dw) for block in _blocks(logits)])
+        if need_dx:
+            dx[rows] = logits @ w
+        if need_dw:
+            _add_weight_grad(dw, logits, x_chunk)
     return nll.sum(), dx, dw.to(weight.dtype)
 
 
@@ -66,9 +68,9 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 
 def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
-    dx, dw = ctx.saved_tensors
+    dx, dw = ctx.saved_tensors  # overwritten: dw is as large as the weight; autograd refuses a second backward pass then
     need_dx, need_dw = ctx.needed
-    return (dx * g).to(dx.dtype) if need_dx else None, dw * g if need_dw else None, None, None, None
+    return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, None, None, None
 
 
 torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_save_gradients)
@@ -80,9 +82,9 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     w = weight.to(x.dtype)
     nll, log_sum = x.new_zeros(2, len(x), dtype=torch.float32).unbind()
     for rows, y in _chunks(labels, len(weight)):
-        logits = (x[rows] @ w.t()).float()
-        log_sum[rows] = chunk_log_sum = logits.logsumexp(-1)
-        nll[rows] = _label_nll(logits.sub_(chunk_log_sum.unsqueeze(-1)), y)
+        logits = x[rows] @ w.t()
+        log_sum[rows] = chunk_log_sum = torch.cat([logits[block].float().logsumexp(-1) for block in _blocks(logits)])
+        nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - _at_labels(logits, y).float())
     return nll.clone(), log_sum.clone()  # outputs of an operator must not share memory
 
 
@@ -98,11 +100,14 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum:
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
         x_chunk = x[rows]
-        p = _nll_grad((x_chunk @ w.t()).float().sub_(log_sum[rows].unsqueeze(-1)), y).mul_(g[rows].unsqueeze(-1)).to(x.dtype)
+        logits, token_log_sum, token_g = x_chunk @ w.t(), log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
+        for block in _blocks(logits):
+            log_p = logits[block].float().sub_(token_log_sum[block])
+            logits[block] = _nll_grad(log_p, y[block]).mul_(token_g[block])
         if need_dx:
-            dx[rows] = p @ w
+            dx[rows] = logits @ w
         if need_dw:
-            dw += p.t() @ x_chunk
+            _add_weight_grad(dw, logits, x_chunk)
     return dx, dw.to(weight.dtype)
 
 
@@ -127,7 +132,8 @@ torch.library.register_autograd("lm_runner::nll", _backward, setup_context=_save
 
 def _chunks(labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
     """Yield (tokens, labels) of each chunk. On the CPU tokens without a label are left out; on a GPU counting them would be a host sync."""
-    size = max(1, LOGITS_PER_CHUNK["cuda" if labels.is_cuda else "cpu"] // vocab_size)
+    device = "cuda" if labels.is_cuda else "cpu"
+    size = max(MIN_TOKENS_PER_CHUNK[device], LOGITS_PER_CHUNK[device] // vocab_size)
     if not labels.is_cuda:
         labelled = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
         if len(labelled) < len(labels):
@@ -138,6 +144,30 @@ def _chunks(labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor | slice, T
         yield rows, labels[rows]
 
 
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield blocks of the rows of a chunk, of at most LOGITS_PER_CHUNK logits."""
+    size = max(1, LOGITS_PER_CHUNK["cuda" if logits.is_cuda else "cpu"] // logits.shape[-1])
+    yield from (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
+    """logits: (n, V), y: (n,) -> the loss of each token (n,). `overwrite`: write the gradient for the logits in their place."""
+    log_p = _log_softmax(logits)
+    nll = _label_nll(log_p, y)
+    if overwrite:
+        gradient = _nll_grad(log_p, y)
+        if gradient.dtype != logits.dtype:  # fp32 logits were overwritten
+            logits.copy_(gradient)
+    return nll
+
+
+def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
+    """dw += p.t() @ x, in blocks of rows on the CPU: the product of all would take half of the memory of dw. dw: (V, D), p: (n, V), x: (n, D)."""
+    size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK
+    for start in range(0, len(dw), size):
+        dw[start : start + size] += p[:, start : start + size].t() @ x
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
     """Return log-probabilities (n, V) in fp32; fp32 logits are overwritten, to save memory."""
     log_p = logits.float()
@@ -146,7 +176,12 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _label_nll(log_p: Tensor, y: Tensor) -> Tensor:
     """log_p: (n, V), y: (n,) -> the loss of each token (n,)."""
-    return torch.where(y == IGNORE_LABEL, 0.0, -log_p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1))
+    return torch.where(y == IGNORE_LABEL, 0.0, -_at_labels(log_p, y))
+
+
+def _at_labels(values: Tensor, y: Tensor) -> Tensor:
+    """values: (n, V), y: (n,) -> the value at each label (n,)."""
+    return values.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1)
 
 
 def _nll_grad(log_p: Tensor, y: Tensor) -> Tensor:

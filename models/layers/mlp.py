@@ -57,6 +57,14 @@ class DocumentIndex(NamedTuple):
         return sums / self.lengths.clamp(min=1).unsqueeze(-1)
 
 
+def index_documents(T: int, lengths: Tensor, document_ids: Tensor | None) -> DocumentIndex:
+    """Return the document of each token, from document_ids (B, T) of packed rows, or for one document per row from their lengths."""
+    S, t = len(lengths), torch.arange(T, device=lengths.device)
+    if document_ids is None:
+        return DocumentIndex(torch.where(t < lengths.unsqueeze(1), torch.arange(S, device=t.device).unsqueeze(1), S), lengths)
+    return DocumentIndex(torch.where(document_ids < 0, S, document_ids), lengths)
+
+
 class MoE(nn.Module):
     """Feed-forward experts, each token routed to its top k (Qwen3-MoE, https://arxiv.org/abs/2505.09388)."""
 
@@ -75,7 +83,7 @@ class MoE(nn.Module):
         if self.cfg.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
-        return y.view(B, T, D), self._expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
+        return y.view(B, T, D), expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
         """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
@@ -89,18 +97,19 @@ class MoE(nn.Module):
         outputs = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
         return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
-    def _expert_use(self, probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
-        """Return for each document how often each expert is chosen per token, and its mean probability: (2, S, E)."""
-        counts = F.one_hot(chosen, self.cfg.num_experts).sum(-2).to(probs.dtype)  # (B, T, E)
-        return torch.stack([values.mean(1) if documents is None else documents.mean(values) for values in (counts, probs)])
+
+def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
+    """Return for each document how often each expert is chosen per token, and its mean probability: probs (B, T, E), chosen (B, T, k) -> (2, S, E)."""
+    counts = F.one_hot(chosen, probs.shape[-1]).sum(-2).to(probs.dtype)  # (B, T, E)
+    return torch.stack([values.mean(1) if documents is None else documents.mean(values) for values in (counts, probs)])
 
 
-def load_balancing_loss(expert_use: list[Tensor]) -> Tensor:
-    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `expert_use`: (2, S, E) of each layer.
+def load_balancing_loss(used: list[Tensor]) -> Tensor:
+    """Return E * sum_e f_e P_e of each document (S,), with f and P averaged over the layers. `used`: (2, S, E) of each layer.
 
     It is the loss that router_aux_loss_coef weighs in transformers (load_balancing_loss_func; Switch Transformer,
     https://arxiv.org/abs/2101.03961, equation 4), of each document instead of each batch: sums over documents add up over micro-batches,
     ranks and packed rows.
     """
-    f, p = torch.stack(expert_use).mean(0)  # (S, E) each
+    f, p = torch.stack(used).mean(0)  # (S, E) each
     return f.shape[-1] * (f * p).sum(-1)

@@ -34,6 +34,11 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype in which sums of losses are added up: fp64, or fp32 on mps, which has no fp64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def fused_projection(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Return `linear(x)` of each: one matrix product if all are plain linear layers, with or without bias; layers with adapters run one by one."""
     if any(type(linear) is not nn.Linear for linear in linears):

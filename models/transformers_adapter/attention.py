@@ -17,6 +17,7 @@ from transformers.utils import logging
 from models.layers.attention import AttentionMask, attention
 
 IMPLEMENTATION = "lm_runner"
+DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # probabilities of attention dropout in configs of transformers
 
 
 class UnsupportedAttentionError(Exception):
@@ -63,8 +64,10 @@ def _has_empty_rows(mask: AttentionMask) -> bool:
 
 
 def own_mask(*, device: torch.device | str = "cpu", **options: Any) -> AttentionMask:
-    """Return the mask of a layer: for FlexAttention on a GPU while training, else boolean (B, 1, T, C), True where attention is allowed."""
-    if torch.device(device).type == "cuda" and torch.is_grad_enabled():
+    """Return the mask of a layer: for FlexAttention, which has no dropout, on a GPU while training, else boolean (B, 1, T, C), True where attention is
+    allowed."""
+    has_dropout = any(getattr(options.get("config"), name, 0) for name in DROPOUT_FIELDS)
+    if torch.device(device).type == "cuda" and torch.is_grad_enabled() and not has_dropout:
         return flex_attention_mask(device=device, **options)
     return sdpa_mask(device=device, **options)
 

@@ -1,27 +1,40 @@
 """Which kernels compute a model of transformers exactly: found on small inputs with the weights at hand, never assumed from its name.
 
-The reference is the model as transformers computes it, one row at a time. Against it are compared, in this order: the attention of this program,
-packed rows (several documents in one batch row), and the chunked loss.
+The reference is the model as transformers computes it, one row at a time. Against it are compared, in this order: rows in a batch, the attention of
+this program, the chunked loss, and packed rows (several documents in one batch row). Sliding windows are shortened meanwhile, so that the short rows
+of the probe reach beyond them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from common.errors import UserError
 from models.layers.chunked_loss import LMHead
 from models.transformers_adapter.attention import IMPLEMENTATION, UnsupportedAttentionError
 
+MASKS: Any = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
 PROBE_LENGTHS = (11, 7, 20)  # tokens of the rows that are compared
 PADDING_LENGTH = 2  # padding tokens at the end of the packed row
 MAX_ROUNDING_RATIO = 10.0  # an exact kernel differs by less than this many times the difference between rows in a batch and single rows
 MIN_TOLERANCE = 1e-6  # of a log-probability, relative to the largest one
+MAX_ROUNDING = 1e-3  # of a log-probability, relative to the largest one: a larger difference between rows in a batch and single rows is none
+MIN_LEAK_RATIO = 100.0  # rows that are not separated at all must differ by this many times the tolerance, else the weights show no leak
 AMPLIFIED_STD = 30.0  # of the logits with which the loss is probed
-PACKING_METHODS = ("positions", "mask")  # how documents are separated: by position_ids alone, or by a mask (B, 1, T, T)
+PROBE_WINDOW = 5  # tokens of a sliding window or an attention chunk while probing
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # of the config of transformers, which reads them in each forward pass
+# How documents are separated: by position_ids alone, by a mask (B, 1, T, T), or by a mask for each type of layer.
+PACKING_METHODS = ("positions", "mask", "layer_masks")
+# What a class of transformers raises for arguments or kernels that it does not compute: refusals, no positions (state-space models), no types of layers.
+UNSUPPORTED = (UnsupportedAttentionError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -36,15 +49,22 @@ class Kernels:
         """Return what was found, for the log."""
         attention = "attention of this program" if self.attention == IMPLEMENTATION else f"attention of transformers ({self.attention})"
         loss = "chunked loss" if self.chunked_loss else "loss from the model's own logits"
-        packed = {"positions": "packed rows are exact", "mask": "packed rows are exact with a mask", "none": "packed rows are not exact"}[self.packing]
-        return f"of transformers, with {attention}, {loss}; {packed}"
+        packed = {"positions": "", "mask": " with a mask", "layer_masks": " with a mask for each type of layer"}
+        rows = "packed rows are not exact" if self.packing == "none" else f"packed rows are exact{packed[self.packing]}"
+        return f"of transformers, with {attention}, {loss}; {rows}"
 
 
-def packed_arguments(kernels: Kernels, document_ids: Tensor, position_ids: Tensor | None) -> dict[str, Any]:
+def packed_arguments(hf: Any, kernels: Kernels, document_ids: Tensor, position_ids: Tensor | None) -> dict[str, Any]:
     """Return the arguments of a forward pass of packed rows. document_ids (B, T), -1 for padding; position_ids (B, T) start at 0 in each document."""
     assert kernels.packing != "none", "refused by TransformersModel.prepare"
     if kernels.packing == "positions":
         return {"position_ids": position_ids}
+    if kernels.packing == "layer_masks":
+        config = hf.base_model.config
+        dtype = torch.float32 if kernels.attention == "eager" else hf.dtype
+        embeddings = torch.empty(*document_ids.shape, 0, dtype=dtype, device=document_ids.device)  # only its shape, dtype and device are read
+        arguments = {"config": config, "inputs_embeds": embeddings, "attention_mask": None, "past_key_values": None, "position_ids": position_ids}
+        return {"position_ids": position_ids, "attention_mask": {kind: MASKS[kind](**arguments) for kind in set(config.layer_types)}}
     T = document_ids.shape[1]
     allowed = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)) & torch.ones(T, T, dtype=torch.bool, device=document_ids.device).tril()
     mask = allowed.unsqueeze(1)
@@ -57,15 +77,48 @@ def packed_arguments(kernels: Kernels, document_ids: Tensor, position_ids: Tenso
 def choose_kernels(hf: Any, attention: str) -> Kernels:
     """Return the fastest kernels of `hf` that are exact on its device, and set its attention. `attention` is the setting model.attention.
 
-    Raises UserError if a kernel that is asked for by name is not exact.
+    Raises UserError if a kernel that is asked for by name is not exact, or if the log-probabilities of a row depend on anything but its earlier tokens.
     """
     training = hf.training
     hf.eval()
     try:
-        with torch.autocast(hf.device.type, enabled=False):
-            return _choose(Probe(hf), attention)
+        with torch.autocast(hf.device.type, enabled=False), _short_windows(hf):
+            return _choose(_probe(hf), attention)
     finally:
         hf.train(training)
+
+
+def _probe(hf: Any) -> Probe:
+    """Return a probe with its reference. Raises UserError if the model does not compute on its own, or is no causal language model."""
+    try:
+        probe = Probe(hf)
+        causal = probe.is_causal()
+    except UNSUPPORTED as error:
+        problem = (
+            f"transformers cannot compute {type(hf).__name__} with this config.json: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        raise UserError(problem, "model.config", "correct config.json, or choose another model") from error
+    name, fix = type(hf).__name__, "choose a causal language model; docs/reference/models.md lists what loads"
+    if not causal:
+        raise UserError(f"{name} is not causal: the log-probabilities of a token depend on later tokens", "model.config", fix)
+    if not probe.rounding <= MAX_ROUNDING * probe.largest:  # also for NaN
+        problem = f"{name} computes a row in a batch differently from the row alone: its log-probabilities differ by {probe.rounding:.1e}"
+        raise UserError(problem, "model.config", fix)
+    return probe
+
+
+@contextmanager
+def _short_windows(hf: Any) -> Iterator[None]:
+    """Shorten sliding windows and attention chunks to fewer tokens than the rows of the probe have."""
+    configs = {id(module.config): module.config for module in hf.modules() if hasattr(module, "config")}.values()
+    lengths = [(config, name, value) for config in configs for name in WINDOW_FIELDS if isinstance(value := getattr(config, name, None), int)]
+    try:
+        for config, name, value in lengths:
+            setattr(config, name, min(value, PROBE_WINDOW))
+        yield
+    finally:
+        for config, name, value in lengths:
+            setattr(config, name, value)
 
 
 def _choose(probe: Probe, attention: str) -> Kernels:
@@ -74,7 +127,7 @@ def _choose(probe: Probe, attention: str) -> Kernels:
         if probe.has_exact_attention(implementation):
             kernels = Kernels(implementation, "none", probe.has_plain_head())
             exact = (method for method in PACKING_METHODS if probe.packs_exactly(replace(kernels, packing=method)))
-            return replace(kernels, packing=next(exact, "none"))
+            return replace(kernels, packing=next(exact, "none") if probe.shows_leaks() else "none")
     raise UserError(
         f"model.attention={attention} is not exact for {type(probe.hf).__name__}: its output differs from that of transformers",
         f"model.attention={attention}",
@@ -91,7 +144,8 @@ class Probe:
         self.rows = [torch.randint(0, vocabulary, (length,), generator=generator).to(hf.device) for length in PROBE_LENGTHS]
         self.reference = torch.cat([self._log_probs(row[None])[0] for row in self.rows])
         # Rows of one batch are computed by other products than single ones: what differs is rounding.
-        self.tolerance = MAX_ROUNDING_RATIO * float((self._padded() - self.reference).abs().max()) + MIN_TOLERANCE * float(self.reference.abs().max())
+        self.rounding, self.largest = self._difference(self._padded()), float(self.reference.abs().max())
+        self.tolerance = MAX_ROUNDING_RATIO * self.rounding + MIN_TOLERANCE * self.largest
 
     def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
         return self.hf(ids, use_cache=False, **arguments).logits.float().log_softmax(-1)
@@ -101,15 +155,28 @@ class Probe:
         padded = self._log_probs(torch.nn.utils.rnn.pad_sequence(self.rows, batch_first=True))
         return torch.cat([padded[i, : len(row)] for i, row in enumerate(self.rows)])
 
+    def _difference(self, values: Tensor) -> float:
+        return float((values - self.reference).abs().max())
+
     def _agrees(self, values: Tensor) -> bool:
-        return bool((values - self.reference).abs().max() <= self.tolerance)
+        return self._difference(values) <= self.tolerance  # False for NaN
+
+    def is_causal(self) -> bool:
+        """Return whether the log-probabilities of a token depend on no later token."""
+        half = PROBE_LENGTHS[-1] // 2
+        return not self._embedding_gradient(self.rows[-1][None], slice(0, half), {})[:, half:].any()
+
+    def shows_leaks(self) -> bool:
+        """Return whether rows in one batch row without any separation have other log-probabilities: else these weights cannot show that a method separates them."""
+        ids = torch.cat(self.rows)[None]
+        return self._difference(self._log_probs(ids)[0]) > MIN_LEAK_RATIO * self.tolerance
 
     def has_exact_attention(self, implementation: str) -> bool:
         """Set the attention of the model; return whether it has the log-probabilities of transformers."""
         try:
             self.hf.set_attn_implementation(implementation)
             return self._agrees(self._padded())
-        except (UnsupportedAttentionError, ValueError, NotImplementedError):  # ValueError: transformers refuses it for this class
+        except UNSUPPORTED:
             return False
 
     def has_plain_head(self) -> bool:
@@ -137,23 +204,30 @@ class Probe:
     def packs_exactly(self, kernels: Kernels) -> bool:
         """Return whether rows in one batch row have the log-probabilities of single rows, and no gradient flows from one to another: a leak of any size."""
         ids, documents, positions = _packed(self.rows)
+        start, end = sum(PROBE_LENGTHS[:-1]), sum(PROBE_LENGTHS)
+        try:
+            arguments = packed_arguments(self.hf, kernels, documents, positions)
+            if not self._agrees(self._log_probs(ids, **arguments)[0, :end]):
+                return False
+            return not self._embedding_gradient(ids, slice(start, end), arguments)[:, :start].any()
+        except UNSUPPORTED:
+            return False
+
+    def _embedding_gradient(self, ids: Tensor, tokens: slice, arguments: dict[str, Any]) -> Tensor:
+        """Return the gradient (1, T, D) of the log-probabilities of some tokens of `ids` (1, T) for the output of the embedding layer."""
         inputs: list[Tensor] = []
 
         def keep(_: nn.Module, __: Any, output: Tensor) -> Tensor:
             inputs.append(output.detach().requires_grad_())
-            return inputs[0]
+            return inputs[0].clone()  # some models change it in place
 
         hook = self.hf.get_input_embeddings().register_forward_hook(keep)
         try:
             with torch.enable_grad():
-                values = self._log_probs(ids, **packed_arguments(kernels, documents, positions))[0]
-                last = values[sum(PROBE_LENGTHS[:-1]) : sum(PROBE_LENGTHS)]
-                gradient = torch.autograd.grad((last * torch.linspace(-1, 1, last.shape[-1], device=last.device)).sum(), inputs[0])[0]
-        except (UnsupportedAttentionError, ValueError, TypeError):  # TypeError: a model without positions, e.g. a state-space model
-            return False
+                values = self._log_probs(ids, **arguments)[0, tokens]
+                return torch.autograd.grad((values * torch.linspace(-1, 1, values.shape[-1], device=values.device)).sum(), inputs[0])[0]
         finally:
             hook.remove()
-        return self._agrees(values[: len(self.reference)].detach()) and not gradient[:, : sum(PROBE_LENGTHS[:-1])].any()
 
 
 def _packed(rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights of a folder of transformers, under the names of its model class."""
+"""Weights of a model of transformers: from the names in published folders to those of its class, and back."""
 
 from __future__ import annotations
 
@@ -11,41 +11,49 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from common.errors import UserError
-from common.guarded_files import check_source_file
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.model import TransformersModel
 
 MAX_LISTED = 6  # tensors that an error names of each kind
+DOWNLOAD_HINT = "download the folder again"
+REPORTED = {  # by field of the report of transformers
+    "missing_keys": "missing",
+    "unexpected_keys": "not known to the model",
+    "mismatched_keys": "of another shape",
+    "conversion_errors": "not converted",
+    "error_msgs": "errors",
+}
 
 
-def load_transformers_weights(folder: Path, cfg: TransformersConfig) -> dict[str, Tensor]:
-    """Return the fp32 weights in `folder`: safetensors, or files of torch, which are read without executing anything (weights_only=True).
+def to_transformers_names(stored: dict[str, Tensor], cfg: TransformersConfig, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a model folder as fp32 weights under the names of its class: transformers renames, merges and splits those of some families.
 
-    Raises UserError if a tensor of the model is missing, if the folder has one that the model does not have, or one of another shape.
+    Raises UserError, about the folder `where`, if a tensor of the model is missing, is stored with another shape, or is not known to the class.
     """
     register_attention()
-    for path in folder.iterdir():
-        check_source_file(path)
+    hf_config = create_hf_config(cfg.config, where)
+    with torch.device("meta"):
+        cls: Any = type(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=create_hf_config(cfg.config, str(folder)),
-            dtype=torch.float32,
-            trust_remote_code=False,
-            local_files_only=True,
-            weights_only=True,
-            output_loading_info=True,
+        model, report = cls.from_pretrained(
+            None, config=hf_config, state_dict=stored, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"transformers cannot load the weights: {str(error).splitlines()[0]}", str(folder), "download the folder again") from error
-    model, report = loaded
-    problems = [f"{kind.replace('_', ' ')}: {', '.join(map(str, list(report[kind])[:MAX_LISTED]))}" for kind in report if report[kind]]
-    if problems:
-        raise UserError("the weights do not fit config.json: " + "; ".join(problems), str(folder), "download the folder again, or choose another")
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:  # of the conversion of foreign tensors
+        raise UserError(f"transformers cannot load the weights: {(str(error) or type(error).__name__).splitlines()[0]}", where, DOWNLOAD_HINT) from error
+    if problems := [line for kind, text in REPORTED.items() if (line := _list_tensors(text, report.get(kind)))]:
+        raise UserError(
+            "the weights do not fit config.json: " + "; ".join(problems), where, f"{DOWNLOAD_HINT}; or choose the folder of a causal language model"
+        )
     state: dict[str, Tensor] = model.state_dict()
     return state
+
+
+def _list_tensors(kind: str, names: Any) -> str:
+    """Return how many tensors there are of a kind, and the first ones; "" for none."""
+    listed = sorted(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names or ())
+    return f"{len(listed)} {kind} ({', '.join(listed[:MAX_LISTED])}{', ...' * (len(listed) > MAX_LISTED)})" if listed else ""
 
 
 def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor], shard_size: str) -> None:

@@ -6,13 +6,14 @@ Shapes: B rows, T tokens, C tokens with the cached ones, S documents, D hidden s
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from common.errors import UserError
@@ -21,16 +22,9 @@ from models.language_model import LanguageModel, ModelOutput
 from models.layers.activation_checkpointing import full_checkpointing, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import register_attention
+from models.transformers_adapter.balance import BalanceLoss
+from models.transformers_adapter.generation import GenerationMethod, TransformersCache, choose_generation, generation_step, length_dependence
 from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
-
-
-class TransformersCache:
-    """Keys, values and recurrent states of the tokens computed so far, as transformers stores them."""
-
-    def __init__(self, hf_config: Any) -> None:
-        self.states = DynamicCache(config=hf_config)
-        self.length = 0  # cached tokens per row
-        self.ids: Tensor | None = None  # (B, length) of a model that has no cache of this kind and computes all tokens again
 
 
 class TransformersModel(LanguageModel):
@@ -39,6 +33,7 @@ class TransformersModel(LanguageModel):
     cfg: TransformersConfig
     hf: Any  # PreTrainedModel
     kernels: Kernels
+    probes_weights = True
 
     def __init__(self, cfg: TransformersConfig) -> None:
         super().__init__()
@@ -54,18 +49,21 @@ class TransformersModel(LanguageModel):
         for name, parameter in hf.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
+        self.balance = BalanceLoss(hf, cfg.router_aux_loss_coef)
         self._checkpointing = "none"
+        self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)
 
     def prepare(self, is_packed: bool) -> str:
         self.kernels = choose_kernels(self.hf, self.cfg.attention)
+        self.balance.check(self.hf)
         if is_packed and self.kernels.packing == "none":
             raise UserError(
                 f"packed rows of {self.cfg.name} would not be exact: their log-probabilities differ from those of single rows",
                 "data.packing",
                 "data.packing=none",
             )
-        return self.kernels.describe()
+        return self.kernels.describe() + self.balance.describe()
 
     def train(self, mode: bool = True) -> TransformersModel:
         self.hf.training = mode
@@ -73,9 +71,26 @@ class TransformersModel(LanguageModel):
         return self
 
     @property
+    def output_layer(self) -> nn.Module | None:
+        layer: nn.Module | None = self.hf.get_output_embeddings()
+        return layer
+
+    @property
     def layers(self) -> nn.ModuleList:
-        inner = [module for module in self.hf.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        return nn.ModuleList(inner) if inner else nn.ModuleList([self.hf.base_model])
+        """Those whose parameters belong to no other module: a parameter that layers share stays with the rest of the model."""
+        layers = self._blocks()
+        owners = Counter(id(parameter) for module in self.modules() for parameter in module.parameters(recurse=False))
+        inside = [Counter(id(parameter) for module in layer.modules() for parameter in module.parameters(recurse=False)) for layer in layers]
+        return nn.ModuleList(layer for layer, own in zip(layers, inside, strict=True) if all(owners[parameter] == count for parameter, count in own.items()))
+
+    def _blocks(self) -> list[nn.Module]:
+        """Return the repeated blocks of the model, none inside of another; [] if its class names none."""
+        modules = list(self.hf.base_model.modules())
+        whole = set(self.hf._no_split_modules or ())
+        found = [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
+        found = found or [module for module in modules if whole & {cls.__name__ for cls in type(module).__mro__}]
+        inner = {id(child) for module in found for child in module.modules() if child is not module}
+        return [module for module in found if id(module) not in inner]
 
     @property
     def activation_checkpointing(self) -> str:
@@ -86,9 +101,17 @@ class TransformersModel(LanguageModel):
         self._checkpointing = mode
         if mode == "none":
             return
+        if not (blocks := self._blocks()):
+            setting = f"train.activation_checkpointing={mode}"
+            raise UserError(
+                f"{type(self.hf).__name__} of transformers has no layers that can be recomputed one by one", setting, "train.activation_checkpointing=none"
+            )
         recompute = selective_checkpointing if mode == "selective" else full_checkpointing
-        for layer in self.layers:
-            vars(layer).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+        for block in blocks:
+            if isinstance(block, GradientCheckpointingLayer):
+                vars(block).update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
+            else:
+                vars(block)["forward"] = partial(_recomputed_forward, block, block.forward, recompute)
 
     def forward(
         self,
@@ -102,42 +125,50 @@ class TransformersModel(LanguageModel):
         reduction: str = "none",
     ) -> ModelOutput:
         if cache is not None:
-            return self._generate_step(input_ids, position_ids, mask, cache)
+            return ModelOutput(generation_step(self.hf, self._accepted, input_ids, position_ids, mask, cache), None, None)
         arguments: dict[str, Any] = {"use_cache": False}
         if document_ids is not None:
-            arguments |= packed_arguments(self.kernels, document_ids, position_ids)
+            arguments |= packed_arguments(self.hf, self.kernels, document_ids, position_ids)
+        with self.balance.recording():
+            logits, nll = self._compute(input_ids, labels, reduction, arguments)
+        return ModelOutput(logits, nll, self.balance.loss(input_ids.shape, lengths, document_ids))
+
+    def _compute(self, input_ids: Tensor, labels: Tensor | None, reduction: str, arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """Return (logits, None) without labels, (None, nll) with them. `arguments`: further ones of the model of transformers."""
         if labels is None:
-            return ModelOutput(self.hf(input_ids, **arguments).logits, None, None)
+            return self.hf(input_ids, **arguments).logits, None
         if self.kernels.chunked_loss:
             x = self.hf.base_model(input_ids, **arguments).last_hidden_state  # (B, T, D)
-            return ModelOutput(None, self.hf.get_output_embeddings()(x, labels, reduction), None)
+            return None, self.hf.get_output_embeddings()(x, labels, reduction)
         logits = self.hf(input_ids, **arguments).logits.float()  # (B, T, V)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
-        return ModelOutput(None, nll if reduction == "sum" else nll.view_as(labels), None)
+        return None, nll if reduction == "sum" else nll.view_as(labels)
 
-    def _generate_step(self, input_ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> ModelOutput:
-        """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
-        arguments: dict[str, Any] = {"attention_mask": None if mask is None else mask[:, 0, -1].expand(len(input_ids), -1).long(), "logits_to_keep": 1}
-        if "past_key_values" in self._accepted:
-            arguments |= {"past_key_values": cache.states, "use_cache": True, "position_ids": position_ids}
-        else:
-            input_ids = cache.ids = input_ids if cache.ids is None else torch.cat([cache.ids, input_ids], dim=1)
-            cache.length = 0
-        out = self.hf(input_ids, **{name: value for name, value in arguments.items() if name in self._accepted})
-        cache.length += input_ids.shape[1]
-        return ModelOutput(out.logits[:, -1:], None, None)
+    def generates_in_batches(self, max_length: int) -> bool:
+        dependence = length_dependence(self.hf.config)
+        return self._generation().in_batches and (dependence is None or max_length <= dependence.length)
+
+    def _generation(self) -> GenerationMethod:
+        """Return how this model generates, found at its first generation."""
+        if self._method is None:
+            self._method = choose_generation(self, "past_key_values" in self._accepted)
+        return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
-        for layer in self.layers:
+        for layer in self._blocks() or [self.hf.base_model]:
             vars(layer)["forward"] = partial(
                 _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
             )  # hooks of FSDP stay outside
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
-        return TransformersCache(self.hf.config)
+        return TransformersCache(self.hf.config, self._generation().has_cache)
 
 
 def _forward(layer: nn.Module, plain: Any, compiled: Any, single_row: bool, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
     """Call the compiled layer while training on batches of the compiled kind; other shapes would cost a second compilation."""
     is_compiled = layer.training and (len(hidden_states) == 1) == single_row
     return (compiled if is_compiled else plain)(hidden_states, *arguments, **options)
+
+
+def _recomputed_forward(block: nn.Module, forward: Any, recompute: Any, *arguments: Any, **options: Any) -> Any:
+    return recompute(partial(forward, **options), *arguments) if block.training and torch.is_grad_enabled() else forward(*arguments, **options)

@@ -50,7 +50,7 @@ def describe_environment(device: torch.device, num_ranks: int) -> dict[str, Any]
         "mkldnn": torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **{f"variables.{name}": value for name, value in numeric_variables(os.environ).items()},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         **(_describe_cuda() if device.type == "cuda" else {}),
     }
 

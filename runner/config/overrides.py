@@ -151,8 +151,8 @@ def nearest_key(key: str) -> str:
     section, _, last = key.rpartition(".")
     same = [known for known in config_schema() if known.rsplit(".", 1)[-1] == last]
     beginning = [known for known in config_schema() if section and known.startswith(key) and "." not in known.removeprefix(f"{section}.")]
-    if nearest := same or (beginning if len(beginning) == 1 else []):  # stage.lora.r: stage.lora.rank
-        return f"did you mean {nearest[0]}?"
+    if nearest := same[:1] or (beginning if len(beginning) <= 2 else []):  # stage.lora.r: stage.lora.rank
+        return f"did you mean {' or '.join(nearest)}?"
     siblings = [known.rpartition(".")[2] for known in config_schema() if section and known.rpartition(".")[0] == section]
     if siblings and not difflib.get_close_matches(last, siblings, 1):
         return f"{section} has {', '.join(siblings)}" if len(siblings) < 10 else f"--cfg=job --package={section} prints the settings of {section}"

@@ -110,6 +110,12 @@ RULES = (
         "e.g. model.num_experts=4, or model=minimind_moe",
     ),
     Rule(
+        ("stage.lora.rank", "stage.lora.alpha", "stage.lora.targets", "stage.lora.rslora", "stage.lora.dora"),
+        lambda config: config.stage.lora and config.stage.lora.continue_adapter,
+        "stage.lora.continue_adapter=true takes it from the adapter of init_from",
+        "leave it out, or stage.lora.continue_adapter=false",
+    ),
+    Rule(
         ("stage.init_from_stage",),
         lambda config: config.init_from != "auto",
         "init_from names the weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
-from models.formats.load import load_into, load_weights
+from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
+from models.layers.quantized import check_quantization, quantize_linear_layers
+from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
 from runner.checkpoint.environment import rank_differences
-from runner.checkpoint.format import read_newest_state
-from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.format import read_model_tensors, read_newest_state
+from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
@@ -37,7 +40,7 @@ from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
-from runner.engine.state import TrainState
+from runner.engine.state import TrainState, load_strict
 from runner.tracking.logger import RunLogger
 
 
@@ -52,6 +55,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     precision = Precision(cfg.precision, dist.device)
     cfg.model.check_device(dist.device, precision.dtype)
     cfg.model.check_memory()
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        check_quantization(dist.device)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
     pipeline = do_unless_stopped(dist, stop, "before the first step", partial(build_data_pipeline, cfg, tokenizer))
@@ -60,7 +65,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
 
-    build = partial(prepare_model, cfg, dist.device, load_initial_weights=saved is None)
+    build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
     model, objective, frozen = do_unless_stopped(dist, stop, "before the first step", build)
     fingerprints = {"data": pipeline.fingerprint, "tokenizer": tokenizer.fingerprint}
     facts = partial(describe_run, cfg, device=dist.device, num_ranks=dist.size, rows_per_step=rows_per_step, frozen=frozen, **fingerprints)
@@ -74,7 +79,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         compatibility |= environment_facts({"model_kernels": model.kernels_description})
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    for warning in cfg.model.training_warnings():
+    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
         logger.warning(warning)
     retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
     return TrainState(
@@ -139,24 +144,41 @@ def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
 
     A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
     """
-    source = Path(cfg.init_from) if cfg.init_from != "scratch" and (load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference) else None
+    source = initial_weights_of(cfg) if load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference else None
     if source:
         check_size_of_weights(cfg.model, source)
     model = create_model(cfg.model)
     if source:
-        load_into(model, load_weights(source, cfg.model.family), cfg.init_from)
+        load_into(model, load_weights(source, cfg.model.family), str(source))
     model.activation_checkpointing = cfg.train.activation_checkpointing
     return model
 
 
-def prepare_model(cfg: Config, device: torch.device, load_initial_weights: bool) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
+def initial_weights_of(cfg: Config) -> Path | None:
+    """Return where the weights of the model come from, without an adapter that is trained on; None: they are random."""
+    return None if cfg.init_from == "scratch" else weights_under_adapter(cfg.stage.lora, Path(cfg.init_from))
+
+
+def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
     """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
     seed_all(cfg.seed)
-    model = build_model(cfg, load_initial_weights).to(device)
+    model = build_model(cfg, load_initial_weights=resumed_run is None)
+    if resumed_run is not None and model.probes_weights and not (cfg.stage.lora or cfg.stage.needs_reference):
+        load_saved_weights(model, resumed_run)
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        quantize_linear_layers(model, device)
+    model = model.to(device)
     model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
-    objective = prepare_stage(cfg.stage, model)
+    objective = prepare_stage(cfg.stage, model, cfg.init_from)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
     return model, objective, frozen
+
+
+def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
+    """Load the newest valid checkpoint's weights: random ones may not show how a model computes. `TrainState` loads them again with all other state."""
+    with suppress(FileNotFoundError):
+        checkpoint = newest_checkpoint(run_dir)
+        load_strict(dict(model.named_parameters()), read_model_tensors(checkpoint), checkpoint)
 
 
 def distribute(cfg: Config, dist: DistributedContext, precision: Precision, models: Iterable[LanguageModel]) -> None:

@@ -12,7 +12,7 @@ from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED, check_a
 from data.config import DataConfig
 from data.schemas.registry import SCHEMAS, STAGE_OF_FORMAT
 from models.config import ACTIVATION_CHECKPOINTING_MODES, MODELS, ModelConfig
-from runner.engine.device.compile import COMPILE_MODES
+from runner.engine.device.compile import COMPILE_MODES, check_compile_mode
 from runner.engine.device.distributed import DistributedConfig
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.objectives.config import OBJECTIVES, StageConfig
@@ -20,7 +20,7 @@ from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmup
 from runner.tracking.config import TRACKERS, TrackerConfig
 
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
 REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
     "model": ("family", MODELS),
@@ -127,7 +127,7 @@ class Config:
     supervise: SuperviseConfig
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
-    device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
     init_from: str = field(metadata=IGNORED)  # initial weights: auto, scratch, or the path of a run, a sweep, a Hugging Face folder or a MiniMind .pth
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
     plugins: list[str] = field(metadata=IGNORED)  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
@@ -157,10 +157,14 @@ class Config:
                 f"data.too_long=split needs text data, stage={stage.name} has {stage.data_format} data", "data.too_long=split", "data.too_long=truncate or drop"
             )
         if not DEVICE.fullmatch(self.device):
-            raise UserError(f"device must be auto, cpu, cuda or cuda:<number>, got {self.device}", f"device={self.device}", "e.g. device=auto")
+            raise UserError(f"device must be auto, cpu, cuda, cuda:<number> or mps, got {self.device}", f"device={self.device}", "e.g. device=auto")
         if self.device == "cpu":
             self.distributed.check_device("cpu")
             self.precision.check_device("the CPU", None)
+        if self.device == "mps":
+            self.distributed.check_device("mps")
+            self.precision.check_device("a GPU of Apple", None)
+            check_compile_mode(train.compile, "mps")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be in [0, 4294967295], got {self.seed}", f"seed={self.seed}", "e.g. seed=42")
         if self.export.weights == "best" and not self.evaluates:
@@ -177,6 +181,12 @@ class Config:
             )
         if train.max_steps:
             check_warmup(train.max_steps, self.schedule)
+        if stage.lora and stage.lora.quantize:
+            setting, off = f"stage.lora.quantize={stage.lora.quantize}", "or stage.lora.quantize=null"
+            if self.distributed.name == "fsdp":
+                raise UserError("distributed=fsdp cannot share quantized weights between ranks", setting, f"distributed=ddp or single, {off}")
+            if self.init_from == "scratch":
+                raise UserError("random weights need no quantization: adapters on them learn nothing of use", setting, f"init_from=DIR, {off}")
 
     def check_vocabulary(self, tokens: int) -> None:
         """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""

@@ -9,6 +9,7 @@ import torch
 
 from common.errors import StopRequested
 from models.generate import generate
+from models.layers.ops import widest_float
 from runner.engine.device.heartbeat import enter
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, announcing_failures, finite_or_none
@@ -68,8 +69,10 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
     state.model.eval()
     count = 0
     sums: dict[str, torch.Tensor] = {}
+    total = state.val_loader.steps_per_epoch
     with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
-        for batches in announcing_failures(steps, state.check_stop):
+        for done, batches in enumerate(announcing_failures(steps, state.check_stop)):
+            state.logger.show_evaluation(done, total)
             for batch in batches:
                 state.check_stop()
                 enter("in an evaluation", state.progress.step)
@@ -78,7 +81,9 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
                     parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
                 count += state.objective.count(batch)
                 for name, part in parts.items():
-                    sums[name] = sums[name] + part.double() if name in sums else part.double()  # fetched once, at the end
+                    wide = part.to(widest_float(part.device))
+                    sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
+    state.logger.show_evaluation(total, total)
     return count, sums
 
 

@@ -19,7 +19,7 @@ from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import save_freeing_space
-from runner.engine.build import build_model
+from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
@@ -78,7 +78,8 @@ def _write_folder(state: TrainState, model: LanguageModel) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     stop_ids = list(state.tokenizer.stop_ids) if state.cfg.stage.data_format == "text" else ChatTemplate(state.tokenizer).stop_ids
     if state.cfg.stage.lora is not None:
-        save.save_adapter(new, model, state.cfg.stage.lora, state.cfg.init_from, state.tokenizer.folder, stop_ids=stop_ids)
+        base = str(initial_weights_of(state.cfg) or "scratch")
+        save.save_adapter(new, model, state.cfg.stage.lora, base, state.tokenizer.folder, stop_ids=stop_ids)
     else:
         save.save_model(new, model, state.cfg.model, state.tokenizer.folder, stop_ids)
     sync_tree(new)
@@ -106,6 +107,6 @@ def _move_away(folder: Path, to: Path) -> None:
 def _load_unsharded_model(state: TrainState, source: Path) -> LanguageModel:
     rng.seed_all(state.cfg.seed)
     model = build_model(state.cfg, load_initial_weights=False)
-    prepare_stage(state.cfg.stage, model)
+    prepare_stage(state.cfg.stage, model, state.cfg.init_from)
     load_strict(trainable_parameters(model), read_model_tensors(source), source)
     return model

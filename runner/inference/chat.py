@@ -34,7 +34,7 @@ class ChatConfig:
     repetition_penalty: float  # above 1: tokens of the conversation become less likely
     max_new_tokens: int  # length limit of an answer (tokens)
     seed: int  # of sampling
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, CHAT_MODES)
@@ -181,24 +181,28 @@ class TokenStreamer:
         """`is_raw`: control characters are written too, to a program instead of a terminal."""
         self._tokenizer, self._write, self._is_raw = tokenizer, write, is_raw
         self._ids: list[int] = []
-        self._written = 0  # characters
+        self._start, self._end = 0, 0  # tokens start:end are decoded again with new ones: a tokenizer may treat the first of a text differently
+        self._text = ""
 
     def add(self, token: int) -> None:
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        if not text.endswith("\ufffd"):  # decoded from an incomplete character
-            self._write_from(text)
+        self._flush(is_last=False)
 
     def finish(self) -> str:
         """Write what is left; return the whole text."""
-        text = self._tokenizer.decode(self._ids)
-        self._write_from(text)
-        return text
+        self._flush(is_last=True)
+        return self._text
 
-    def _write_from(self, text: str) -> None:
-        new = text[self._written :]
-        self._write(new if self._is_raw else strip_control(new))
-        self._written = len(text)
+    def _flush(self, is_last: bool) -> None:
+        """Write the characters of tokens that were not written, unless the last one is incomplete."""
+        text = self._tokenizer.decode(self._ids[self._start :])
+        if text.endswith("\ufffd") and not is_last:
+            return
+        new = text[len(self._tokenizer.decode(self._ids[self._start : self._end])) :]
+        self._start, self._end = self._end, len(self._ids)
+        self._text += new
+        if new:
+            self._write(new if self._is_raw else strip_control(new))
 
 
 def _write_out(text: str) -> None:

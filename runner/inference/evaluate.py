@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -24,13 +25,17 @@ from common.registry import Registry
 from common.settings import check_at_least
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
 from runner.inference.load import LoadedModel, load_trained
+from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
     from data.sources.files import Source
 
 EVALUATIONS_FILE = "evaluations.jsonl"
+TASK_SETTINGS = ("tasks_path", "limit", "shots", "chat_template")
 
 MetricResults = dict[str, float]
+Record = dict[str, Any]  # of one evaluation: a line of EVALUATIONS_FILE
+Listen = Callable[[], AbstractContextManager[Callable[[], bool]]] | None  # opens what receives the user's request to stop
 ComputeMetric = Callable[[LoadedModel, EvaluationSet, "EvaluateConfig"], MetricResults]
 
 
@@ -65,7 +70,7 @@ class EvaluateConfig:
     shots: Optional[int]  # tasks: solved examples in the context; null: as the task says
     chat_template: bool  # tasks: put questions into the model's chat template
     reference: Optional[str]  # preference: the model before DPO; null: the one that the run started from
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     REGISTRIES = {"metric": METRICS}  # --help lists their names
 
@@ -77,34 +82,67 @@ class EvaluateConfig:
         check_at_least("batch_size", self.batch_size, 1, 16)
         check_at_least("max_new_tokens", self.max_new_tokens, 1, 128)
         check_at_least("show", self.show, 0, 5)
+        if self.limit is not None:
+            check_at_least("limit", self.limit, 1, 100)
+        if self.shots is not None:
+            check_at_least("shots", self.shots, 0, 5)
+        self._check_read_settings()
+
+    def _check_read_settings(self) -> None:
+        """Raise UserError for settings of tasks without tasks: they would have no effect."""
+        if given := [name for name in TASK_SETTINGS if getattr(self, name) not in (None, False)] if not self.tasks else []:
+            raise UserError(f"{given[0]} is read with tasks only", f"{given[0]}={getattr(self, given[0])}", f"tasks=[hellaswag], or without {given[0]}")
 
 
-def evaluate(cfg: EvaluateConfig, folder: Path) -> MetricResults:
-    """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`."""
+def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] | None = None) -> MetricResults:
+    """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`, or give it to `record`.
+
+    Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises KeyboardInterrupt then.
+    """
     import torch
 
     check_own_files(folder, (EVALUATIONS_FILE,))
-    examples = open_evaluation_set(cfg.data, cfg.metric)  # before the weights are read, which takes longer
-    trained = load_trained(folder, cfg.device)
-    with torch.inference_mode():
-        results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
-    export = read_json_object(folder / "run.json").get("export")
-    weights = {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
+    with EvaluationProgress(cfg.metric, listen) as progress:
+        examples = open_evaluation_set(cfg.data, cfg.metric, progress)  # before the weights are read, which takes longer
+        trained = load_trained(folder, cfg.device)
+        with torch.inference_mode():
+            results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     files = [source.name for source, _ in examples.files]
     evaluated = {} if files == [cfg.data.path] else {"files": files}
-    record_results(folder, {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **weights, **results})
+    result = {"metric": cfg.metric, "data": cfg.data.path, **evaluated, **exported_weights(folder), **results}
+    if progress.is_stopped:
+        print_partial({**result, "partial": True, "n": progress.done, "of": progress.total})
+        raise KeyboardInterrupt
+    (record or record_results)(folder, result)
     return results
 
 
-def record_results(folder: Path, record: dict[str, Any]) -> None:
+def exported_weights(folder: Path) -> Record:
+    """Return which weights `model/` of a run holds, e.g. {"weights": "best", "step": 400}; {} without a run."""
+    export = read_json_object(folder / "run.json").get("export")
+    return {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
+
+
+def record_results(folder: Path, record: Record) -> None:
     """Print the results of an evaluation as JSON and append them to `folder/evaluations.jsonl`."""
     line = json.dumps(record, ensure_ascii=False)
-    print(line if strip_control(line) == line else json.dumps(record))  # a file may have any name
+    print(_printable(record), flush=True)
     with open_append(folder / EVALUATIONS_FILE) as file:
         file.write(f"{line}\n".encode())
 
 
-def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
+def print_partial(record: Record) -> None:
+    """Print the result of an evaluation that the user has stopped."""
+    print(_printable(record), flush=True)
+    print_note(f"stopped: the result is that of {record['n']:,} of {record['of']:,}, and is not recorded")
+
+
+def _printable(record: Record) -> str:
+    line = json.dumps(record, ensure_ascii=False)
+    return line if strip_control(line) == line else json.dumps(record)  # a file may have any name
+
+
+def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationProgress) -> EvaluationSet:
     """Find the files and detect their schemas. Raises UserError if the metric does not read their data format."""
     from data.schemas.registry import SCHEMAS, missing_columns, schema_of_source
     from data.sources.files import ReadOptions
@@ -117,7 +155,7 @@ def open_evaluation_set(data: EvaluationData, metric: str) -> EvaluationSet:
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:
         try:
-            return EvaluationSet(data, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources])
+            return EvaluationSet(data, data_format, [(source, SCHEMAS[schema_of_source(source, data_format)]) for source in sources], progress)
         except UserError as error:
             errors.append(error)
     first = next((error for error in errors if getattr(error, "reason", "") != "wrong keys"), errors[0])  # the format fits, the row does not

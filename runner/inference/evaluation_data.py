@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -12,6 +13,7 @@ from common.settings import check_at_least, check_choice
 from data.config import CHOICES
 from data.schemas.registry import check_columns
 from data.sources.files import ReadOptions
+from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
     from data.batching.batch import Batch
@@ -44,16 +46,33 @@ class EvaluationData:
 
 @dataclass(frozen=True)
 class EvaluationSet:
+    """Rows that a metric reads, by `examples` or `batches`; they end early where the user stops."""
+
     cfg: EvaluationData
     data_format: str  # text, chat or preference
     files: list[tuple[Source, RowSchema]]
+    progress: EvaluationProgress = field(default_factory=lambda: EvaluationProgress(""))
 
-    def examples(self) -> Iterator[tuple[str, Example]]:
-        """Yield (file:line, example)."""
+    def examples(self, batch_size: int = 1) -> Iterator[tuple[str, Example]]:
+        """Yield (file:line, example). `batch_size`: how many the caller takes before it computes."""
+        done = 0
+        self.progress.begin("rows", sum(1 for source, _ in self.files for _ in source.items()))
         for source, schema in self.files:
             for position, row in source.rows():
+                if done % batch_size == 0:
+                    self.progress.advance(done)
+                    if self._is_stopped():
+                        return
                 where = source.where(position)
                 yield where, schema.read(row, where)
+                done += 1
+        self.progress.advance(done)
+
+    def _is_stopped(self) -> bool:
+        """Whether the user has asked to stop. Raises KeyboardInterrupt before the first row is done, when there is no result yet."""
+        if self.progress.should_stop() and not self.progress.done:
+            raise KeyboardInterrupt
+        return self.progress.is_stopped
 
     def batches(self, trained: LoadedModel, batch_size: int) -> Iterator[Batch]:
         from data.batching.batch import UnpackedSequences
@@ -80,6 +99,10 @@ class EvaluationSet:
             raise UserError(f"no row fits data.max_length={max_length}", f"data.path={self.cfg.path}", "raise data.max_length")
         sampler = ShuffledSampler(len(rows), batch_size, seed=0)
         loader = StepLoader(UnpackedSequences(rows), sampler, batch_size=batch_size, pad_id=tokenizer.pad_id, packed=False)
-        for step in loader.iter_epoch(epoch=0):
-            for batch in step:
+        self.progress.begin("rows", len(rows))
+        with closing(loader.iter_epoch(epoch=0)) as steps:
+            for number, [batch] in enumerate(steps, 1):
+                if self._is_stopped():
+                    return
                 yield batch.to(trained.device)
+                self.progress.advance(min(number * batch_size, len(rows)))

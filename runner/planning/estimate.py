@@ -16,8 +16,8 @@ from runner.planning.facts.model import ModelFacts, model_facts
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate, estimate_memory
 from runner.planning.starts import PlannedRun
 
-LORA = LoraConfig(rank=16, alpha=32.0, dropout=0.0, targets=["all-linear"])
-LORA_OVERRIDE = "'stage.lora={rank:16,alpha:32,dropout:0,targets:[all-linear]}'"
+LORA = LoraConfig(rank=16, alpha=32.0, dropout=0.0, targets=["all-linear"], rslora=False, dora=False, quantize=None, continue_adapter=False)
+LORA_OVERRIDE = "'stage.lora={rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}'"
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
 TOKENIZER = 1 << 20  # bytes of the copy of a tokenizer, usually
 MAX_HALVINGS = 10

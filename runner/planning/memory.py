@@ -13,6 +13,7 @@ from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import LayerSizes, ModelFacts
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
 MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
 CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
@@ -49,7 +50,7 @@ def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_bat
     how = computation(cfg, facts, device)
     shards = ranks if cfg.distributed.name == "fsdp" else 1
     held = {
-        "weights": FP32 * facts.parameters // shards,
+        "weights": (FP32 * (facts.parameters - facts.quantized) + round(NF4 * facts.quantized)) // shards,
         "reference model": FP32 * facts.reference // shards,
         "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
         "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,

@@ -38,12 +38,12 @@ def aggregate_row(jobs: list[JobResult], ranked_by: str) -> ResultRow:
         overrides=_without_seed(jobs[0].swept),
         jobs=jobs,
         status=max((job.status for job in jobs), key=JOB_STATUSES.index),
-        score=_mean_std(job.score(ranked_by) for job in comparable if not job.diverged),
+        score=mean_std(job.score(ranked_by) for job in comparable if not job.diverged),
         model=jobs[0].model if len(jobs) == 1 else None,
-        final=_mean_std(job.final.get(ranked_by) for job in finite),
-        best=_mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
+        final=mean_std(job.final.get(ranked_by) for job in finite),
+        best=mean_std(job.best[ranked_by][0] for job in comparable if ranked_by in job.best),
         best_step=statistics.median_low(best_steps) if best_steps else None,
-        train=_mean_std(job.final.get("training") for job in comparable if job.final.get("training", math.inf) < math.inf),
+        train=mean_std(job.final.get("training") for job in comparable if job.final.get("training", math.inf) < math.inf),
         loss_tokens=_mean(point.loss_tokens for point in last_points),
         tokens=_mean(point.tokens for point in last_points),
         seconds=_mean(point.time for point in last_points),
@@ -62,11 +62,12 @@ def _sort_key(row: ResultRow) -> tuple:
     return (JOB_STATUSES.index(row.status), row.diverged > 0, score, swept_sort_key(row.overrides))
 
 
-def _mean_std(values: Iterable[float | None]) -> MeanStd | None:
+def mean_std(values: Iterable[float | None]) -> MeanStd | None:
+    """Return mean and deviation of the values that are not None; None if there are none."""
     present = [value for value in values if value is not None]
     return MeanStd(statistics.fmean(present), statistics.stdev(present) if len(present) > 1 else None, len(present)) if present else None
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    result = _mean_std(values)
+    result = mean_std(values)
     return result.mean if result else None

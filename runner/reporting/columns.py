@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from runner.inference.best_job import SEED_KEY, ModelScore
+from runner.reporting.aggregate import mean_std
+from runner.reporting.evaluations import evaluation_label, headline, results_of
 from runner.reporting.results import JobResult, MeanStd, ResultRow, SweepResults
 from runner.tracking.console import format_seconds
+
+TERMINAL_EVALUATIONS, PAGE_EVALUATIONS = 3, 12  # evaluations with a column of their own; leaderboard.csv has all numbers of all
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,30 @@ def table_columns(sweep: SweepResults) -> list[Column]:
     """Return the columns shown for `sweep`, with {loss} filled in."""
     columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by)]
     fill = {"loss": sweep.ranked_by}
-    return [Column(**{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}) for column in columns]
+    filled = [Column(**{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}) for column in columns]
+    position = next(index for index, column in enumerate(filled) if column.key == "loss_tokens")
+    return [*filled[:position], *evaluation_columns(sweep.jobs), *filled[position:]]
+
+
+def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
+    """Return a column with a title for each evaluation that some job has, and one for leaderboard.csv for each of its other numbers."""
+    found: dict[str, dict[str, None]] = {}  # label -> metrics
+    for job in jobs:
+        for record in job.evaluations:
+            found.setdefault(evaluation_label(record), {}).update(dict.fromkeys(results_of(record)))
+    columns = []
+    for index, (label, names) in enumerate(found.items()):
+        first = headline(dict.fromkeys(names, 0.0))
+        for name in sorted(names, key=lambda name: (name != first, name)):
+            title = "" if name != first or index >= PAGE_EVALUATIONS else label if label.startswith(f"{name} ") else f"{label} {name}"
+            get = partial(_evaluated, label, name)
+            columns.append(Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS))
+    return columns
+
+
+def _evaluated(label: str, name: str, row: ResultRow) -> MeanStd | None:
+    """Return the mean over the jobs of a row that have this number."""
+    return mean_std(results_of(record).get(name) for job in row.jobs for record in job.evaluations if evaluation_label(record) == label)
 
 
 # --- values as text ---------------------------------------------------------------------------------------------------------------------------------
@@ -50,6 +78,12 @@ def loss_text(value: MeanStd | str | None) -> str:
     if not isinstance(value, MeanStd):
         return value or ""
     return _format_loss(value.mean) if value.deviation is None else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
+
+
+def evaluated_text(value: MeanStd | None) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:.4g}" if value.deviation is None else f"{value.mean:.4g} ± {value.deviation:.2g} ({value.n})"
 
 
 def _format_loss(value: float) -> str:

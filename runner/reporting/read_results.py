@@ -14,6 +14,7 @@ from common.filesystem import read_json_object
 from common.ownership.processes import is_alive
 from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.aggregate import result_rows
+from runner.reporting.evaluations import current_evaluations
 from runner.reporting.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
 from runner.reporting.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
 from runner.run_dir.metadata import RunMetadata
@@ -60,7 +61,7 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     if job.status == "failed":
         job.error = job.error or str(metadata.get("error") or "")
     job.extended, job.manual_overrides = extended, _manual_overrides(folder / name, extended)
-    job.model, job.evaluation = model_score(metadata), metadata.get("evaluation")
+    job.model, job.evaluation, job.evaluations = model_score(metadata), metadata.get("evaluation"), current_evaluations(metadata)
     job.data_identity = _data_identity(metadata)
     job.metrics = read_run_metrics(folder / name / "metrics.jsonl")
     _set_losses(job, metadata)

@@ -29,6 +29,7 @@ class JobResult:
     best: dict[str, tuple[float, float]] = field(default_factory=dict)  # kind of loss -> the lowest and its step
     model: ModelScore | None = None  # the weights in model/, if the job is completed
     evaluation: Any = None  # what identifies the evaluation rows, from run.json
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # of evaluate.py on the weights in model/
     trained: dict[str, str] = field(default_factory=dict)  # swept and scaled keys -> values that the job was started with
     extended: list[str] = field(default_factory=list)  # overrides that `resume=SWEEP` has trained it further with
     diverged: bool = False

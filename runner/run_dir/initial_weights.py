@@ -16,7 +16,7 @@ from common.hub.names import hub_name_of
 from common.paths import CONF_DIR, outputs_dir
 from data.tokenize.origin import AUTO, MINIMIND, RUN_TOKENIZER, check_same_tokenizer, check_tokenizer_path, copy_tokenizer, resolve_tokenizer
 from models.formats.hub import fetch_model
-from models.formats.json_files import read_config_of_weights
+from models.formats.json_files import read_adapter_settings, read_config_of_weights, why_transformers
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
 from runner.engine.config import Config
@@ -55,16 +55,28 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     if tree["model"].get("path"):
         _adopt_path(tree, keys)
     init_from = tree["init_from"]
+    _adopt_adapter(tree)
     if init_from in ("auto", "scratch") or not Path(init_from).exists() or "model" in keys or files_that_choose("model", typed, conf):
         return None
     family = tree["model"]["family"] if "model.family" in keys else None
     composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from), family))
-    if composed["family"] == settings["family"]:
+    if composed["family"] == settings["family"] and settings.keys() <= composed.keys():  # not those of the default model, where model.family is typed
         settings = composed | settings  # a setting that is newer than the run keeps its default
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
         settings[name] = composed.get(name)
     tree["model"] = settings
-    return str(_model_source(Path(init_from)))
+    return f"{_model_source(Path(init_from))}{_describe_family(Path(init_from), settings['family'], family)}"
+
+
+def _describe_family(source: Path, family: str, typed: str | None) -> str:
+    """Return which of the two families that read folders of transformers computes the weights, and why; "" for weights of this program."""
+    if _model_source(source) != source or not source.is_dir() or family not in ("decoder", "transformers") or (source / RUN_FILE).exists():
+        return ""
+    if typed is not None:
+        return f", computed by model.family={typed}"
+    if family == "decoder":
+        return ", computed by the decoder of this program; model.family=transformers chooses the class of transformers"
+    return f", computed by the class of transformers: {why_transformers(source)}"
 
 
 def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
@@ -92,6 +104,17 @@ def restore_hub_weights(config: Config) -> Config:
     if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
         return config
     return dataclasses.replace(config, init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}")))
+
+
+def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:
+    """Give stage.lora the settings of the adapter that stage.lora.continue_adapter=true trains on."""
+    lora, source = tree["stage"].get("lora"), tree["init_from"]
+    if not lora or not lora.get("continue_adapter"):
+        return
+    if source in ("auto", "scratch") or not Path(source).is_dir():
+        message = "stage.lora.continue_adapter=true needs the folder of an adapter"
+        raise UserError(message, f"init_from={source}", "init_from=DIR, a run that trained an adapter or a PEFT folder")
+    tree["stage"]["lora"] = dict(lora) | read_adapter_settings(Path(source))
 
 
 def check_model(config: Config) -> None:

@@ -40,6 +40,7 @@ DEFAULT_METADATA: dict[str, Any] = {
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
     "evaluation": None,  # what identifies the evaluation rows
     "export": None,  # the weights in model/: best or last, step, evaluation loss
+    "evaluations": [],  # newest results of evaluate.py: a repeated evaluation replaces its record
     "fingerprints": {},
     "id": None,  # of the run: its checkpoints have it, too
     "recovered": [],  # what resumes have repaired, or could not restore

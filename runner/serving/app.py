@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
+import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.errors import UserError
 from data.errors import BadRowError
 from data.tokenize.chat_template import ChatTemplate
-from runner.serving.generation import Answer, GenerationQueue, GenerationRequest, Sampling
-from runner.serving.protocol import ChatRequest, CompletionRequest
+from runner.serving.answers import Answer, Sampling, Score, Work
+from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
+from runner.serving.guard import Guard
+from runner.serving.protocol import ApiError, Body, ChatRequest, CompletionRequest, parse_request
+from runner.serving.responses import Responder
+from runner.serving.tool_calls import check_tools
 
-MAX_BODY_BYTES = 4 << 20
-Body = ChatRequest | CompletionRequest
+JSON_TYPES = ("", "application/json")  # a web page can send other types to this machine without asking its user
 
 
-def create_app(generation: GenerationQueue, name: str, max_new_tokens: int, key: str | None, allowed_hosts: list[str] | None = None) -> FastAPI:
-    """`key`: the token that clients must send as `Authorization: Bearer KEY`; None: none is needed. `allowed_hosts`: values of the header Host; None: any."""
+def create_app(generation: GenerationQueue, name: str, max_new_tokens: int, key: str | None, allowed_hosts: list[str] | None = None) -> ASGIApp:
+    """`key` and `allowed_hosts`: see Guard."""
     app = FastAPI(title="lm-runner", docs_url=None, redoc_url=None, openapi_url=None)
-    if allowed_hosts is not None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts, www_redirect=False)
     server = _Server(generation, name, max_new_tokens)
 
-    @app.middleware("http")
-    async def check(request: Request, call_next: Any) -> Any:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and request.url.path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):
-            return _error(401, "the key is missing or wrong: send it as Authorization: Bearer KEY", "authentication_error")
-        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
-            return _error(413, f"the request is larger than {MAX_BODY_BYTES:,} bytes", "invalid_request_error")
-        return await call_next(request)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        return _error(400, f"{'.'.join(map(str, first['loc'][1:])) or 'body'}: {first['msg']}", "invalid_request_error")
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body(), error.status)
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        return _error(error.status_code, str(error.detail), "invalid_request_error")
+    async def not_found(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{error.detail}; the paths are GET /v1/models, POST /v1/chat/completions, POST /v1/completions, GET /health"
+        return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, headers=error.headers)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -57,21 +49,22 @@ def create_app(generation: GenerationQueue, name: str, max_new_tokens: int, key:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": server.started, "owned_by": "lm-runner"}]}
+        return {"object": "list", "data": [server.card()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        server.check_model(model)
+        return server.card()
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Any:
-        return await server.answer(body, request)
+    async def chat(request: Request) -> Any:
+        return await server.answer(ChatRequest, request)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Any:
-        return await server.answer(body, request)
+    async def completions(request: Request) -> Any:
+        return await server.answer(CompletionRequest, request)
 
-    return app
-
-
-def _error(status: int, message: str, kind: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": None}}, status_code=status)
+    return Guard(app, key, allowed_hosts)
 
 
 class _Server:
@@ -80,130 +73,162 @@ class _Server:
         self.tokenizer = generation.trained.tokenizer
         self.template = ChatTemplate(self.tokenizer) if self.tokenizer.chat_template is not None else None
         self.started = int(time.time())
+        self._rendering = asyncio.Lock()
 
-    async def answer(self, body: Body, request: Request) -> Any:
-        if unknown := body.unsupported():
-            raise HTTPException(400, f"{unknown} is not supported by this server: leave it out")
-        try:
-            prompts = self._prompts(body)
-        except (UserError, BadRowError) as error:
-            raise HTTPException(400, str(error.args[0])) from error
+    def card(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.started, "owned_by": "lm-runner"}
+
+    def check_model(self, model: str | None) -> None:
+        if model not in (None, self.name):
+            raise ApiError(404, f"this server has no model {model[:200]!r}; it has {self.name!r}", param="model", code="model_not_found")
+
+    async def answer(self, kind: type[ChatRequest] | type[CompletionRequest], request: Request) -> Any:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type not in JSON_TYPES[1:]:
+            raise ApiError(415, "the header Content-Type must be application/json")
+        data = await request.body()
+        # Beside the event loop, as texts may be long. Chat templates are rendered one at a time: those of other folders share a process.
+        async with self._rendering if kind is ChatRequest else nullcontext():
+            body, prompts = await asyncio.to_thread(self._parse, kind, data)
         sampling = self._sampling(body, max(map(len, prompts)))
-        generation = GenerationRequest([Answer(prompt, body.stops) for prompt in prompts for _ in range(body.n)], sampling)
-        head = {"id": f"{'chatcmpl' if isinstance(body, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.name}
+        seed = secrets.randbits(62) if body.seed is None else body.seed
+        # Choice i of a prompt has the seed + i: it does not depend on the other prompts, nor on what else is generated.
+        answers = [Answer(prompt=prompt, sampling=sampling, seed=(seed + i) % 2**63, stops=body.stops) for prompt in prompts for i in range(body.n)]
+        responder = Responder(body, self.name, self.tokenizer)
         if body.stream:
-            if isinstance(body, CompletionRequest) and (body.echo or body.logprobs is not None):
-                raise HTTPException(400, "echo and logprobs are not supported with stream=true")
-            return StreamingResponse(self._stream(body, generation, head), media_type="text/event-stream")
-        await self._run(generation, request)
-        return await self._complete(body, generation, head, request)
+            return self._stream(responder, answers)
+        await self._run(answers, request)
+        scores: list[Score | None] = [None] * len(answers)
+        if body.top is not None:
+            scores = [responder.score_of(answer) for answer in answers]
+            await self._run([score for score in scores if score is not None], request)
+        return JSONResponse(responder.complete(answers, scores))
+
+    def _parse(self, kind: type[ChatRequest] | type[CompletionRequest], data: bytes) -> tuple[Body, list[list[int]]]:
+        body: Body = parse_request(kind, data)
+        self.check_model(body.model)
+        try:
+            return body, self._prompts(body)
+        except (UserError, BadRowError) as error:
+            raise ApiError(400, str(error.args[0]), param="prompt" if isinstance(body, CompletionRequest) else "messages") from error
 
     def _prompts(self, body: Body) -> list[list[int]]:
         if isinstance(body, CompletionRequest):
-            return [prompt if isinstance(prompt, list) else [*self.tokenizer.bos_ids, *self.tokenizer.encode(prompt)] for prompt in body.prompts]
+            prompts = [prompt if isinstance(prompt, list) else [*self.tokenizer.bos_ids, *self.tokenizer.encode(prompt)] for prompt in body.prompts]
+            vocabulary = self.generation.trained.model.cfg.vocab_size
+            if any(not 0 <= i < vocabulary for prompt in prompts for i in prompt):
+                raise ApiError(400, f"prompt: token ids must be in [0, {vocabulary})", param="prompt")
+            if not all(prompts):
+                raise ApiError(400, "prompt: it is empty, and this model begins no text by itself: give at least one character", param="prompt")
+            return prompts
         if self.template is None:
-            raise HTTPException(400, "this model has no chat template: use /v1/completions")
-        return [self.template.encode_prompt(body.messages, body.tools)]
+            raise ApiError(400, "this model has no chat template: use /v1/completions")
+        tools = body.tools if body.tool_choice != "none" else None
+        if tools:
+            check_tools(self.template)
+        return [self.template.encode_prompt(body.messages, tools)]
 
     def _sampling(self, body: Body, longest: int) -> Sampling:
-        requested = body.max_completion_tokens if isinstance(body, ChatRequest) and body.max_completion_tokens is not None else body.max_tokens
         positions = self.generation.trained.model.cfg.max_position_embeddings
-        if longest > positions - (requested or 0):
-            raise HTTPException(400, f"the prompt has {longest} tokens and max_tokens is {requested or 0}: this model has {positions} positions")
-        vocabulary = self.generation.trained.model.cfg.vocab_size
-        stop_ids = tuple(self.template.stop_ids) if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
-        if isinstance(body, CompletionRequest) and any(not 0 <= i < vocabulary for prompt in body.prompts if isinstance(prompt, list) for i in prompt):
-            raise HTTPException(400, f"prompt: token ids must be in [0, {vocabulary})")
+        requested = body.requested_tokens
+        if longest + (requested or 0) > positions:
+            requested_text = "" if requested is None else f" and max_tokens is {requested}"
+            raise ApiError(400, f"the prompt has {longest} tokens{requested_text}: this model has {positions} positions", code="context_length_exceeded")
+        stop_ids = self.template.stop_ids if isinstance(body, ChatRequest) and self.template else self.tokenizer.stop_ids
         limit = self.max_new_tokens if requested is None else requested
-        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, body.seed, stop_ids)
+        return Sampling(limit, body.temperature, body.top_p, body.top_k, body.repetition_penalty, tuple(stop_ids))
 
-    async def _run(self, generation: GenerationRequest, request: Request) -> None:
-        """Wait for the answers; a client that goes away cancels them. Raises HTTPException."""
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-        generation.on_end = lambda: loop.call_soon_threadsafe(done.set)
-        self.generation.submit(generation)
-        while not done.is_set():
-            try:
-                await asyncio.wait_for(done.wait(), timeout=0.5)
-            except TimeoutError:
-                generation.is_cancelled = generation.is_cancelled or await request.is_disconnected()
-        if isinstance(generation.error, UserError):
-            raise HTTPException(400, f"{generation.error.message}; {generation.error.fix}")
-        if generation.error is not None:
-            raise generation.error
-
-    async def _complete(self, body: Body, generation: GenerationRequest, head: dict[str, Any], request: Request) -> dict[str, Any]:
-        scores: list[dict[str, Any] | None] = [None] * len(generation.answers)
-        if isinstance(body, CompletionRequest) and body.logprobs is not None:
-            # The token that ended an answer is listed too: lm-evaluation-harness asks for one token and drops it from the lists.
-            whole = [answer.prompt + answer.ids + [self.tokenizer.eos_id] * answer.has_stop_token for answer in generation.answers]
-            scoring = GenerationRequest([], generation.sampling, scored=whole)
-            await self._run(scoring, request)
-            starts = [0 if body.echo else len(answer.prompt) for answer in generation.answers]
-            scores = [self._logprobs(ids, start, body.logprobs, *score) for ids, start, score in zip(whole, starts, scoring.scores, strict=True)]
-        choices = []
-        for i, (answer, score) in enumerate(zip(generation.answers, scores, strict=True)):
-            choice: dict[str, Any] = {"index": i, "finish_reason": answer.finish_reason, "logprobs": score}
-            if isinstance(body, ChatRequest):
-                choice["message"] = {"role": "assistant", "content": answer.text}
-            else:
-                choice["text"] = (self.tokenizer.decode(answer.prompt, skip_special=False) if body.echo else "") + answer.text
-            choices.append(choice)
-        kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
-        return {**head, "object": kind, "choices": choices, "usage": _usage(generation, body.n)}
-
-    async def _stream(self, body: Body, generation: GenerationRequest, head: dict[str, Any]) -> AsyncIterator[str]:
-        """Yield server-sent events; if the client goes away, this generator is closed and the answers are cancelled."""
-        loop = asyncio.get_running_loop()
-        pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
-        for i, answer in enumerate(generation.answers):
-            answer.on_text = partial(_put, loop, pieces, i)
-        generation.on_end = lambda: loop.call_soon_threadsafe(pieces.put_nowait, None)
-        is_chat = isinstance(body, ChatRequest)
-        head = {**head, "object": "chat.completion.chunk" if is_chat else "text_completion"}
-
-        def event(index: int, text: str | None, reason: str | None) -> str:
-            delta = {"role": "assistant", "content": text} if text is not None else {}
-            choice = {"index": index, "finish_reason": reason, **({"delta": delta} if is_chat else {"text": text or "", "logprobs": None})}
-            return f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
-
-        self.generation.submit(generation)
+    def _submit(self, works: Sequence[Work]) -> None:
         try:
-            while (piece := await pieces.get()) is not None:
-                yield event(*piece, None)
-            if generation.error is not None:
-                yield f"data: {json.dumps({'error': {'message': str(generation.error.args[0]), 'type': 'invalid_request_error'}})}\n\n"
-                return
-            for i, answer in enumerate(generation.answers):
-                yield event(i, None, answer.finish_reason)
-            if body.includes_usage:
-                yield f"data: {json.dumps({**head, 'choices': [], 'usage': _usage(generation, body.n)})}\n\n"
-            yield "data: [DONE]\n\n"
+            self.generation.submit(works)
+        except QueueFullError:
+            raise ApiError(503, "too many answers wait: try again later", "server_error", code="queue_full") from None
+
+    async def _run(self, works: Sequence[Work], request: Request) -> None:
+        """Wait until all is done; a client that goes away cancels it. Raises ApiError."""
+        loop, done, left = asyncio.get_running_loop(), asyncio.Event(), len(works)
+
+        def count_down() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                done.set()
+
+        for work in works:
+            work.on_end = partial(loop.call_soon_threadsafe, count_down)
+        self._submit(works)
+        ending, leaving = asyncio.ensure_future(done.wait()), asyncio.ensure_future(_wait_for_disconnect(request))
+        try:
+            await asyncio.wait({ending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            generation.is_cancelled = True
+            for work in works:
+                work.is_cancelled = True
+            ending.cancel()
+            leaving.cancel()
+        if not done.is_set():
+            raise ApiError(499, "the client has closed the connection")
+        for work in works:
+            if work.error is not None:
+                raise _as_api_error(work.error)
 
-    def _logprobs(self, ids: list[int], start: int, top: int, own: Any, best: Any) -> dict[str, Any]:
-        """Return the field logprobs for the tokens from `start` on; the first token of a text has none."""
-        names = [self._token_name(i) for i in ids]
-        values = [None, *own.tolist()]
-        likeliest = [None, *({self._token_name(int(i)): value for i, value in row[: max(top, 1)]} for row in best.tolist())]
-        offsets, length = [], 0
-        for name in names:
-            offsets.append(length)
-            length += len(name)
-        return {"tokens": names[start:], "token_logprobs": values[start:], "top_logprobs": likeliest[start:], "text_offset": offsets[start:]}
-
-    def _token_name(self, token_id: int) -> str:
-        """Return the text of a token, unique among all: part of a character is named by its bytes' token."""
-        text = self.tokenizer.decode([token_id], skip_special=False)
-        return f"bytes:{token_id}" if "\ufffd" in text else text
+    def _stream(self, responder: Responder, answers: list[Answer]) -> StreamingResponse:
+        """Return server-sent events."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()  # (index of the answer, text or None at its end)
+        for i, answer in enumerate(answers):
+            answer.on_text = partial(_put, loop, pieces, i)
+            answer.on_end = partial(_put, loop, pieces, i, None)
+        self._submit(answers)
+        return _EventStream(_events(responder, answers, pieces), answers)
 
 
-def _put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str] | None], index: int, text: str) -> None:
+async def _events(responder: Responder, answers: list[Answer], pieces: asyncio.Queue[tuple[int, str | None]]) -> AsyncIterator[str]:
+    left = len(answers)
+    for i in range(left if responder.is_chat else 0):
+        yield responder.first_event(i)
+    while left:
+        i, text = await pieces.get()
+        if text is not None:
+            yield responder.text_event(i, text)
+            continue
+        left -= 1
+        if (error := answers[i].error) is not None:
+            yield f"data: {json.dumps(_as_api_error(error).body())}\n\n"
+            return
+        yield responder.last_event(i, answers[i].finish_reason)
+    if responder.body.includes_usage:
+        yield responder.usage_event(answers)
+    yield "data: [DONE]\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Cancels the answers when it ends, also because the client has gone away."""
+
+    def __init__(self, events: AsyncIterator[str], answers: list[Answer]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for answer in self.answers:
+                answer.is_cancelled = True
+
+
+def _put(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[tuple[int, str | None]], index: int, text: str | None) -> None:
     """Hand a piece of answer `index` from the thread of the model to the event loop."""
     loop.call_soon_threadsafe(pieces.put_nowait, (index, text))
 
 
-def _usage(generation: GenerationRequest, n: int) -> dict[str, int]:
-    prompt, completion = sum(len(answer.prompt) for answer in generation.answers[::n]), sum(len(answer.ids) for answer in generation.answers)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, UserError):
+        return ApiError(400, f"{error.message}; {error.fix}")
+    if isinstance(error, StoppingError):
+        return ApiError(503, "the server is stopping", "server_error", code="stopping")
+    return ApiError(500, "the model failed; the log of the server has the cause", "server_error")

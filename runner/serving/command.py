@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from types import FrameType
+from typing import Any, Optional
 
 from common.errors import UserError, print_note
 from common.settings import check_at_least
 from runner.inference.load import load_trained
 
 API_KEY = "RUNNER_API_KEY"  # environment variable: the token that clients must send
+MAX_CONNECTIONS = 1024  # more are refused with status 503
 
 
 @dataclass
@@ -22,14 +25,16 @@ class ServeConfig:
     host: str  # address to listen on; other machines reach it only if it is not a loopback address, which needs RUNNER_API_KEY
     port: int  # TCP port; 0: a free one, which is printed
     name: Optional[str]  # name of the model for clients; null: that of the folder
-    max_batch: int  # requests with equal settings that are generated together
+    max_batch: int  # answers with equal settings that are generated together
+    max_waiting: int  # answers that may wait; a request beyond gets status 503
     max_new_tokens: int  # length of an answer (tokens) where a request gives none
-    device: str  # auto (a GPU if there is one), cpu, cuda or cuda:<number>
+    device: str  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise UserError(f"port must be in [0, 65535], got {self.port}", f"port={self.port}", "e.g. port=8000")
         check_at_least("max_batch", self.max_batch, 1, 8)
+        check_at_least("max_waiting", self.max_waiting, 1, 1000)
         check_at_least("max_new_tokens", self.max_new_tokens, 1, 256)
 
 
@@ -45,17 +50,35 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
             f"serve.py needs the package {error.name}", "python runner/serve.py", 'pip install "lm-runner[serve]", or pip install fastapi uvicorn'
         ) from error
 
-    key = os.environ.get(API_KEY)
+    key = _read_key()
     listener = _listen(cfg, key)
     host, port = listener.getsockname()[:2]
-    generation = GenerationQueue(load_trained(folder, cfg.device), cfg.max_batch)
+    generation = GenerationQueue(load_trained(folder, cfg.device), cfg.max_batch, cfg.max_waiting)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            generation.is_stopping = True  # answers end at the next token
+            super().handle_exit(sig, frame)
+
     name = cfg.name or (folder.parent.name if folder.name == "model" else folder.name)
-    app = create_app(generation, name, cfg.max_new_tokens, key, allowed_hosts=_allowed_hosts(host, port))
+    app = create_app(generation, name, cfg.max_new_tokens, key, allowed_hosts=_allowed_hosts(host))
     print_note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1 ({'with' if key else 'without'} a key); Ctrl-C stops")
+    # The messages of uvicorn and asyncio about single connections are left out: any process that connects could fill the log.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
     try:
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)).run(sockets=[listener])
+        Server(uvicorn.Config(app, http="h11", ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=3, **options)).run(sockets=[listener])
     finally:
         generation.close()
+
+
+def _read_key() -> str | None:
+    key = os.environ.get(API_KEY) or None
+    if key is not None and (not key.isascii() or not key.isprintable() or " " in key):
+        raise UserError(
+            "the key has a space, a line break or a character that is not ASCII: clients cannot send it", API_KEY, f"export {API_KEY}=$(openssl rand -hex 16)"
+        )
+    return key
 
 
 def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
@@ -72,6 +95,7 @@ def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen(MAX_CONNECTIONS)  # now: two sockets that only have the same address would both be accepted
     except OSError as error:
         listener.close()
         raise UserError(
@@ -80,8 +104,8 @@ def _listen(cfg: ServeConfig, key: str | None) -> socket.socket:
     return listener
 
 
-def _allowed_hosts(host: str, port: int) -> list[str] | None:
+def _allowed_hosts(host: str) -> list[str] | None:
     """Return the names under which a loopback server is addressed: a web page that resolves its own name to 127.0.0.1 is refused. None: any."""
     if not ipaddress.ip_address(host).is_loopback:
         return None
-    return ["localhost", "127.0.0.1", "::1", "[::1]", host]
+    return ["localhost", "127.0.0.1", "[::1]", "::1", host]

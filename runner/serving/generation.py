@@ -1,82 +1,33 @@
-"""One thread that owns the model: requests wait in a queue, those with equal settings are generated as one batch."""
+"""One thread that owns the model: answers wait in a queue, those with equal settings are generated as one batch."""
 
 from __future__ import annotations
 
-import queue
+import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import traceback
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import UserError, print_safely
 from models.generate import generate
 from runner.inference.chat import TokenStreamer
+from runner.serving.answers import Answer, Score, Work
 
 if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen; requests with equal values can share a batch if no random number decides."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop_ids: tuple[int, ...] = ()
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
+MAX_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
 
 
-@dataclass
-class Answer:
-    """One continuation that grows while it is generated. Other threads read its fields after `on_end`."""
-
-    prompt: list[int]
-    stops: tuple[str, ...]  # texts that end it; they are not part of it
-    on_text: Callable[[str], object] = lambda text: None  # called for each new piece of text, from the thread of the model
-    ids: list[int] = field(default_factory=list)  # tokens, without the one that ended it
-    text: str = ""
-    finish_reason: str | None = None  # stop, length or cancelled
-    has_stop_token: bool = False  # ended by a token, which is not in `ids`
-    _sent: int = 0
-
-    def add(self, text: str) -> None:
-        """Append text; hold back what may be the beginning of a stop text."""
-        self.text += text
-        found = [at for stop in self.stops if (at := self.text.find(stop, max(0, self._sent - len(stop)))) >= 0]
-        if found:
-            self.text, self.finish_reason = self.text[: min(found)], "stop"
-        held = 0 if found else max((n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])), default=0)
-        self._send(len(self.text) - held)
-
-    def _send(self, end: int) -> None:
-        if end > self._sent:
-            self.on_text(self.text[self._sent : end])
-            self._sent = end
-
-    def end(self, reason: str) -> None:
-        self.finish_reason = self.finish_reason or reason
-        self._send(len(self.text))
+class QueueFullError(Exception):
+    """More answers wait than `max_waiting`."""
 
 
-@dataclass
-class GenerationRequest:
-    """Answers to generate with the same settings, or token ids to score."""
-
-    answers: list[Answer]
-    sampling: Sampling
-    scored: list[list[int]] | None = None  # instead of generating: ids whose log-probabilities are asked for
-    on_end: Callable[[], object] = lambda: None
-    is_cancelled: bool = False
-    error: Exception | None = None
-    scores: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of each of `scored`: see `score`
+class StoppingError(Exception):
+    """The server is stopped by its user."""
 
 
 class _AllEnded(Exception):
@@ -84,102 +35,129 @@ class _AllEnded(Exception):
 
 
 class GenerationQueue:
-    """`submit(request)` returns at once; `request.on_end()` is called from the thread of the model when it is done."""
+    """`submit(works)` returns at once. The oldest work is done first, together with those behind it that fit into its batch."""
 
-    def __init__(self, trained: LoadedModel, max_batch: int) -> None:
-        self.trained, self._max_batch = trained, max_batch
-        self._waiting: queue.Queue[GenerationRequest | None] = queue.Queue()
-        self._next: GenerationRequest | None = None  # taken from the queue, but does not fit into the current batch
+    def __init__(self, trained: LoadedModel, max_batch: int, max_waiting: int) -> None:
+        self.trained, self._max_batch, self._max_waiting = trained, max_batch, max_waiting
+        self._waiting: deque[Work] = deque()
+        self._changed = threading.Condition()
+        self.is_stopping = False  # may be set by a signal handler, which takes no lock
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> None:
-        self._waiting.put(request)
+    def submit(self, works: Sequence[Work]) -> None:
+        """Raises QueueFullError if too many wait; nothing is added then."""
+        with self._changed:
+            if len(self._waiting) + len(works) > self._max_waiting:
+                self._waiting = deque(work for work in self._waiting if not work.is_cancelled)
+            if self._waiting and len(self._waiting) + len(works) > self._max_waiting:
+                raise QueueFullError
+            self._waiting.extend(works)
+            self._changed.notify()
 
     def close(self) -> None:
-        self._waiting.put(None)
+        """Cancel what waits and what is computed, and end the thread."""
+        self.is_stopping = True
+        with self._changed:
+            self._changed.notify()
         self._thread.join(timeout=10)
 
     def _run(self) -> None:
-        while (request := self._next or self._waiting.get()) is not None:
-            self._next = None
-            batch = [request, *self._companions(request)]
+        while (batch := self._next_batch()) is not None:
             try:
-                if request.scored is not None:
-                    request.scores = [self.score(ids) for ids in request.scored]
-                else:
-                    self._generate([each for each in batch if not each.is_cancelled])
-            except Exception as error:  # the client gets it; the thread answers the next request
-                for each in batch:
-                    each.error = error
-            for each in batch:
-                each.on_end()
+                self._compute(batch)
+            except _AllEnded:
+                pass
+            except Exception as error:  # the clients get it; the thread computes the next batch
+                if not isinstance(error, UserError | StoppingError):
+                    print_safely(traceback.format_exc(), file=sys.stderr)
+                for work in batch:
+                    if not isinstance(work, Answer) or work.is_wanted:
+                        work.error = error
+            for work in batch:
+                self._end(work)
+        for work in self._waiting:
+            work.error = StoppingError()
+            self._end(work)
 
-    def _companions(self, first: GenerationRequest) -> list[GenerationRequest]:
-        """Take the requests from the queue that can be generated together with `first`."""
-        found: list[GenerationRequest] = []
-        rows = len(first.answers)
-        while first.scored is None and first.sampling.is_greedy and rows < self._max_batch:
-            try:
-                request = self._waiting.get_nowait()
-            except queue.Empty:
-                break
-            if request is None or request.scored is not None or request.sampling != first.sampling:
-                self._next = request
-                if request is None:
-                    self._waiting.put(None)
-                break
-            found.append(request)
-            rows += len(request.answers)
-        return found
+    def _end(self, work: Work) -> None:
+        on_end, work.on_end = work.on_end, lambda: None
+        on_end()
 
-    def _generate(self, requests: list[GenerationRequest]) -> None:
-        answers = [(answer, request) for request in requests for answer in request.answers]
-        if not answers:
-            return
-        sampling = requests[0].sampling
-        streamers = [TokenStreamer(self.trained.tokenizer, answer.add, is_raw=True) for answer, _ in answers]
+    def _next_batch(self) -> list[Work] | None:
+        """Return the oldest work and others that can be computed with it; None: stop."""
+        with self._changed:
+            while not self.is_stopping:
+                waiting = [work for work in self._waiting if not work.is_cancelled]
+                if waiting:
+                    batch = [work for work in waiting if _can_share(waiting[0], work)][: self._max_batch]
+                    chosen = set(map(id, batch))
+                    self._waiting = deque(work for work in waiting if id(work) not in chosen)
+                    return batch
+                self._waiting.clear()
+                self._changed.wait(timeout=1)  # a signal handler does not notify
+        return None
+
+    def _compute(self, batch: list[Work]) -> None:
+        if isinstance(batch[0], Score):
+            self._score([work for work in batch if isinstance(work, Score)])
+        else:
+            self._generate([work for work in batch if isinstance(work, Answer)])
+
+    def _generate(self, answers: list[Answer]) -> None:
+        sampling = answers[0].sampling
+        streamers = [TokenStreamer(self.trained.tokenizer, answer.add, is_raw=True) for answer in answers]
 
         def on_token(row: int, token: int) -> None:
-            answer, request = answers[row]
-            if answer.finish_reason is None and not request.is_cancelled:
-                answer.ids.append(token)
+            if answers[row].is_wanted:
+                answers[row].ids.append(token)
                 streamers[row].add(token)
+                if answers[row].finish_reason is not None:  # a stop text
+                    self._end(answers[row])
+
+        def on_end(row: int, has_stop_token: bool) -> None:
+            answer = answers[row]
+            if answer.is_wanted:
+                streamers[row].finish()
+                answer.has_stop_token = has_stop_token and answer.finish_reason is None
+                answer.end("stop" if has_stop_token else "length")
+                self._end(answer)
 
         def before_token() -> None:
-            if all(answer.finish_reason is not None or request.is_cancelled for answer, request in answers):
+            if self.is_stopping:
+                raise StoppingError
+            if not any(answer.is_wanted for answer in answers):
                 raise _AllEnded
 
-        seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**31, ()).item())
-        try:
-            generate(
-                self.trained.model,
-                [answer.prompt for answer, _ in answers],
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-                stop_ids=list(sampling.stop_ids),
-                generator=torch.Generator(self.trained.device).manual_seed(seed),
-                on_token=on_token,
-                before_token=before_token,
-            )
-        except _AllEnded:
-            pass
-        limit = self.trained.model.cfg.max_position_embeddings
-        for (answer, request), streamer in zip(answers, streamers, strict=True):
-            if answer.finish_reason is None:
-                streamer.finish()
-            is_full = len(answer.ids) >= min(sampling.max_new_tokens, limit - len(answer.prompt))
-            answer.has_stop_token = answer.finish_reason is None and not is_full and not request.is_cancelled
-            answer.end("cancelled" if request.is_cancelled else "length" if is_full else "stop")
+        generate(
+            self.trained.model,
+            [answer.prompt for answer in answers],
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            repetition_penalty=sampling.repetition_penalty,
+            stop_ids=list(sampling.stop_ids),
+            generator=[torch.Generator(self.trained.device).manual_seed(answer.seed) for answer in answers],
+            on_token=on_token,
+            on_end=on_end,
+            before_token=before_token,
+        )
 
     @torch.inference_mode()
-    def score(self, ids: list[int], top: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return of each token after the first its log-probability (T - 1,), and the `top` likeliest tokens with theirs, (T - 1, top, 2)."""
-        logits = self.trained.model(torch.tensor([ids], device=self.trained.device)).logits[0, :-1].float()  # (T - 1, V)
-        log_probs = logits.log_softmax(-1)
-        best = log_probs.topk(min(top, log_probs.shape[-1]))
-        own = log_probs.gather(-1, torch.tensor(ids[1:], device=logits.device).unsqueeze(-1)).squeeze(-1)
-        return own.cpu(), torch.stack([best.indices.float(), best.values], dim=-1).cpu()
+    def _score(self, scores: list[Score]) -> None:
+        vocabulary = self.trained.model.cfg.vocab_size
+        while scores:
+            rows = max(1, min(len(scores), MAX_LOGITS // (vocabulary * max(len(score.ids) for score in scores))))
+            batch, scores = scores[:rows], scores[rows:]
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(score.ids) for score in batch], batch_first=True)
+            logits = self.trained.model(ids.to(self.trained.device)).logits  # (B, T, V)
+            assert logits is not None
+            for score, row in zip(batch, logits, strict=True):
+                score.read(row)
+
+
+def _can_share(first: Work, other: Work) -> bool:
+    if isinstance(first, Answer) and isinstance(other, Answer):
+        return first.sampling == other.sampling
+    return isinstance(first, Score) and isinstance(other, Score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,6 +21,7 @@ VALUE_FORMATS = {
     "perplexity": "perplexity {:.4g}",
 }
 BAR_FIELDS = ("loss", "lr", "tokens_per_second")
+EVALUATION_INTERVAL = 10.0  # seconds between two lines about a running evaluation
 HIDDEN_FIELDS = ("epoch", "loss_tokens", "tokens", "tokens_per_second", "data_wait", "save_stall")
 
 
@@ -51,6 +53,9 @@ class NullConsole:
     def show_step(self, step: int, line: str, numbers: str) -> None:
         """Show a logged step: `line` is the whole plain line, `numbers` the few values that fit next to a bar."""
 
+    def show_evaluation(self, done: int, total: int) -> None:
+        """Show that `done` of `total` batches of an evaluation are done, from 0 to all of them."""
+
     def print(self, text: str) -> None: ...
 
     def stop(self) -> None: ...
@@ -61,9 +66,18 @@ class PlainConsole(NullConsole):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
+        self._evaluation_shown = 0.0  # when a running evaluation began, or was last mentioned
 
     def show_step(self, step: int, line: str, numbers: str) -> None:
         self.print(line)
+
+    def show_evaluation(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == 0:
+            self._evaluation_shown = now
+        elif done < total and now - self._evaluation_shown >= EVALUATION_INTERVAL:
+            self._evaluation_shown = now
+            self.print(f"validation: {done:,} of {total:,} batches")
 
     def print(self, text: str) -> None:
         if self._stream is None:
@@ -84,6 +98,7 @@ class RichConsole(NullConsole):
         self._console = Console(file=stream, force_terminal=True, highlight=False)
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._numbers = ""  # of the newest logged step
 
     def start(self, total_steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn
@@ -97,8 +112,13 @@ class RichConsole(NullConsole):
         self._bar.start()
 
     def show_step(self, step: int, line: str, numbers: str) -> None:
+        self._numbers = numbers
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
+
+    def show_evaluation(self, done: int, total: int) -> None:
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, numbers=f"validation {done:,}/{total:,}" if done < total else self._numbers)
 
     def print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)

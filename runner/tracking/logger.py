@@ -98,6 +98,12 @@ class RunLogger:
             self._tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
         self.after_record()
 
+    def show_evaluation(self, done: int, total: int) -> None:
+        """Show on the console that `done` of `total` batches of an evaluation are done."""
+        if self._is_rank_zero:
+            with self._lock:
+                self._console.show_evaluation(done, total)
+
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         """Record generated text, each `{"prompt": ..., "answer": ...}`; on the console control characters are escaped."""
         if not self._is_rank_zero:

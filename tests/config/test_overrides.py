@@ -155,7 +155,7 @@ def test_minimind_experiment_has_minimind_s_settings(name: str) -> None:
     assert (c.schedule.name, c.schedule.warmup_steps, c.schedule.min_lr_ratio, c.optimizer.grad_clip, c.precision.name) == ("cosine", 0, 0.1, 1.0, "bf16")
     assert (c.model.name, c.optimizer.weight_decay, c.optimizer.betas, c.data.val_path, c.data.val_fraction) == ("minimind_64m", 0.01, [0.9, 0.999], None, 0.0)
     if name == "minimind_lora":
-        assert c.stage.lora == LoraConfig(rank=16, alpha=16.0, dropout=0.0, targets=["q_proj", "o_proj"])
+        assert c.stage.lora == LoraConfig(16, 16.0, 0.0, ["q_proj", "o_proj"], rslora=False, dora=False, quantize=None, continue_adapter=False)
     if name == "minimind_dpo":
         assert c.stage.beta == 0.15
 

@@ -83,12 +83,13 @@ def test_tokenizer_folder_without_files_is_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
-def test_tokenizer_whose_merges_produce_a_control_token_is_refused(folder):
+def test_control_token_that_merges_produce_is_in_no_text(folder):
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     content["added_tokens"].append({**content["added_tokens"][0], "id": content["model"]["vocab"]["Ġthe"], "content": "Ġthe"})
     (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
+    ids = tokenizer.encode("in the rain")
+    assert not set(ids) & set(tokenizer.control_ids.values()) and tokenizer.decode(ids) == "in the rain"
 
 
 def test_tokenizer_without_an_end_token_is_refused(folder):
@@ -140,3 +141,42 @@ def test_tokenizer_whose_named_token_does_not_exist_is_refused(folder):
 def test_tokenizer_stops_at_the_end_tokens_of_generation_config(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')  # as Llama 3, Gemma, GLM
     assert Tokenizer.load(folder).stop_ids == (0, 2)
+
+
+def write_changed(folder: Path, change) -> Path:
+    stored = json.loads((folder / "tokenizer.json").read_text())
+    change(stored)
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    return folder
+
+
+def added_token(content: str, token_id: int, **fields: bool) -> dict:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}  # language: allow word
+    return {"id": token_id, "content": content, **flags, **fields}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folder, normalized):
+    """GPT-NeoX and Gemma have added tokens for runs of spaces and newlines: code is encoded with them."""
+    spaces = [added_token(content, 6400 + i, normalized=normalized) for i, content in enumerate(("        ", "    ", "\n\n"))]
+    write_changed(folder, lambda stored: stored["added_tokens"].extend(spaces))
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    texts = ["def f(x):\n    if x:\n        return x\n\nprint(f(1))", *TEXTS]
+    assert tokenizer.encode_batch(texts) == [auto(text)["input_ids"] for text in texts]
+    assert 6401 in tokenizer.encode(texts[0]) and not set(range(6400, 6403)) & set(tokenizer.control_ids.values())
+    assert tokenizer.encode("<|im_end|>    ")[-1] == 6401 and tokenizer.eos_id not in tokenizer.encode("<|im_end|>    ")
+
+
+def test_merge_that_makes_a_control_token_is_not_applied_to_texts(folder):
+    """Tokenizers converted from SentencePiece have merges of all tokens, also of control tokens."""
+
+    def change(stored: dict) -> None:
+        stored["model"]["vocab"]["<ab>"] = 6400
+        known = stored["model"]["vocab"]
+        known |= {piece: 6401 + i for i, piece in enumerate(("<a", "b>")) if piece not in known}
+        stored["model"]["merges"] += [["<", "a"], ["b", ">"], ["<a", "b>"]]
+        stored["added_tokens"].append(added_token("<ab>", 6400, special=True))
+
+    tokenizer = Tokenizer.load(write_changed(folder, change))
+    assert tokenizer.control_ids["<ab>"] == 6400 and 6400 not in tokenizer.encode("x<ab>y") and tokenizer.decode(tokenizer.encode("x<ab>y")) == "x<ab>y"

@@ -1,5 +1,9 @@
-"""One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at": null}]."""
+"""One of several ranks, for tests: runs the trainings of a JSON file, [{"folder": ..., "overrides": [...], "stop_at": null}].
 
+"weights": folder of a model of transformers that a training starts from.
+"""
+
+import dataclasses
 import faulthandler
 import json
 import sys
@@ -10,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.errors import Interrupted, PeerLostError  # noqa: E402  the repository root has to be on the path first
+from models.formats.json_files import read_model_config  # noqa: E402
 from runner.config.compose import compose_config  # noqa: E402
 from runner.engine.build import build_run  # noqa: E402
 from runner.engine.loop import train  # noqa: E402
@@ -82,7 +87,10 @@ def main():
     for training in json.loads(Path(sys.argv[1]).read_text()):
         run_dir = Path(training["folder"])
         run_dir.mkdir(exist_ok=True)
-        state = build_run(compose_config(training["overrides"]), run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
+        config = compose_config(training["overrides"])
+        if weights := training.get("weights"):
+            config = dataclasses.replace(config, model=read_model_config(Path(weights), "transformers"), init_from=weights)
+        state = build_run(config, run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)
         stop_at = training.get("stop_at")
         if (fault := training.get("nonfinite")) and fault["rank"] == state.dist.rank:
             inject_nonfinite_loss(state, fault["step"], fault["with_gradients"])

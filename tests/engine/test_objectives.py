@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from row_fixtures import RandomRows
-from tiny_models import TOP_TWO, random_model
+from tiny_models import TOP_TWO, lora_config, random_model
 from torch import Tensor
 
 from data.batching.batch import Batch, collate
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.lora import adapter_state_dict, add_lora
 from runner.engine.evaluation import evaluate_loss
@@ -89,7 +88,7 @@ def test_reference_is_the_initial_model_without_dropout() -> None:
 def test_reference_under_lora_is_the_base_model() -> None:
     model, batch = small_model(dropout=0.5), batch_of()
     expected = model(**batch.inputs).nll
-    lora = LoraConfig(rank=4, alpha=8.0, dropout=0.5, targets=["q_proj", "down_proj"])
+    lora = lora_config(rank=4, alpha=8.0, dropout=0.5, targets=["q_proj", "down_proj"])
     add_lora(model.train(), lora)
     reference = Reference.of(model, lora)
     for p in adapter_state_dict(model).values():

@@ -81,6 +81,27 @@ def test_optimizer_decays_hidden_matrices_only(config: OptimizerConfig) -> None:
     assert decayed == {"model.layers.0.proj.weight", "model.layers.1.proj.weight"}
 
 
+def test_optimizer_finds_embeddings_layers_and_stacked_experts_under_any_name() -> None:
+    class ForeignModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte = nn.Embedding(6, 4)
+            self.h = nn.ModuleList(nn.ModuleDict({"attn": nn.Linear(4, 4)}) for _ in range(2))
+            self.experts = nn.Parameter(torch.zeros(3, 4, 4))
+            self.output_layer = nn.Linear(4, 6, bias=False)
+
+    built = build_optimizer(dataclasses.replace(muon(), layer_decay=0.5), ForeignModel(), num_layers=2)
+    groups = {
+        built.names[p]: (i, group["weight_decay"], group["lr_scale"])
+        for i, part in enumerate(built.parts)
+        for group in part.param_groups
+        for p in group["params"]
+    }
+    assert groups["wte.weight"] == (1, 0.0, 0.125) and groups["output_layer.weight"] == (1, 0.0, 1.0)
+    assert groups["experts"] == (1, 0.1, 1.0) and groups["h.0.attn.weight"] == (0, 0.1, 0.25)
+    assert {name for name, (part, *_) in groups.items() if part == 0} == {"h.0.attn.weight", "h.1.attn.weight"}
+
+
 def test_optimizer_layer_decay_multiplies_lr_by_a_factor_per_layer() -> None:
     built = build_optimizer(adamw(layer_decay=0.5), SmallModel(), num_layers=2)
     built.set_lr(1.0)

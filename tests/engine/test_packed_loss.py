@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows
-from tiny_models import TOP_TWO, config
+from tiny_models import TOP_TWO, config, lora_config
 
 from data.batching.batch import Batch, collate
 from data.batching.packing_plan import best_fit_plan
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.attention import attention, document_mask
 from runner.engine.objectives.config import StageConfig, prepare_stage
@@ -20,7 +19,7 @@ from runner.engine.objectives.next_token import NextTokenConfig
 from runner.engine.objectives.objective import Objective
 
 CAPACITY = 96
-LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"])
+LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "v_proj"])
 DPO_VALUES: dict[str, Any] = {"beta": 0.5, "loss_type": "sigmoid", "label_smoothing": 0.0, "nll_coef": 0.5}
 STAGES: dict[str, StageConfig] = {
     "pretrain": NextTokenConfig("pretrain", "text", "next_token", None, None),

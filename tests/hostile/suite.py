@@ -91,7 +91,7 @@ def main() -> int:
     args = parser.parse_args()
     importlib.import_module("runner.train")  # once: the cases run in forked processes
     if not args.light:
-        for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load"):
+        for module in ("torch", "runner.launch.run", "runner.engine.build", "runner.inference.load", "models.transformers_adapter.load"):
             importlib.import_module(module)
     if args.template_seconds:
         importlib.import_module("data.tokenize.templates.renderer").MAX_SECONDS = args.template_seconds

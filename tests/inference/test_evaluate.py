@@ -6,6 +6,7 @@ import ast
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,22 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
     last = json.loads((hf_folder / "evaluations.jsonl").read_text().splitlines()[-1])
     assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("metric, rows", [("perplexity", 6), ("exact_match", 6), ("conversation", 3)])
+def test_evaluate_that_is_stopped_prints_the_result_of_the_rows_so_far(
+    hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, rows: int
+) -> None:
+    data = write(tmp_path / "chat.jsonl", [{"conversations": chat("Who?", f"Ludo {i}.")} for i in range(9)])
+    checks = iter(range(99))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(evaluate_config(metric, data), hf_folder, lambda: nullcontext(lambda: next(checks) >= rows / 3))
+    partial = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (partial["partial"], partial["n"], partial["of"]) == (True, rows, 9)
+    assert partial.get("rows", rows) == rows
+    with pytest.raises(KeyboardInterrupt):  # nothing is done yet: there is no result
+        evaluate(evaluate_config(metric, data), hf_folder, lambda: nullcontext(lambda: True))
+    assert "partial" not in capsys.readouterr().out
 
 
 def test_evaluate_of_a_folder_takes_and_names_its_validation_files(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

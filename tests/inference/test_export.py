@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from command_fixtures import TINY_MODEL, TINY_RUN, Call
+from tiny_models import lora_config
 
 from common.errors import UserError
-from models.config import LoraConfig
+from models.families.decoder import RopeScaling
+from models.formats.json_files import write_json_file
 from models.formats.load import load_model
 from models.formats.save import save_adapter
+from models.generate import generate
 from models.lora import add_lora
 from runner.inference.export import verify
 from runner.inference.export.command import ExportSettings, export
+from runner.inference.export.formats.gguf import check_converted
+from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
+from runner.inference.export.model_card import ModelFacts, write_model_card
 from runner.inference.load import load_trained
 
-ROUNDING_OF_LLAMA_CPP = 0.1  # of a logit; these have a standard deviation of 1.7
+ROUNDING_OF_LLAMA_CPP = 0.05  # of a log-probability
+SAMPLES = Path(__file__).parents[2] / "data" / "samples"
 IDS = torch.arange(3, 30)[None]
 
 
 def export_config(run: Path, to: Path, **changes: object) -> ExportSettings:
-    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "shard_size": "5GB", "license": None, "converter": None, "verify": True}
+    values: dict = {"run": str(run), "to": str(to), "format": "hf", "dtype": "float32", "max_shard_size": "5GB"}
+    values |= {"license": None, "base_model": None, "converter": None, "verify": True}
     return ExportSettings(**values | changes)
 
 
@@ -34,7 +47,7 @@ def run_export(run: Path, to: Path, **changes: object) -> None:
 @pytest.fixture
 def adapter(hf_folder: Path, tmp_path: Path) -> Path:
     """Folder of an adapter that changes the model."""
-    model, cfg = load_model(hf_folder), LoraConfig(4, 8.0, 0.0, ["q_proj", "down_proj"])
+    model, cfg = load_model(hf_folder), lora_config(4, 8.0, 0.0, ["q_proj", "down_proj"])
     torch.manual_seed(0)
     add_lora(model, cfg)
     for name, parameter in model.named_parameters():
@@ -46,8 +59,9 @@ def adapter(hf_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exported_folder_is_compared_and_has_the_dtype(hf_folder: Path, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run_export(hf_folder, tmp_path / "to", dtype=dtype, license="apache-2.0", shard_size="100KB")
-    assert "read by transformers: largest difference" in capsys.readouterr().out
+    run_export(hf_folder, tmp_path / "to", dtype=dtype, license="apache-2.0", max_shard_size="100KB")
+    out = capsys.readouterr().out
+    assert f"read by transformers {version('transformers')}: largest difference" in out and "the same token ids" in out
     assert json.loads((tmp_path / "to" / "config.json").read_text())["torch_dtype"] == dtype
     assert len(list((tmp_path / "to").glob("model-*.safetensors"))) > 1
     card = (tmp_path / "to" / "README.md").read_text()
@@ -72,11 +86,11 @@ def test_exported_minimind_file_is_read_again(hf_folder: Path, tmp_path: Path) -
     assert {tensor.dtype for tensor in state.values()} == {torch.float16}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
-def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_exported_gguf_file_has_the_weights_and_the_tokenizer(hf_folder: Path, tmp_path: Path) -> None:
     from gguf import GGUFReader
 
-    run_export(hf_folder, tmp_path / "to", format="gguf", dtype=dtype)
+    run_export(hf_folder, tmp_path / "to", format="gguf", dtype="q8_0")
+    assert 'PARAMETER stop "<|im_end|>"' in (tmp_path / "to" / "Modelfile").read_text()
     fields = GGUFReader(tmp_path / "to" / "model.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "smollm"
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 6400
@@ -98,12 +112,12 @@ def own_folder(hf_folder: Path, tmp_path: Path) -> Path:
 
 def test_export_detects_other_token_ids(own_folder: Path) -> None:
     tokenizer = load_trained(own_folder, "cpu").tokenizer
-    verify.check_token_ids(own_folder, tokenizer)
+    verify.check_tokenizer(own_folder, tokenizer)
     stored = json.loads((own_folder / "tokenizer.json").read_text())
     stored["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}  # digits are no tokens of their own
     (own_folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="other token ids"):
-        verify.check_token_ids(own_folder, tokenizer)
+        verify.check_tokenizer(own_folder, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +139,7 @@ def test_export_that_cannot_be_written_is_refused(hf_folder: Path, changes: dict
     [
         ({"dtype": "q8_0"}, "dtype must be one of float32, bfloat16, float16"),
         ({"format": "onnx"}, "format must be one of gguf, hf, merged, minimind, peft"),
-        ({"shard_size": "big"}, "shard_size must be a number with"),
+        ({"max_shard_size": "big"}, "max_shard_size must be a number above 0 with"),
         ({"converter": "convert.py"}, "converter is read by format=gguf only"),
     ],
 )
@@ -142,33 +156,175 @@ def test_gguf_of_an_unknown_tokenizer_is_refused(own_folder: Path, tmp_path: Pat
         run_export(own_folder, tmp_path / "to", format="gguf")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["qwen3", "llama", "qwen2"])
-def test_llama_cpp_gives_the_answers_of_an_exported_model(write_model, tmp_path: Path, shape: str) -> None:
-    xllamacpp = pytest.importorskip("xllamacpp", reason="a build of llama.cpp; part of the extra dev")
-    changes: dict = {"qwen3": {}, "llama": {"qk_norm": False}, "qwen2": {"qk_norm": False, "attention_bias": True, "tie_word_embeddings": False}}[shape]
-    folder = write_model(tmp_path / "model", seed=0, std=0.3, **changes)
-    run_export(folder, tmp_path / "to", format="gguf")
-    params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_gpu_layers, params.warmup, params.n_parallel = str(tmp_path / "to" / "model.gguf"), 128, 0, False, 1
-    params.cpuparams.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # its default, float16, rounds
-    server = xllamacpp.Server(params)
-    trained = load_trained(folder, "cpu")
-    from models.generate import generate
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": RopeScaling(4.0, 32, type="llama3")}, "no model.rope_scaling.type=llama3 for a qwen3"),
+        ({"rope_scaling": RopeScaling(4.0, 32, beta_fast=16.0)}, "beta_fast and beta_slow of YaRN from its command line"),
+        ({"num_experts": 2, "norm_topk_prob": False}, "always normalizes the routing weights"),
+        ({"attention_bias": True, "attention_out_bias": True}, "with these biases"),
+    ],
+)
+def test_gguf_of_a_model_that_llama_cpp_computes_otherwise_is_refused(write_model: Callable[..., Path], tmp_path: Path, changes: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run_export(write_model(tmp_path / "model", seed=0, **changes), tmp_path / "to", format="gguf")
 
-    compared = 0  # tokens
-    for text in verify.TEXTS:
-        ids = trained.tokenizer.encode(text)
-        answer = generate(
-            trained.model, [ids], max_new_tokens=16, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=list(trained.tokenizer.stop_ids)
-        )[0]
-        logits = trained.model(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
-        likeliest = logits.topk(2).values
-        close = (likeliest[:, 0] - likeliest[:, 1] < ROUNDING_OF_LLAMA_CPP).tolist()
-        sure = answer[: close.index(True)] if any(close) else answer  # the greedy choice of both is the same up to there
-        result = server.handle_completions({"prompt": text, "max_tokens": 16, "temperature": 0, "top_k": 1})
-        assert result["usage"]["prompt_tokens"] == len(ids)
-        assert result["choices"][0]["text"].startswith(trained.tokenizer.decode(sure).rstrip("\ufffd"))
-        compared += len(sure)
-    assert compared >= 8
+
+def test_export_into_a_run_or_over_a_link_is_refused(hf_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "into").symlink_to(hf_folder)
+    for to, message in {"run/model": "inside of a run", "into/new": "inside of a run", "link": "exists"}.items():
+        with pytest.raises(UserError, match=message):
+            run_export(hf_folder, tmp_path / to)
+
+
+def test_model_card_quotes_texts_of_a_run_and_keeps_folders_of_this_machine_out(own_folder: Path, tmp_path: Path) -> None:
+    hostile = "x`|<img src=//e.example>\n\n# Title\n---\nlicense: mit\x1b[2J"
+    run = {"stage": hostile, "data": [{"file": f"/home/me/{hostile}", "kept": hostile, "tokens": 5}], "metrics": {"val_loss": "x", "loss": 2.5}, "step": 7}
+    source = load_trained(own_folder, "cpu")
+    (own_folder / ".hydra").mkdir()
+    (own_folder / ".hydra" / "overrides.yaml").write_text(json.dumps(["data.path=[/home/me/a.jsonl,/home/me/b.jsonl]", hostile]))
+    facts = ModelFacts.collect(source, run, own_folder, "hf", "float32", None, None)
+    write_model_card(tmp_path, facts, "my_model\n# x")
+    card = (tmp_path / "README.md").read_text()
+    assert [line for line in card.splitlines() if line.startswith("# ")] == ["# my_model-- x"]
+    assert "/home/me" not in card and "data.path=[a.jsonl,b.jsonl]" in card and "\x1b" not in card
+    assert yaml.safe_load(card.split("---\n")[1]) == {"pipeline_tag": "text-generation", "library_name": "transformers"}
+    assert all(line.count("|") == 3 for line in card.splitlines() if line.startswith("|")) and "| steps | 7 |" in card
+
+
+def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:
+    layers = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+    plain = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    for model_type, rope, expected in (
+        ("stablelm", plain, {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": None}),
+        ("gemma3_text", layers, {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ):
+        write_json_file(tmp_path / "config.json", {"model_type": model_type, "rope_parameters": rope, "auto_map": {"AutoModel": "code.py"}})
+        write_json_file(tmp_path / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})
+        assert make_readable_by_transformers_4(tmp_path, "XForCausalLM") == []
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written == {"model_type": model_type, "rope_parameters": rope, "architectures": ["XForCausalLM"], **expected}
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_converter_runs_in_a_process_and_its_file_is_compared(hf_folder: Path, tmp_path: Path) -> None:
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text("import sys; sys.exit('no such architecture')")
+    with pytest.raises(UserError, match="the converter failed: no such architecture"):
+        run_export(hf_folder, tmp_path / "to", format="gguf", converter=str(converter))
+    run_export(hf_folder, tmp_path / "right", format="gguf", verify=False)
+    converter.write_text(f"import shutil, sys; shutil.copy({str(tmp_path / 'right' / 'model.gguf')!r}, sys.argv[sys.argv.index('--outfile') + 1])")
+    run_export(hf_folder, tmp_path / "to", format="gguf", converter=str(converter))
+    source = load_trained(hf_folder, "cpu")
+    next(source.model.parameters()).data *= 1.01
+    with pytest.raises(UserError, match="the norm of all matrices"):
+        check_converted(export_config(hf_folder, tmp_path / "x", format="gguf", converter=str(converter)), source, tmp_path / "to" / "model.gguf")
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_exported_checkpoint_is_the_model_of_that_step(call: Call, workspace: Path) -> None:
+    (out := workspace / "exported").mkdir()
+    pretrain = [f"data.path={SAMPLES / 'pretrain.jsonl'}", "train.save_every=1", f"hydra.run.dir={workspace / 'run'}"]
+    lora = ["stage=lora", f"init_from={workspace / 'run'}", f"data.path={SAMPLES / 'lora_identity.jsonl'}", f"hydra.run.dir={workspace / 'lora'}"]
+    for overrides in (pretrain, lora):
+        done = call(*(TINY_RUN if overrides is pretrain else TINY_RUN[len(TINY_MODEL) :]), *overrides)
+        assert done.returncode == 0, done.stderr
+    for name, kind in (("run", "hf"), ("lora", "merged")):
+        for checkpoint, same in (("latest", True), ("step-00000001", False)):
+            if (workspace / name / "checkpoints" / checkpoint).exists():
+                run_export(workspace / name / "checkpoints" / checkpoint, out / f"{name}-{checkpoint}", format=kind)
+                difference = (load_model(out / f"{name}-{checkpoint}")(IDS).logits - load_model(workspace / name)(IDS).logits).abs().max()
+                assert (difference < 1e-5) == same
+    run_export(workspace / "lora" / "checkpoints" / "latest", out / "peft", format="peft")
+    assert torch.equal(load_model(out / "peft")(IDS).logits, load_model(workspace / "lora")(IDS).logits)
+    weights = workspace / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="this checkpoint is damaged"):
+        run_export(weights.parent, out / "damaged")
+
+
+def llama_cpp(folder: Path) -> Any:
+    """Return a server of llama.cpp in this process; its default for the cache, float16, would round."""
+    xllamacpp = pytest.importorskip("xllamacpp", reason="a build of llama.cpp; part of the extra dev")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_gpu_layers, params.warmup, params.n_parallel = str(folder / "model.gguf"), 128, 0, False, 1
+    params.cpuparams.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    return xllamacpp.Server(params)
+
+
+def first_token(server: Any, prompt: str | list[int]) -> tuple[int, dict[int, float]]:
+    """Return how many tokens the prompt has, and the log-probabilities of the likeliest next ones by id."""
+    result = server.handle_completions({"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 8, "n_probs": 8})
+    listed = (result["choices"][0]["logprobs"] or {"content": []})["content"]
+    return result["usage"]["prompt_tokens"], {each["id"]: each["logprob"] for each in (listed[0]["top_logprobs"] if listed else [])}
+
+
+GREEDY: dict = {"temperature": 0, "top_k": 0, "top_p": 1, "repetition_penalty": 1}
+HARD_TEXTS = (
+    *verify.TEXTS,
+    "It's  they'LL 've\n\n\n  \t x\r\n   ",
+    "１２３ ٤٥ ½² 1234567 3.14e-10",
+    "e\u0301 한국어 ไทย עברית \u200d\ufeff\u3000全角　、。「」",
+    "👩‍👩‍👧‍👦🏳️‍🌈🇨🇳 ¯\\_(ツ)_/¯ \x00\x7f",
+)
+
+
+@pytest.mark.slow
+def test_llama_cpp_answers_as_a_trained_run(call: Call, workspace: Path, tmp_path: Path) -> None:
+    done = call(
+        *TINY_RUN,
+        "optimizer.lr=1e-2",
+        "train.max_steps=40",
+        "train.batch_size=4",
+        "data.max_length=64",
+        f"data.path={SAMPLES / 'pretrain.jsonl'}",
+        f"hydra.run.dir={workspace / 'run'}",
+    )
+    assert done.returncode == 0, done.stderr
+    run_export(workspace / "run", tmp_path / "to", format="gguf")
+    server, trained = llama_cpp(tmp_path / "to"), load_trained(workspace / "run", "cpu")
+    compared = 0  # tokens of answers
+    for text in HARD_TEXTS:
+        ids = [*trained.tokenizer.bos_ids, *trained.tokenizer.encode(text)]
+        tokens, found = first_token(server, text)
+        assert (tokens, found) == (len(ids), pytest.approx(first_token(server, ids)[1], abs=1e-3))
+        prompt = text[: len(text) // 2]
+        ids = [*trained.tokenizer.bos_ids, *trained.tokenizer.encode(prompt)]
+        answer = generate(trained.model, [ids], max_new_tokens=24, stop_ids=list(trained.tokenizer.stop_ids), **GREEDY)[0]
+        likeliest = trained.model(torch.tensor([ids + answer])).logits[0, len(ids) - 1 :].topk(2).values
+        assert (likeliest[:, 0] - likeliest[:, 1]).min() > 1e-3  # no tie that rounding decides
+        result = server.handle_completions({"prompt": prompt, "max_tokens": 24, "temperature": 0, "top_k": 1})
+        assert result["choices"][0]["text"].rstrip("\ufffd") == trained.tokenizer.decode(answer).rstrip("\ufffd")
+        assert result["usage"]["completion_tokens"] - len(answer) in (0, 1)  # it counts the token that stops
+        compared += len(answer)
+    assert compared > 100
+
+
+@pytest.mark.slow
+def test_llama_cpp_computes_every_shape_that_is_written(write_model: Callable[..., Path], tmp_path: Path) -> None:
+    llama, moe = {"qk_norm": False}, {"num_experts": 4, "norm_topk_prob": True}
+    shapes: dict[str, dict] = {
+        "llama3": llama | {"attention_bias": True, "attention_out_bias": True, "rope_scaling": RopeScaling(4.0, 32, type="llama3")},
+        "mistral": llama | {"num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": False, "mlp_bias": False},
+        "qwen2": llama | {"attention_bias": True, "rope_scaling": RopeScaling(4.0, type="linear")},
+        "qwen3": {"rope_scaling": RopeScaling(4.0, 32, attention_factor=1.3)},
+        "qwen3_moe": moe,
+        "mixtral": moe | llama,
+    }
+    for name, changes in shapes.items():
+        folder = write_model(tmp_path / name, seed=0, std=0.3, **changes)
+        run_export(folder, tmp_path / f"{name}-gguf", format="gguf", verify=False)
+        server, trained = llama_cpp(tmp_path / f"{name}-gguf"), load_trained(folder, "cpu")
+        compared = 0
+        for text in verify.TEXTS:
+            ids = trained.tokenizer.encode(text)
+            log_probs = trained.model(torch.tensor([ids])).logits[0, -1].log_softmax(-1).tolist()
+            _, found = first_token(server, ids)
+            assert all(abs(log_probs[token] - value) < ROUNDING_OF_LLAMA_CPP for token, value in found.items()), name
+            compared += len(found)
+        assert compared >= 8, name

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TOP_TWO, packed, random_model, tokens
+from tiny_models import TOP_TWO, lora_config, packed, random_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.lora import add_lora
 
@@ -49,7 +48,7 @@ def test_activation_checkpointing_is_bitwise_equal(case: str, is_packed: bool, d
 @MODES
 def test_activation_checkpointing_of_adapters_is_bitwise_equal(mode: str) -> None:
     model = random_model()
-    add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.1, targets=["q_proj", "o_proj", "gate_proj", "down_proj"]))
+    add_lora(model, lora_config(rank=4, alpha=8.0, dropout=0.1, targets=["q_proj", "o_proj", "gate_proj", "down_proj"]))
     expected = backward(model, is_packed=True, reduction="none")
     model.activation_checkpointing = mode
     assert len(expected) == 1 + 2 * 4 * 2 and all_equal(backward(model, is_packed=True, reduction="none"), expected)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import random_model, tokens
+from tiny_models import lora_config, random_model, tokens
 from torch import Tensor, nn
 
-from models.config import LoraConfig
 from models.layers import chunked_loss
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead, linear_cross_entropy
 from models.lora import add_lora
@@ -17,9 +16,13 @@ B, T, D, V = 3, 20, 16, 50
 REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "sum"])
 
 
-@pytest.fixture(autouse=True, params=[7, 1000], ids=["chunks", "one_chunk"])
+@pytest.fixture(autouse=True, params=[(7, 1, V), (3, 10, 16), (1000, 1, V)], ids=["chunks", "chunks_in_blocks", "one_chunk"])
 def tokens_per_chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": request.param * V})
+    """Chunks of 7 tokens; of 10 tokens, computed in blocks of 3 tokens and of 16 rows of the weight; one of all tokens."""
+    tokens_per_block, min_tokens, weight_rows = request.param
+    monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": tokens_per_block * V})
+    monkeypatch.setattr(chunked_loss, "MIN_TOKENS_PER_CHUNK", {"cpu": min_tokens})
+    monkeypatch.setattr(chunked_loss, "WEIGHT_ROWS_PER_BLOCK", weight_rows)
 
 
 def random_inputs(labelled: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,6 +49,15 @@ def test_chunked_loss_has_the_values_and_gradients_of_full_logits(labelled: floa
         torch.testing.assert_close(grad, expected_grad)
 
 
+def test_summed_loss_refuses_a_second_backward_pass() -> None:
+    """The first one scales the gradients in place."""
+    x, weight, labels = random_inputs(0.7)
+    loss = linear_cross_entropy(x, weight, labels, "sum")
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @REDUCTIONS
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-2), (torch.float16, 4e-3)])
 def test_chunked_loss_under_autocast_is_fp32_with_rounded_products(dtype: torch.dtype, tolerance: float, reduction: str) -> None:
@@ -69,16 +81,17 @@ def test_chunked_loss_computes_no_gradient_of_frozen_inputs(reduction: str) -> N
 
 
 @REDUCTIONS
-def test_chunked_loss_of_an_adapted_head_matches_its_logits(reduction: str) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_chunked_loss_of_an_adapted_head_matches_its_logits(reduction: str, dora: bool) -> None:
     model = nn.ModuleDict({"lm_head": LMHead(D, V, bias=False)})
-    add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["lm_head"]))
+    add_lora(model, lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["lm_head"], dora=dora))
     adapter = model["lm_head"].lora["default"]
     nn.init.normal_(adapter.B)
     x, _, labels = random_inputs(0.7)
     expected = F.cross_entropy(model["lm_head"](x).flatten(0, 1), labels.flatten(), reduction="sum")
     actual = model["lm_head"](x, labels, reduction).sum()
     torch.testing.assert_close(actual, expected)
-    inputs = [x, adapter.A, adapter.B]
+    inputs = [x, *adapter.parameters()]
     for grad, expected_grad in zip(torch.autograd.grad(actual, inputs), torch.autograd.grad(expected, inputs), strict=True):
         torch.testing.assert_close(grad, expected_grad)
 

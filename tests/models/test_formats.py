@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, max_difference, random_model, tokens
+from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, lora_config, max_difference, random_model, tokens
 from torch import Tensor
 
 from common.errors import UserError
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.formats.json_files import read_model_config
 from models.formats.load import load_into, load_model, load_weights
@@ -25,7 +24,7 @@ from models.formats.save import save_adapter, save_model
 from models.lora import adapter_state_dict, add_lora, disable_adapters, merge_adapters
 
 IDS = tokens(2, 100)
-LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
+LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
 KINDS = pytest.mark.parametrize("changes", [{}, LLAMA, EXPERTS, TOP_TWO, YARN], ids=["qwen3", "llama", "moe", "moe_top_two", "yarn"])
 
 
@@ -299,7 +298,7 @@ def test_adapter_of_another_kind_or_base_is_refused(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", adapt(write(tmp_path / "base")), LORA, str(tmp_path / "base"), TOKENIZER)
     settings = tmp_path / "adapter" / "adapter_config.json"
     rewrite(settings, use_dora=True)
-    with pytest.raises(UserError, match="use_dora=True"):
+    with pytest.raises(UserError, match="has the matrices A, B, expected A, B, magnitude with use_dora=True"):
         load_model(tmp_path / "adapter")
     rewrite(settings, use_dora=False)
     write(tmp_path / "wide", intermediate_size=96)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TOP_TWO, YARN, random_model, tokens
+from tiny_models import TOP_TWO, YARN, lora_config, random_model, tokens
 
 from common.errors import UserError
-from models.config import LoraConfig
 from models.decoder import Decoder
 from models.generate import Sampler, generate
 from models.lora import adapter_state_dict, add_lora, disable_adapters
@@ -106,7 +105,7 @@ def test_generate_under_autocast_leaves_no_gradient() -> None:
 def test_generate_uses_the_active_adapter() -> None:
     model = random_model()
     base = generate(model, PROMPTS, **GREEDY)
-    add_lora(model, LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"]))
+    add_lora(model, lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"]))
     for p in adapter_state_dict(model).values():
         torch.nn.init.normal_(p, std=0.3)
     assert generate(model, PROMPTS, **GREEDY) != base
@@ -149,3 +148,25 @@ def test_sampler_repetition_penalty_makes_negative_logits_less_likely() -> None:
     sampler = Sampler(0.0, 0, 1.0, 1.3, None)
     seen = torch.tensor([[True, False], [True, False]])
     assert sampler(torch.tensor([[-1.0, -1.1], [1.0, 0.9]]), seen).tolist() == [1, 1]
+
+
+def test_generate_samples_rows_with_their_own_generators_as_alone() -> None:
+    model = random_model()
+    generators = [torch.Generator().manual_seed(seed) for seed in range(len(PROMPTS))]
+    together = generate(model, PROMPTS, **SAMPLED, generator=generators)
+    assert together == [generate(model, [prompt], **SAMPLED, generator=torch.Generator().manual_seed(seed))[0] for seed, prompt in enumerate(PROMPTS)]
+
+
+def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    expected = generate(model, PROMPTS, **GREEDY)
+    sizes, tokens_of_rows = [], [0] * len(PROMPTS)
+    monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: False)
+    new_cache = Decoder.new_cache
+    monkeypatch.setattr(Decoder, "new_cache", lambda self, rows, *rest: (sizes.append(rows), new_cache(self, rows, *rest))[1])
+
+    def count(row: int, token: int) -> None:
+        tokens_of_rows[row] += 1
+
+    assert generate(model, PROMPTS, **GREEDY, on_token=count) == expected
+    assert (sizes, tokens_of_rows) == ([1, 1, 1], [24, 24, 24])

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import EXPERTS, max_difference, random_model, tokens
-from torch import Tensor
+from tiny_models import EXPERTS, lora_config, max_difference, random_model, tokens
+from torch import Tensor, nn
 
 from common.errors import UserError
 from models.config import LoraConfig
 from models.decoder import Decoder
-from models.lora import LoraLinear, adapter_state_dict, add_lora, disable_adapters, load_adapter, merge_adapters, unmerge_adapters, use_adapter
+from models.layers.adapter import LoraLinear
+from models.lora import adapter_state_dict, add_lora, disable_adapters, linear_layers_of, load_adapter, lora_warnings, merge_adapters, use_adapter
+from models.lora_targets import select_layers
 
 IDS = tokens(2, 16)
 
 
 def lora(**changes: Any) -> LoraConfig:
-    return LoraConfig(**{"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "k_proj", "down_proj"]} | changes)
+    return lora_config(**{"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj", "k_proj", "down_proj"]} | changes)
 
 
 def adapted(**changes: Any) -> Decoder:
@@ -69,11 +71,9 @@ def test_lora_merged_weights_give_the_logits_of_the_adapter(changes: dict[str, A
     before, logits = weights(model), model(IDS).logits
     merge_adapters(model)
     assert max_difference(model(IDS).logits, logits) < 1e-6
-    merge_adapters(model)  # no adapter is active: no change
+    assert max(max_difference(p, before[name]) for name, p in weights(model).items()) > 1e-3
+    merge_adapters(model)  # there is no adapter any more: no change
     assert max_difference(model(IDS).logits, logits) < 1e-6
-    unmerge_adapters(model)
-    assert max_difference(model(IDS).logits, logits) < 1e-6
-    assert max(max_difference(p, before[name]) for name, p in weights(model).items()) < 1e-6
 
 
 def test_lora_disabled_adapters_give_the_base_logits() -> None:
@@ -125,6 +125,54 @@ def test_lora_refuses_an_unknown_target_and_lists_the_layers(targets: list[str])
     with pytest.raises(UserError, match="adapters can be added to down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
         add_lora(model, lora(targets=targets))
     assert all(p.requires_grad for p in model.parameters())
+
+
+def test_lora_targets_name_layers_as_in_peft() -> None:
+    model = random_model(tie_word_embeddings=False)
+    layers = linear_layers_of(model)
+
+    def adapted_paths(*targets: str) -> set[str]:
+        return {path.removeprefix("model.layers.") for path in select_layers(layers, list(targets))}
+
+    q, up = "self_attn.q_proj", "mlp.up_proj"
+    assert adapted_paths("q_proj") == {f"0.{q}", f"1.{q}"}
+    assert adapted_paths(f"1.{q}", "model.layers.0.mlp.up_proj") == {f"1.{q}", f"0.{up}"}
+    assert adapted_paths(r"re:.*\.0\..*(q|up)_proj", "lm_head") == {f"0.{q}", f"0.{up}", "lm_head"}
+    assert len(adapted_paths("all-linear")) == 14 and "lm_head" not in adapted_paths("all-linear")
+    for wrong in ("proj", "re:q_proj", "re:(", "layers.7.self_attn.q_proj"):
+        with pytest.raises(UserError):
+            adapted_paths(wrong)
+    with pytest.raises(UserError, match="all-linear stands alone"):
+        adapted_paths("all-linear", "lm_head")
+
+
+def test_lora_refuses_weights_of_stacked_experts_by_name() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(4, 2)
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 4, 8))
+
+    model = nn.ModuleDict({"experts": Experts()})
+    with pytest.raises(UserError, match="has gate_up_proj, but experts.gate_up_proj is one weight of all experts"):
+        add_lora(model, lora(targets=["gate_up_proj"]))
+    assert lora_warnings(model, lora(targets=["gate"])) == []
+    assert "leaves out gate_up_proj" in lora_warnings(model, lora(targets=["all-linear"]))[0]
+
+
+def test_lora_dora_and_rslora_change_the_update() -> None:
+    logits = {}
+    for kind, changes in {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}.items():
+        model = random_model(dropout=0.0)
+        add_lora(model, lora(**changes))
+        torch.manual_seed(0)
+        for path, p in adapter_state_dict(model).items():
+            if not path.endswith("magnitude"):
+                torch.nn.init.normal_(p, std=0.1)
+        logits[kind] = model(IDS).logits
+        merge_adapters(model)
+        assert max_difference(model(IDS).logits, logits[kind]) < 1e-5
+    assert max_difference(logits["lora"], logits["rslora"]) > 1e-3 and max_difference(logits["lora"], logits["dora"]) > 1e-3
 
 
 def test_lora_load_adapter_refuses_other_names_and_shapes() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, random_model
+from tiny_models import EXPERTS, LLAMA, TOKENIZER, TOP_TWO, YARN, config, lora_config, random_model
 
 from common.errors import UserError
 from common.limits.memory import machine_memory
-from models.config import MAX_TENSORS, LoraConfig
+from models.config import MAX_TENSORS
 from models.formats.load import load_model, load_weights
 from models.formats.minimind import read_pth
 from models.formats.save import save_adapter, save_model
@@ -22,7 +22,7 @@ from models.formats.stored_size import MAX_HEADER_BYTES, stored_size
 from models.language_model import create_model
 from models.lora import add_lora
 
-LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
+LORA = lora_config(rank=4, alpha=8.0, dropout=0.0, targets=["q_proj", "down_proj"])
 VARIANTS: list[dict[str, Any]] = [
     *({}, LLAMA, EXPERTS, TOP_TWO, YARN, {"tie_word_embeddings": False}),
     {"qk_norm": False, "attention_bias": True, "attention_out_bias": True},
@@ -89,7 +89,7 @@ def test_model_that_cannot_fit_into_memory_is_refused_before_it_is_created(chang
 
 def test_adapters_that_cannot_fit_into_memory_are_refused() -> None:
     with pytest.raises(UserError, match="more than fit into"):
-        add_lora(random_model(), LoraConfig(rank=machine_memory(), alpha=1.0, dropout=0.0, targets=["q_proj"]))
+        add_lora(random_model(), lora_config(rank=machine_memory(), alpha=1.0, dropout=0.0, targets=["q_proj"]))
 
 
 def test_rank_of_adapter_config_must_be_that_of_the_tensors(tmp_path: Path, folder: Path) -> None:

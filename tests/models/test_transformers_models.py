@@ -10,7 +10,7 @@ from tiny_models import TOKENIZER, max_difference
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
-from transformers_families import FAMILIES, write_family
+from transformers_families import FAMILIES, random_family, write_family
 
 from common.errors import UserError
 from models.formats.json_files import read_model_config
@@ -112,3 +112,23 @@ def test_transformers_model_generates_the_tokens_of_transformers(name: str, fold
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert answer == expected[0, len(prompt) :].tolist()
+
+
+def test_transformers_model_is_probed_with_windows_that_its_rows_exceed() -> None:
+    """A mask without the window separates documents and agrees on short rows: longer ones would be attended to beyond the window."""
+    model = random_family("gpt_oss", sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
+    model.prepare(is_packed=True)
+    assert (model.kernels.packing, model.hf.config.sliding_window) == ("layer_masks", 64)
+
+
+def test_transformers_model_that_is_not_causal_is_refused() -> None:
+    with pytest.raises(UserError, match="BertLMHeadModel is not causal"):
+        random_family("bert").prepare(is_packed=False)
+
+
+def test_packed_rows_are_refused_if_the_weights_cannot_show_a_leak() -> None:
+    model = random_family("mistral", sliding_window=None)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    with pytest.raises(UserError, match="packed rows of mistral would not be exact"):
+        model.prepare(is_packed=True)

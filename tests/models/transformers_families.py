@@ -10,6 +10,9 @@ import torch
 from tiny_models import TOKENIZER
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from models.families.transformers import TransformersConfig
+from models.transformers_adapter.model import TransformersModel
+
 SIZES: dict[str, Any] = {
     "vocab_size": 6400,
     "hidden_size": 32,
@@ -51,7 +54,7 @@ FAMILIES: dict[str, Family] = {
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
-    "gpt_oss": Family(EXPERTS, own_attention=False, packing="mask"),
+    "gpt_oss": Family(EXPERTS | {"sliding_window": 8}, own_attention=False, packing="layer_masks"),
     "gemma": Family({"tie_word_embeddings": True}),
     "gemma2": Family({"sliding_window": 8}, own_attention=False, chunked_loss=False),
     "gemma3_text": Family({"sliding_window": 8}),
@@ -71,15 +74,35 @@ FAMILIES: dict[str, Family] = {
     "lfm2": Family({"full_attn_idxs": [1]}, packing="none"),
     "qwen3_next": Family(EXPERTS | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}, packing="none"),
     "mamba2": Family({"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16}, packing="none"),
+    "blenderbot": Family(
+        {
+            "d_model": 32,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "decoder_ffn_dim": 48,
+            "encoder_layers": 2,
+            "dropout": 0.0,
+            "scale_embedding": True,
+            "forced_eos_token_id": None,
+        },
+        packing="none",
+    ),
     "bloom": Family({"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0}, packing="none"),
 }
 
 
-def write_family(folder: Path, name: str) -> None:
-    """Write a random model of the family, with the tokenizer of the samples."""
+def random_family(model_type: str, **changes: Any) -> TransformersModel:
+    """Return a random model of any family, without a folder. `changes`: of SIZES."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SIZES | {"attention_dropout": 0.0} | changes).to_dict()
+    return TransformersModel(TransformersConfig.from_hf_config(config, Path("config.json")))
+
+
+def write_family(folder: Path, name: str, **changes: Any) -> None:
+    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config."""
     family = FAMILIES[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes)
+    config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from command_fixtures import TINY_MODEL, TINY_RUN, Call
+from tiny_models import lora_config
 
 from common.errors import UserError
 from common.guarded_files import check_source_file
@@ -130,14 +131,14 @@ def test_model_that_is_not_in_the_cache_is_refused_offline_with_what_to_type(pub
 
 
 class FakeHub:
-    """Stands in for the client of the hub: a repository with files of every format, and the files that were asked for."""
+    """A client of the hub for a repository with files of every format. `requested`: the files of the last download."""
 
     FILES = ["config.json", "tokenizer.json", "model-1.safetensors", "model.safetensors", "pytorch_model.bin", "model.gguf", "modeling.py", "onnx/model.onnx"]
 
     def __init__(self, snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import huggingface_hub
 
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.error: Exception | None = None
         self.files = self.FILES
         self.snapshot = snapshot
@@ -151,17 +152,17 @@ class FakeHub:
         return SimpleNamespace(sha=self.snapshot.name, siblings=[SimpleNamespace(rfilename=name, size=10) for name in self.files])
 
     def download(self, repo: str, revision: str, allow_patterns: list[str], **_: Any) -> str:
-        self.asked = allow_patterns
+        self.requested = allow_patterns
         return str(self.snapshot)
 
 
 def test_download_takes_the_files_of_a_model_and_no_code(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(publish(), monkeypatch)
     assert fetch_model("owner/name", "init_from=owner/name") == hub.snapshot
-    assert hub.asked == ["config.json", "tokenizer.json", "model.safetensors"]
+    assert hub.requested == ["config.json", "tokenizer.json", "model.safetensors"]
     hub.files = ["config.json", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "modeling.py"]
     fetch_model("owner/name", "init_from=owner/name")
-    assert hub.asked == hub.files[:-1]
+    assert hub.requested == hub.files[:-1]
     hub.files = ["config.json", "model-q4.gguf"]
     with pytest.raises(UserError, match=r"has no model\.safetensors and no pytorch_model\.bin, but model-q4\.gguf"):
         fetch_model("owner/name", "init_from=owner/name")
@@ -180,10 +181,10 @@ def test_base_model_of_an_adapter_on_the_hub_is_taken_from_the_cache_and_never_d
     from tiny_models import TOKENIZER
 
     from models.formats.load import load_model
-    from models.lora import LoraConfig, add_lora
+    from models.lora import add_lora
 
     model = load_model(snapshot := publish())
-    lora = LoraConfig(2, 4.0, 0.0, ["q_proj"])
+    lora = lora_config(2, 4.0, 0.0, ["q_proj"])
     add_lora(model, lora)
     save_adapter(tmp_path / "adapter", model, lora, str(snapshot), TOKENIZER)
     assert load_model(tmp_path / "adapter").cfg == model.cfg

@@ -18,6 +18,7 @@ from models.families.decoder import DecoderConfig
 from models.families.hf_config import write_hf_config
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine.config import Config
+from runner.run_dir import initial_weights
 from runner.run_dir.initial_weights import adopt_model, check_model
 from runner.sweep.grid import PointComposer
 
@@ -35,6 +36,7 @@ def llama(tmp_path: Path) -> Callable[..., str]:
     def write(**changes: Any) -> str:
         (tmp_path / "llama").mkdir(exist_ok=True)
         (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA | changes))
+        initial_weights._model_settings.cache_clear()  # a folder does not change while a command runs
         return f"init_from={tmp_path / 'llama'}"
 
     return write
@@ -116,10 +118,22 @@ def _asdict(model: DecoderConfig) -> dict[str, Any]:
     return {**dict(iter_settings(model)), "rope_scaling": None}
 
 
-def test_field_of_the_folder_that_is_not_known_is_refused(llama: Callable[..., str]) -> None:
+def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_refused_where_the_decoder_is_forced(llama: Callable[..., str]) -> None:
     for field, value in (("attention_multiplier", 0.01), ("sliding_window", 512), ("attn_logit_softcapping", 50.0)):
+        source = llama(**{field: value})
+        assert started(source).model.family == "transformers"
         with pytest.raises(UserError, match=f"{field}={value}"):
-            decoder(llama(**{field: value}))
+            started(source, "model.family=decoder")
+
+
+def test_choice_between_the_decoder_and_transformers_is_described_with_its_reason(llama: Callable[..., str]) -> None:
+    for changes, typed, described in (
+        ({}, [], "computed by the decoder of this program"),
+        ({"hidden_act": "gelu"}, [], "computed by the class of transformers: llama (LlamaForCausalLM) with hidden_act=gelu is not supported"),
+        ({}, ["model.family=transformers"], "computed by model.family=transformers"),
+    ):
+        overrides = [llama(**changes), *typed]
+        assert described in str(adopt_model(without_hydra(compose_tree(overrides)), overrides))
 
 
 def test_model_of_a_run_is_the_one_that_it_recorded(tmp_path: Path) -> None:

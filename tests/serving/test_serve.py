@@ -1,172 +1,177 @@
-"""serve.py: OpenAI's client gets the answers of chat.py and log-probabilities of the model; requests without a key, from a foreign page or unsupported ones are refused."""
+"""The command serve.py: OpenAI's client and lm-evaluation-harness talk to it, Ctrl-C and clients that go away end its work, unsafe addresses are refused."""
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import re
-import threading
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.errors import UserError
-from data.tokenize.chat_template import ChatTemplate
-from models.config import ModelConfig
-from models.families.decoder import DecoderConfig
-from models.formats.save import save_model
+from common.exit_codes import INTERRUPTED_BY_USER
 from models.generate import generate
-from models.language_model import create_model
-from runner.inference.load import LoadedModel, load_trained
+from runner.inference.load import LoadedModel
 from runner.serving.command import API_KEY, ServeConfig, serve
-from runner.serving.generation import Answer, GenerationQueue, GenerationRequest, Sampling
 
-openai = pytest.importorskip("openai", reason="the client of the interface; part of the extra dev")
-uvicorn = pytest.importorskip("uvicorn", reason="part of the extra serve")
-
-TOKENIZER = Path(__file__).parents[2] / "data" / "samples" / "tokenizer"
+REPO = Path(__file__).parents[2]
 KEY = "secret"
-pytestmark = pytest.mark.slow
 MESSAGES: list[Any] = [{"role": "user", "content": "Where does Tolo live?"}]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("served") / "model"
-    cfg: ModelConfig = DecoderConfig(
-        **{"family": "decoder", "name": "small", "vocab_size": 6400, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},  # type: ignore[arg-type]  # values of many types in one dict
-        **{"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "max_position_embeddings": 128, "rope_theta": 1e6, "rope_scaling": None},  # type: ignore[arg-type]
-        **{"rms_norm_eps": 1e-6, "qk_norm": True, "attention_bias": False, "attention_out_bias": False, "mlp_bias": False, "dropout": 0.0},  # type: ignore[arg-type]
-        **{"tie_word_embeddings": True, "attention": "auto", "num_experts": 0, "num_experts_per_tok": 1, "moe_intermediate_size": 0},  # type: ignore[arg-type]
-        **{"norm_topk_prob": False, "router_aux_loss_coef": 0.0},  # type: ignore[arg-type]
-    )
-    torch.manual_seed(0)
-    model = create_model(cfg)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    save_model(folder, model, cfg, TOKENIZER)
-    return load_trained(folder, "cpu")
+@contextmanager
+def started(folder: Path, *overrides: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start serve.py; yield it and its port, once it says that it serves. A command that hangs is ended by the time limit of the test."""
+    command = [sys.executable, str(REPO / "runner" / "serve.py"), f"run={folder}", "port=0", "name=small", "device=cpu", *overrides]
+    process = subprocess.Popen(command, env=os.environ | {API_KEY: KEY, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if ready := re.search(r"serving small at http://127\.0\.0\.1:(\d+)/v1 \(with a key\)", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        yield process, int(ready[1])
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
 
 
 @pytest.fixture(scope="module")
-def client(trained: LoadedModel) -> Iterator[Any]:
-    from runner.serving.app import create_app
-
-    generation = GenerationQueue(trained, max_batch=4)
-    app = create_app(generation, "small", 16, KEY, allowed_hosts=["127.0.0.1"])
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
-    server.should_exit = True
-    thread.join(10)
-    generation.close()
+def port(served_folder: Path) -> Iterator[int]:
+    with started(served_folder) as (_, port):
+        yield port
 
 
-def greedy(trained: LoadedModel, ids: list[int], tokens: int) -> list[int]:
-    stop_ids = list(trained.tokenizer.stop_ids)
-    return generate(trained.model, [ids], max_new_tokens=tokens, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=stop_ids)[0]
+@pytest.fixture(scope="module")
+def client(port: int) -> Any:
+    openai = pytest.importorskip("openai", reason="the client of the interface; part of the extra dev")
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
 
 
-def test_serve_answers_chats_as_the_model_does(client: Any, trained: LoadedModel) -> None:
-    prompt = ChatTemplate(trained.tokenizer).encode_prompt(MESSAGES)
-    expected = greedy(trained, prompt, 12)
-    answer = client.chat.completions.create(model="small", messages=MESSAGES, temperature=0, max_tokens=12)
-    assert answer.choices[0].message.content == trained.tokenizer.decode(expected)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(expected))
-    assert [model.id for model in client.models.list()] == ["small"]
+@pytest.mark.slow
+def test_serve_talks_to_the_client_of_openai(client: Any, trained: LoadedModel) -> None:
+    import openai
 
-
-def test_serve_streams_the_same_text(client: Any) -> None:
-    whole = client.chat.completions.create(model="small", messages=MESSAGES, temperature=0, max_tokens=12)
-    chunks = list(
-        client.chat.completions.create(model="small", messages=MESSAGES, temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True})
-    )
+    settings: dict[str, Any] = {"model": client.models.list().data[0].id, "messages": MESSAGES, "temperature": 0, "max_completion_tokens": 12}
+    whole = client.chat.completions.create(**settings)
+    chunks = list(client.chat.completions.create(**settings, stream=True, stream_options={"include_usage": True}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole.choices[0].message.content
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
-
-
-def test_serve_ends_at_stop_texts_and_samples_by_seed(client: Any) -> None:
-    whole = client.completions.create(model="small", prompt="Tolo", temperature=0, max_tokens=12).choices[0].text
-    stopped = client.completions.create(model="small", prompt="Tolo", temperature=0, max_tokens=12, stop=[whole[5:8]]).choices[0]
-    assert (stopped.text, stopped.finish_reason) == (whole[: whole.index(whole[5:8])], "stop")
-    sampled = [client.completions.create(model="small", prompt="Tolo", seed=seed, max_tokens=12, n=2) for seed in (1, 1, 2)]
-    texts = [[choice.text for choice in answer.choices] for answer in sampled]
-    assert texts[0] == texts[1] != texts[2] and texts[0][0] != texts[0][1]
-
-
-def test_serve_scores_prompts_as_the_model_does(client: Any, trained: LoadedModel) -> None:
-    ids = trained.tokenizer.encode("Tolo lives in Hale. 托洛 🐐")
-    choice = client.completions.create(model="small", prompt=ids, max_tokens=1, temperature=0, logprobs=2, echo=True).choices[0]
-    log_probs = trained.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    expected = [float(log_probs[i, token]) for i, token in enumerate(ids[1:])]
-    assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == len(ids) + 1
-    assert choice.logprobs.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
-    assert max(choice.logprobs.top_logprobs[1].values()) == pytest.approx(float(log_probs[0].max()), abs=1e-4)
-
-
-def test_serve_batches_greedy_requests_without_changing_them(trained: LoadedModel) -> None:
-    prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜")]
-    requests = [GenerationRequest([Answer(prompt, ())], Sampling(8, temperature=0, stop_ids=trained.tokenizer.stop_ids)) for prompt in prompts]
-    generation = GenerationQueue(trained, max_batch=3)
-    done = threading.Semaphore(0)
-    sizes: list[int] = []
-    generate_batch = generation._generate
-    generation._generate = lambda batch: (sizes.append(len(batch)), generate_batch(batch))[1]  # type: ignore[method-assign]
-    blocker = GenerationRequest([], Sampling(1), scored=[prompts[1] * 8])
-    for request in (blocker, *requests):
-        request.on_end = done.release
-        generation.submit(request)
-    for _ in range(4):
-        assert done.acquire(timeout=60)
-    generation.close()
-    assert [request.answers[0].ids for request in requests] == [greedy(trained, prompt, 8) for prompt in prompts]
-    assert sum(sizes) == 3
-
-
-@pytest.mark.parametrize(
-    ("request_body", "message"),
-    [
-        ({"prompt": "a", "presence_penalty": 1.0}, "presence_penalty is not supported"),
-        ({"prompt": "a", "max_tokens": 1000}, "this model has 128 positions"),
-        ({"prompt": [6400]}, "token ids must be in"),
-        ({"prompt": "a", "top_p": 0}, "top_p"),
-        ({"prompt": "a", "stream": True, "echo": True}, "echo and logprobs are not supported with stream=true"),
-    ],
-)
-def test_serve_refuses_what_it_does_not_answer(client: Any, request_body: dict, message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.completions.create(model="small", **request_body)
-
-
-def test_serve_refuses_messages_that_the_template_does_not_take(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="role must be one of"):
-        client.chat.completions.create(model="small", messages=[{"role": "visitor", "content": "a"}])
-
-
-def test_serve_needs_the_key_and_its_own_host_name(client: Any) -> None:
-    with pytest.raises(openai.AuthenticationError):
+    assert chunks[-1].usage == whole.usage
+    text = client.completions.create(model="small", prompt="Tolo", temperature=0, max_tokens=6).choices[0].text
+    ids = [*trained.tokenizer.bos_ids, *trained.tokenizer.encode("Tolo")]
+    answer = generate(trained.model, [ids], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=list(trained.tokenizer.stop_ids))
+    assert text == trained.tokenizer.decode(answer[0])
+    with pytest.raises(openai.AuthenticationError, match="key is missing or wrong"):
         client.with_options(api_key="wrong").models.list()
-    with pytest.raises(openai.BadRequestError):
-        client.with_options(default_headers={"Host": "attacker.example"}).models.list()
+    with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not supported"):
+        client.completions.create(model="small", prompt="a", presence_penalty=1)
+    with pytest.raises(openai.NotFoundError, match="it has 'small'"):
+        client.completions.create(model="gpt", prompt="a")
+
+
+@pytest.mark.slow
+def test_serve_gives_lm_eval_the_score_that_it_has_in_process(port: int, served_folder: Path, trained: LoadedModel, tmp_path: Path, monkeypatch: Any) -> None:
+    lm_eval = pytest.importorskip("lm_eval", reason="part of the extra eval")
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"q": f"{name} lives in", "c": [" Hale.", " 湖边。", " def f(x):"], "a": i % 3} for i, name in enumerate(["Tolo", "Mina", "托洛", "The goat"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\ntest_split: test\ndoc_to_text: '{{{{q}}}}'\n"
+    kinds = {
+        "choice": "output_type: multiple_choice\ndoc_to_choice: '{{c}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: acc}]\n",
+        "answer": "output_type: generate_until\ndoc_to_target: '{{c[0]}}'\nmetric_list: [{metric: exact_match}]\n"
+        "generation_kwargs: {until: ['lives'], max_gen_toks: 8, do_sample: false, temperature: 0}\n",
+    }
+    for name, text in kinds.items():
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{head}{text}")
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    arguments = {"base_url": f"http://127.0.0.1:{port}/v1/completions", "model": "small", "tokenizer": str(served_folder), "max_length": 256}
+    manager = TaskManager(include_path=str(tmp_path))
+    settings: dict[str, Any] = {"tasks": list(kinds), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
+    through = lm_eval.simple_evaluate("local-completions", model_args=arguments | {"num_concurrent": 2}, **settings)
+
+    from runner.inference.harness.model import HarnessModel
+    from runner.tracking.progress import EvaluationProgress
+
+    inside = lm_eval.simple_evaluate(HarnessModel(trained, 4, EvaluationProgress("")), **settings)
+    for name, metric in (("choice", "acc,none"), ("answer", "exact_match,none")):
+        assert through["results"][name][metric] == inside["results"][name][metric]
+    responses = [[row["filtered_resps"] for name in kinds for row in result["samples"][name]] for result in (through, inside)]
+    for a, b in zip(*responses, strict=True):
+        assert a == b if isinstance(a[0], str) else [float(x) for x, _ in a] == pytest.approx([float(x) for x, _ in b], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_serve_ends_the_work_of_clients_that_go_away_and_itself_at_ctrl_c(served_folder: Path) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with started(served_folder, "max_batch=1", "max_waiting=128") as (process, port):
+
+        def post(answers: int, tokens: int, stream: bool) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            body = {"prompt": "Tolo", "max_tokens": tokens, "n": answers, "temperature": 1, "stream": stream}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            return connection
+
+        def status() -> int:
+            return post(2, 1, stream=False).getresponse().status
+
+        for is_stream in (True, False):
+            client = post(128, 200, is_stream)  # 127 answers wait
+            while status() != 503:
+                pass
+            client.close()
+            while status() != 200:  # once the server has forgotten them
+                pass
+        client = post(128, 200, stream=True)
+        assert client.getresponse().readline().startswith(b"data: {")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == INTERRUPTED_BY_USER
+
+
+def configured(**changes: Any) -> ServeConfig:
+    values: dict[str, Any] = {"run": "x", "host": "127.0.0.1", "port": 0, "name": None, "max_batch": 1, "max_waiting": 9, "max_new_tokens": 8, "device": "cpu"}
+    return ServeConfig(**values | changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "key", "message"),
     [
-        ({"host": "0.0.0.0"}, f"without a key other machines could use the model.*{API_KEY}"),
-        ({"host": "no.such.host.invalid"}, "host is no address"),
-        ({"port": 70000}, "port must be in"),
+        ({"host": "0.0.0.0"}, "", f"without a key other machines could use the model.*{API_KEY}"),
+        ({"host": "no.such.host.invalid"}, "", "host is no address"),
+        ({"port": 70000}, "", "port must be in"),
+        ({}, "a b", "the key has a space"),
     ],
 )
-def test_serve_refuses_to_listen_where_others_could_use_it(trained: LoadedModel, monkeypatch: pytest.MonkeyPatch, changes: dict, message: str) -> None:
-    monkeypatch.delenv(API_KEY, raising=False)
-    values: dict = {"run": "x", "host": "127.0.0.1", "port": 0, "name": None, "max_batch": 1, "max_new_tokens": 8, "device": "cpu"} | changes
+def test_serve_refuses_addresses_and_keys_that_are_not_safe(tmp_path: Path, monkeypatch: Any, changes: dict[str, Any], key: str, message: str) -> None:
+    monkeypatch.setenv(API_KEY, key)
     with pytest.raises(UserError) as refused:
-        serve(ServeConfig(**values), trained.folder)
+        serve(configured(**changes), tmp_path)
     assert re.search(message, f"{refused.value.message} {refused.value.fix}")
+
+
+def test_serve_refuses_a_port_in_use_before_it_loads_the_model(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv(API_KEY, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            serve(configured(port=port), tmp_path)
+
+
+def test_serve_names_the_extra_that_is_not_installed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UserError) as refused:
+        serve(configured(), tmp_path)
+    assert "needs the package uvicorn" in refused.value.message and "lm-runner[serve]" in refused.value.fix

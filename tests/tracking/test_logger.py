@@ -13,6 +13,7 @@ from common.errors import strip_control
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console import PlainConsole, RichConsole
 from runner.tracking.logger import RunLogger
+from runner.tracking.progress import EvaluationProgress
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202egnp.exe\u2028end\x9b31m"
 
@@ -170,3 +171,35 @@ def test_rich_console_shrinks_the_bar_and_not_the_numbers(monkeypatch: pytest.Mo
     console.print("validation")
     console.stop()
     assert numbers in stream.getvalue() and "5000/20000 " in stream.getvalue() and "validation" in stream.getvalue()
+
+
+def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    seconds = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0])
+    monkeypatch.setattr("runner.tracking.console.time.monotonic", lambda: next(seconds))
+    lines = io.StringIO()
+    plain = PlainConsole(lines)
+    for done in range(6):
+        plain.show_evaluation(done, 5)
+    assert lines.getvalue() == "validation: 2 of 5 batches\nvalidation: 4 of 5 batches\n"
+    monkeypatch.undo()
+    stream = io.StringIO()
+    rich = RichConsole(stream)
+    rich.start(20)
+    rich.show_step(5, "", "loss 3.4")
+    rich.show_evaluation(2, 5)
+    assert rich._bar is not None and rich._bar.tasks[0].fields["numbers"] == "validation 2/5"
+    rich.show_evaluation(5, 5)
+    assert rich._bar.tasks[0].fields["numbers"] == "loss 3.4"
+    rich.stop()
+
+
+def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = iter([0.0, 1.0, 3.0, 5.0, 14.0])
+    monkeypatch.setattr("runner.tracking.progress.time.monotonic", lambda: next(seconds))
+    with EvaluationProgress("perplexity") as progress:
+        progress.begin("rows", 4000)
+        for done in (10, 1000, 1500, 2000):
+            progress.advance(done)
+        assert not progress.should_stop()
+    assert capsys.readouterr().err == "perplexity: 1,000 of 4,000 rows (25%), eta 00:00:09\nperplexity: 2,000 of 4,000 rows (50%), eta 00:00:14\n"

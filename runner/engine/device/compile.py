@@ -30,6 +30,9 @@ class CompileDecision:
 
 def resolve_compile_mode(requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool) -> CompileDecision:
     """Return the mode for a run of `planned_flops`; `requested` is train.compile."""
+    check_compile_mode(requested, device.type)
+    if device.type == "mps":
+        return CompileDecision("off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off")
     if requested != "auto":
         return CompileDecision(requested, requested)
     if has_experts:
@@ -39,6 +42,12 @@ def resolve_compile_mode(requested: str, planned_flops: float, device: torch.dev
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
     mode = "default" if planned_flops >= break_even else "off"
     return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})")
+
+
+def check_compile_mode(requested: str, device_type: str) -> None:
+    """Raise UserError for compiled layers on mps: whether torch.compile gives exact gradients there was never tested."""
+    if device_type == "mps" and requested not in ("auto", "off"):
+        raise UserError(f"train.compile={requested} is not supported on mps", f"train.compile={requested}", "train.compile=off")
 
 
 def check_cuda_graphs(mode: str, device: torch.device, micro_batches: int) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.settings import IGNORED, check_at_least, check_choice
 from runner.engine.device.heartbeat import beat, during
-from runner.engine.device.mesh import prebuild_ddp_buckets
+from runner.engine.device.mesh import has_unused_parameters, prebuild_ddp_buckets
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,9 @@ class DistributedConfig:
             )
 
     def check_device(self, device_type: str) -> None:
-        """`device_type`: cpu or cuda. Raises UserError if a setting does not fit it."""
+        """`device_type`: cpu, cuda or mps. Raises UserError if a setting does not fit it."""
+        if device_type == "mps" and (self.name != "single" or self.nproc not in ("1", "auto") or self.nnodes != 1):
+            raise UserError(f"device=mps is one GPU and trains in one process, got distributed={self.name}", "device=mps", "distributed=single, or device=cpu")
         if self.backend == "nccl" and device_type == "cpu":
             raise UserError("distributed.backend=nccl needs CUDA devices, but this run is on the CPU", "distributed.backend=nccl", "distributed.backend=auto")
         if self.cpu_offload and device_type == "cpu":
@@ -179,7 +181,8 @@ class DistributedContext:
         ids = [self.device.index] if self.device.type == "cuda" else None
         # The only buffer is a constant, and torch 2.11 has no replacement for the deprecated argument.
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-        wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True)
+        has_unused = has_unused_parameters(model, self.device)
+        wrapped = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True, find_unused_parameters=has_unused)
         prebuild_ddp_buckets(wrapped, self.device)
         return wrapped
 
@@ -193,10 +196,10 @@ class DistributedContext:
         return nullcontext() if is_last else wrapped.no_sync()  # type: ignore[operator]  # of DistributedDataParallel
 
     def is_device_idle(self) -> bool:
-        """Return whether the device has finished all work that was queued on it; a CPU always has."""
+        """Return whether the device has finished all work that was queued on it; a CPU always has. Metal does not say: False."""
         import torch
 
-        return self.device.type == "cpu" or torch.cuda.current_stream(self.device).query()
+        return self.device.type == "cpu" or (self.device.type == "cuda" and torch.cuda.current_stream(self.device).query())
 
     def arm_watchdog(self) -> None:
         """Give a sign of life. With several ranks print the stacks of all threads unless this is called again within `timeout` minutes."""
@@ -212,7 +215,7 @@ class DistributedContext:
 def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     """Join the process group that the environment describes (RANK, LOCAL_RANK, WORLD_SIZE, and RENDEZVOUS_ENV); without it, be the only rank.
 
-    `device`: auto (a GPU if there is one), cpu, cuda or cuda:<number>. Raises UserError if the settings do not fit the machine.
+    `device`: auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps. Raises UserError if the settings do not fit the machine.
     """
     import torch
     from torch.distributed import init_process_group, is_initialized
@@ -220,6 +223,8 @@ def init_distributed(cfg: DistributedConfig, device: str) -> DistributedContext:
     rendezvous = os.environ.get(RENDEZVOUS_ENV)
     rank, local_rank, size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")) if rendezvous else (0, 0, 1)
     dist = DistributedContext(rank, size, resolve_device(device, local_rank if size > 1 else None), cfg)
+    if dist.device.type == "mps":
+        cfg.check_device("mps")
     if size == 1 or not rendezvous:
         RENDEZVOUS_DONE.set()
         return dist
@@ -259,11 +264,15 @@ def resolve_device(device: str, local_rank: int | None = None) -> torch.device:
     import torch
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        several = local_rank is not None  # ranks, which have CUDA or the CPU
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() and not several else "cpu"
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise UserError(f"device must be auto, cpu, cuda or cuda:<number>, got {device}", f"device={device}", "e.g. device=auto")
-    if kind == "cpu":
+    if kind not in ("cpu", "cuda", "mps") or (index and not index.isdigit()) or device.startswith("mps:"):
+        raise UserError(f"device must be auto, cpu, cuda, cuda:<number> or mps, got {device}", f"device={device}", "e.g. device=auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        reason = "this build of torch has no MPS" if not torch.backends.mps.is_built() else "it needs an Apple GPU and macOS 14 or newer"
+        raise UserError(f"torch cannot compute on mps: {reason}", f"device={device}", "device=cpu or device=auto")
+    if kind != "cuda":
         return torch.device(device)
     if index and local_rank is not None:
         raise UserError(

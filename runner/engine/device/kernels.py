@@ -16,7 +16,7 @@ def describe_kernels(device: torch.device, compile_mode: str, has_experts: bool)
     is_cpu = device.type == "cpu"
     return {
         "compiled": compile_mode,
-        "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK[device.type],
+        "logits_per_chunk": chunked_loss.LOGITS_PER_CHUNK["cuda" if device.type == "cuda" else "cpu"],
         **({"saved_attention_probs": attention_cpu.MAX_SAVED_PROBS} if is_cpu else {}),
         **({"expert_dispatch": "index_select"} if has_experts else {}),
         **({"compiler": compiler_version()} if is_cpu and compile_mode != "off" else {}),

@@ -12,17 +12,30 @@ if TYPE_CHECKING:
 def prebuild_ddp_buckets(wrapped: nn.Module, device: torch.device) -> None:
     """Run one backward pass with zero gradients, so that a resumed run adds gradients in the same order as one that was not stopped.
 
-    DDP regroups its buckets after the first backward pass, and with three or more ranks the sum depends on them. The pass draws no
-    random numbers: in eval mode there is no dropout.
+    DDP regroups its buckets after the first backward pass, and with three or more ranks the sum depends on them.
     """
+    _run_backward_pass(wrapped, device)
+    wrapped.zero_grad(set_to_none=True)
+
+
+def has_unused_parameters(model: nn.Module, device: torch.device) -> bool:
+    """Return whether the loss of a row leaves a trained parameter without gradient, as a layer that a model has and does not call: DDP must then look for
+    such parameters in each step. Experts without tokens count, if each has parameters of its own."""
+    _run_backward_pass(model, device)
+    unused = any(p.requires_grad and p.grad is None for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    return unused
+
+
+def _run_backward_pass(model: nn.Module, device: torch.device) -> None:
+    """Compute the gradients of a short row. Draws no random numbers: in eval mode there is no dropout."""
     import torch
 
-    was_training = wrapped.training
+    was_training = model.training
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
     with torch.enable_grad():
-        wrapped.eval()(ids, ids).nll.sum().backward()
-    wrapped.zero_grad(set_to_none=True)
-    wrapped.train(was_training)
+        model.eval()(ids, ids).nll.sum().backward()
+    model.train(was_training)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

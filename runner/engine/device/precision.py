@@ -90,7 +90,9 @@ class Precision:
             if cfg.name == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
                 raise UserError(f"{name} does not compute in bf16", "precision=bf16", "precision=fp16 or precision=fp32")
         else:
-            cfg.check_device("the CPU", None)
+            cfg.check_device("a GPU of Apple" if device.type == "mps" else "the CPU", None)
+            if device.type == "mps" and cfg.name == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+                raise UserError("torch has no bf16 on mps before macOS 14", "precision=bf16", "precision=fp16 or precision=fp32")
         spec = PRECISIONS[cfg.name]
         torch.set_float32_matmul_precision(spec.matmul_precision)  # always: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE may have changed it
         self.name, self.device = cfg.name, device

@@ -24,6 +24,7 @@ def get_rng_state() -> dict[str, Any]:
         "numpy": [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()],
         "torch": _to_hex(torch.get_rng_state()),
         "cuda": [_to_hex(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+        **({"mps": _to_hex(torch.mps.get_rng_state())} if torch.backends.mps.is_available() else {}),
     }
 
 
@@ -34,6 +35,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(_from_hex(state["torch"]))
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([_from_hex(device) for device in state["cuda"]])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(_from_hex(state["mps"]))
 
 
 def _to_hex(state: Tensor) -> str:

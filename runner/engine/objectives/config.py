@@ -58,16 +58,19 @@ class StageConfig:
                 f"stage.data_format={self.data_format} stage.objective={self.objective}",
                 f"stage.data_format={self.data_formats[0]}, or choose another stage",
             )
+        if self.lora is not None and self.lora.continue_adapter and self.needs_reference:
+            message = "the reference of this objective is the model without its adapter, but the run would start with the adapter of init_from"
+            raise UserError(message, "stage.lora.continue_adapter=true", "stage.lora.continue_adapter=false merges that adapter and trains a new one")
 
     def build_objective(self, model: LanguageModel) -> Objective:
         """`model` has its adapters already."""
         raise NotImplementedError
 
 
-def prepare_stage(stage: StageConfig, model: LanguageModel) -> Objective:
-    """Add the stage's adapters to `model` in place, and return the objective to minimize."""
+def prepare_stage(stage: StageConfig, model: LanguageModel, init_from: str = "scratch") -> Objective:
+    """Add the stage's adapters to `model` in place, new ones or those of `init_from`, and return the objective to minimize."""
     if stage.lora is not None:
-        from models.lora import add_lora
+        from models.formats.load import add_run_adapter
 
-        add_lora(model, stage.lora)
+        add_run_adapter(model, stage.lora, init_from)
     return stage.build_objective(model)

@@ -74,12 +74,14 @@ class Dpo(Objective):
         import torch
 
         from data.batching.batch import IGNORE_INDEX
+        from models.layers.ops import widest_float
 
         assert self.reference is not None
         with torch.no_grad(), self.reference.entered():
             reference_nll = self.reference.model(**batch.inputs).nll
         out = model(**batch.inputs)
-        log_ratios = reference_nll.double() - out.nll.double()  # (R, T), 0 without a label; fp64, because their differences are small
+        wide = widest_float(out.nll.device)  # fp64 where there is one, because the differences are small
+        log_ratios = reference_nll.to(wide) - out.nll.to(wide)  # (R, T), 0 without a label
         lengths = _per_answer(batch, batch.labels != IGNORE_INDEX).clamp(min=1)  # (2, B) tokens; an answer of a dummy batch has none
         ratios = _per_answer(batch, log_ratios)  # (2, B)
         if self.loss_type == "ipo":
@@ -115,7 +117,9 @@ class Dpo(Objective):
 
 def _per_answer(batch: Batch, values: Tensor) -> Tensor:
     """Sum the values of the tokens (R, T) -> (2, B), of the chosen and of the rejected answers."""
-    return batch.sum_per_document(values.double() if values.dtype.is_floating_point else values.long()).view(2, -1)
+    from models.layers.ops import widest_float
+
+    return batch.sum_per_document(values.to(widest_float(values.device)) if values.dtype.is_floating_point else values.long()).view(2, -1)
 
 
 def _estimate_kl(log_ratios: Tensor) -> Tensor:

@@ -30,4 +30,7 @@ class AdamWConfig(OptimizerConfig):
     def build(self, groups: ParamGroups) -> list[Optimizer]:
         from runner.engine.optim.torch_optimizers import AdamW
 
-        return [AdamW(groups.decay + groups.no_decay, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=True)]
+        parameters = [*groups.decay, *groups.no_decay]
+        devices = {parameter.device.type for group in parameters for parameter in group["params"]}
+        is_fused = "mps" not in devices  # whether its kernel skips an update by found_inf was never tested
+        return [AdamW(parameters, lr=self.lr, betas=(self.betas[0], self.betas[1]), eps=self.eps, fused=is_fused)]

@@ -36,7 +36,7 @@ class ParamGroups(NamedTuple):
     """Trainable parameters in groups as torch.optim takes them, with `weight_decay` and `lr_scale` (see optimizer.layer_decay)."""
 
     decay: list[dict[str, Any]]  # hidden matrices
-    no_decay: list[dict[str, Any]]  # embeddings, output layer, norms and biases
+    no_decay: list[dict[str, Any]]  # embeddings, output layer, norms and biases; stacks of hidden matrices in groups of their own, with weight_decay
 
 
 @dataclass

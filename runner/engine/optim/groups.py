@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from runner.engine.optim.config import OptimizerConfig, ParamGroups
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")  # in names of parameters of transformers
 
 
 class OptimizerGroup:
@@ -66,21 +69,28 @@ class OptimizerGroup:
 
 def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> OptimizerGroup:
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
+    from torch import nn
+
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    matrices = [p for p, name in names.items() if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
-    others = [p for p in names if p not in set(matrices)]
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    output = id(getattr(getattr(model, "output_layer", None), "weight", None))  # of a model of transformers, where it has any name
+    hidden = [p for p, name in names.items() if p.ndim >= 2 and id(p) not in embeddings and id(p) != output and "lm_head" not in name]
+    matrices = [p for p in hidden if p.ndim == 2]
+    stacks = [p for p in hidden if p.ndim > 2]  # matrices of all experts, kernels of convolutions
+    others = [p for p in names if p not in set(hidden)]
 
     def by_lr_scale(parameters: list[nn.Parameter], weight_decay: float) -> list[dict]:
         groups: dict[float, list[nn.Parameter]] = defaultdict(list)
         for p in parameters:
-            groups[cfg.layer_decay ** (num_layers + 1 - _depth(names[p], num_layers))].append(p)
+            depth = 0 if id(p) in embeddings else _depth(names[p], num_layers)
+            groups[cfg.layer_decay ** (num_layers + 1 - depth)].append(p)
         return [{"params": params, "weight_decay": weight_decay, "lr_scale": scale} for scale, params in groups.items()]
 
-    return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), by_lr_scale(others, 0.0))), names)
+    rest = by_lr_scale(stacks, cfg.weight_decay) + by_lr_scale(others, 0.0)
+    return OptimizerGroup(cfg.build(ParamGroups(by_lr_scale(matrices, cfg.weight_decay), rest)), names)
 
 
 def _depth(name: str, num_layers: int) -> int:
-    """Return 0 for the embedding, 1 + i for layer i, num_layers + 1 for everything after the last layer."""
-    if ".layers." in name:
-        return 1 + int(name.split(".layers.")[1].split(".")[0])
-    return 0 if "embed_tokens" in name else num_layers + 1
+    """Return 1 + i for layer i, num_layers + 1 for everything after the last layer. Embeddings have depth 0."""
+    layer = LAYER.search(name)
+    return 1 + int(layer[1]) if layer else num_layers + 1

@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    LlamaFileType,
+    RopeScalingType,
+    get_tensor_name_map,
+    quants,
+)
 
 from common.errors import UserError
 from models.families.decoder import DecoderConfig
+from runner.inference.export.gguf_tokenizer import CONVERTER_FIX, add_tokenizer, check_tokenizer_is_supported
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
-    from data.tokenize.tokenizer import Tokenizer
     from models.language_model import LanguageModel
+    from runner.inference.load import LoadedModel
 
 # model_type of config.json -> architecture of llama.cpp
 ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "mixtral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE"}
 FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 QUANTIZATIONS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 8e-3, "q8_0": 1e-2}  # largest error of a value, relative to the largest of its tensor
+YARN_BETAS = (32.0, 1.0)  # of llama.cpp: it does not read those of a file
 EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)\.weight")
-GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers: llama.cpp's templates have no such block
-CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
-# Regular expressions of byte-level BPE tokenizers, by the name that llama.cpp knows them under
-DIGITS = {"type": "Digits", "individual_digits": True}
-PATTERN_NAMES = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "llama-bpe",
-}
 
 
-def write_gguf(path: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: str, name: str) -> dict[str, np.ndarray]:
+def write_gguf(path: Path, source: LoadedModel, dtype: str, name: str) -> dict[str, np.ndarray]:
     """Write `path`; return the fp32 tensors that it holds, by their names in the file, before rounding. Adapters must be merged.
 
     Raises UserError for an architecture or a tokenizer that llama.cpp does not compute.
     """
-    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, LlamaFileType, get_tensor_name_map, quants
-
-    cfg = _supported_config(model)
+    cfg = _supported_config(source.model)
     hf_config = cfg.to_hf_config()
-    pre_tokenizer = pre_tokenizer_name(tokenizer.folder / "tokenizer.json")
+    check_tokenizer_is_supported(source.tokenizer, cfg.vocab_size)
     architecture = MODEL_ARCH[ARCHITECTURES[hf_config["model_type"]]]
-    writer = GGUFWriter(path, hf_config_name(architecture))
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture])
     writer.add_name(name)
     writer.add_file_type(LlamaFileType[FILE_TYPES[dtype]])
     _add_settings(writer, cfg)
-    _add_tokenizer(writer, tokenizer, pre_tokenizer, cfg.vocab_size)
+    add_tokenizer(writer, source, cfg.vocab_size)
     names, tensors = get_tensor_name_map(architecture, cfg.num_hidden_layers), {}
-    for hf_name, array in _decoder_arrays(model, cfg, permuted=architecture is MODEL_ARCH.LLAMA).items():
+    for hf_name, array in _decoder_arrays(source.model, cfg, permuted=architecture is MODEL_ARCH.LLAMA).items():
         gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, hf_name
         tensors[gguf_name] = array
@@ -72,8 +74,6 @@ def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
 
     Raises ValueError if a tensor is missing or of another shape.
     """
-    from gguf import GGUFReader, quants
-
     stored = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     if missing := tensors.keys() - stored.keys():
         raise ValueError(f"{path} has no tensor {min(missing)}")
@@ -84,26 +84,20 @@ def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
     return largest
 
 
-def pre_tokenizer_name(tokenizer_json: Path) -> str:
-    """Return the name under which llama.cpp knows how the tokenizer splits texts. Raises UserError if it does not know it."""
-    stored = json.loads(tokenizer_json.read_text(encoding="utf-8"))
-    steps = stored["pre_tokenizer"]
-    steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
-    kinds = [step["type"] for step in steps]
-    if stored["normalizer"] in (None, {"type": "NFC"}) and not steps[-1].get("add_prefix_space"):
-        if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGITS and steps[1]["use_regex"]:
-            return "smollm"
-        if kinds == ["ByteLevel"] and steps[0]["use_regex"]:
-            return "gpt-2"
-        if kinds == ["Split", "ByteLevel"] and not steps[1]["use_regex"] and (pattern := steps[0]["pattern"].get("Regex")) in PATTERN_NAMES:
-            return PATTERN_NAMES[pattern]
-    raise UserError("llama.cpp has no name for how this tokenizer splits texts", str(tokenizer_json), CONVERTER_FIX)
+def norm_difference(path: Path, model: LanguageModel) -> float:
+    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter.
+
+    It does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some converters add 1 to those of norms.
+    """
+    stored = sum(float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum()) for t in GGUFReader(path).tensors if len(t.shape) > 1)
+    expected = sum(float(tensor.detach().double().square().sum()) for name, tensor in model.named_parameters() if tensor.ndim > 1 and ".lora." not in name)
+    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected)
 
 
-def hf_config_name(architecture: Any) -> str:
-    from gguf import MODEL_ARCH_NAMES
-
-    return MODEL_ARCH_NAMES[architecture]
+def tokens_of(path: Path) -> list[str]:
+    """Return the tokens in the file by their ids. Raises KeyError if it has none."""
+    tokens: list[str] = GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
+    return tokens
 
 
 def _supported_config(model: LanguageModel) -> DecoderConfig:
@@ -113,14 +107,20 @@ def _supported_config(model: LanguageModel) -> DecoderConfig:
     model_type = cfg.to_hf_config()["model_type"]
     if model_type not in ARCHITECTURES or (cfg.qk_norm and cfg.attention_bias):
         raise UserError(f"llama.cpp does not compute a {model_type} with these biases", "format=gguf", CONVERTER_FIX)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.type == "llama3" and ARCHITECTURES[model_type] != "LLAMA":
+        raise UserError(f"llama.cpp has no model.rope_scaling.type=llama3 for a {model_type}", "format=gguf", CONVERTER_FIX)
+    if cfg.rope_scaling is not None and cfg.rope_scaling.type == "yarn" and (cfg.rope_scaling.beta_fast, cfg.rope_scaling.beta_slow) != YARN_BETAS:
+        raise UserError(
+            f"llama.cpp takes beta_fast and beta_slow of YaRN from its command line, a file with others than {YARN_BETAS} would be computed wrongly",
+            "format=gguf",
+            "format=hf",
+        )
     if cfg.num_experts and not cfg.norm_topk_prob:
         raise UserError("llama.cpp always normalizes the routing weights, this model has norm_topk_prob=false", "format=gguf", "format=hf")
     return cfg
 
 
 def _quantization(array: np.ndarray, dtype: str) -> Any:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     kind = GGMLQuantizationType[QUANTIZATIONS[dtype]]
     return kind if array.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16  # rows that no number of blocks fills
 
@@ -158,8 +158,6 @@ def _llama3_factors(cfg: DecoderConfig) -> np.ndarray:
 
 
 def _add_settings(writer: GGUFWriter, cfg: DecoderConfig) -> None:
-    from gguf import RopeScalingType
-
     writer.add_vocab_size(cfg.vocab_size)
     writer.add_context_length(cfg.max_position_embeddings)
     writer.add_embedding_length(cfg.hidden_size)
@@ -181,31 +179,6 @@ def _add_settings(writer: GGUFWriter, cfg: DecoderConfig) -> None:
         writer.add_rope_scaling_type(RopeScalingType.YARN if scaling.type == "yarn" else RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling.factor)
         if scaling.type == "yarn":
+            # llama.cpp multiplies this with the factor that YaRN derives from the extension
+            writer.add_rope_scaling_attn_factors(scaling.attention_factor / (0.1 * math.log(scaling.factor) + 1.0))
             writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
-            writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
-            writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
-
-
-def _add_tokenizer(writer: GGUFWriter, tokenizer: Tokenizer, pre_tokenizer: str, vocab_size: int) -> None:
-    """Add the byte-level BPE; ids of the model's vocabulary without a token become unused ones."""
-    from gguf import TokenType
-
-    stored = json.loads((tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"))
-    tokens = {token_id: token for token, token_id in tokenizer.token_ids().items()}
-    added = {token["id"]: token["special"] for token in stored["added_tokens"]}
-    kinds = [
-        TokenType.UNUSED if i not in tokens else TokenType.NORMAL if i not in added else TokenType.CONTROL if added[i] else TokenType.USER_DEFINED
-        for i in range(vocab_size)
-    ]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list([tokens.get(i, f"[unused{i}]") for i in range(vocab_size)])
-    writer.add_token_types(kinds)
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in stored["model"]["merges"]])
-    if tokenizer.bos_id is not None:
-        writer.add_bos_token_id(tokenizer.bos_id)
-    writer.add_eos_token_id(tokenizer.eos_id)
-    writer.add_pad_token_id(tokenizer.pad_id)
-    writer.add_add_bos_token(False)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(GENERATION_TAGS.sub("", tokenizer.chat_template))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from data.tokenize.tokenizer import Tokenizer
-    from models.language_model import LanguageModel
 
 TEXTS = (
     "The lake lies north of the old mill, 12 km away.",
@@ -23,8 +22,8 @@ MAX_DIFFERENCE = 1e-4  # of a log-probability between the model with rounded wei
 MAX_MERGE_DIFFERENCE = 1e-3  # of a log-probability that merging an adapter into fp32 weights may change
 
 
-def log_probs(model: LanguageModel, tokenizer: Tokenizer) -> list[Tensor]:
-    """Return the log-probabilities of all tokens at each position of TEXTS, (T, V) each."""
+def log_probs(model: Any, tokenizer: Tokenizer) -> list[Tensor]:
+    """Return the log-probabilities of all tokens at each position of TEXTS, (T, V) each. `model`: a LanguageModel, or a reader that is called like one."""
     import torch
 
     with torch.inference_mode():
@@ -47,11 +46,25 @@ def check_difference(difference: float, limit: float, what: str, setting: str) -
         )
 
 
-def check_token_ids(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise UserError if transformers reads other token ids from the tokenizer in `folder`."""
-    from transformers import AutoTokenizer
+def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if transformers reads other token ids or other control tokens from the tokenizer in `folder`."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     reference = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    for text in TEXTS:
-        if reference(text, add_special_tokens=False)["input_ids"] != tokenizer.encode(text):
-            raise UserError("transformers reads other token ids from the written tokenizer", str(folder), "report this with the tokenizer")
+    expected = [tokenizer.encode(text) for text in TEXTS]
+    if _token_ids(reference) != expected:
+        generic = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        if _token_ids(generic) != expected:
+            raise UserError("transformers reads other token ids from the written tokenizer", str(tokenizer.folder), "report this with the tokenizer")
+        # Version 5 has its own class for some model types, whatever tokenizer_config.json names, e.g. for qwen2.
+        message = f"AutoTokenizer reads other token ids: for this model_type it takes {type(reference).__name__}, which ignores parts of tokenizer.json"
+        fix = "verify=false writes the folder all the same, then read it with PreTrainedTokenizerFast.from_pretrained; or format=gguf"
+        raise UserError(message, str(tokenizer.folder), fix)
+    own = {role: tokenizer.named_tokens.get(f"{role}_token") for role in ("bos", "eos")}
+    read = {role: getattr(reference, f"{role}_token") for role in own}
+    if read != own:
+        raise UserError(f"transformers reads the control tokens {read}, expected {own}", str(tokenizer.folder), "report this with the tokenizer")
+
+
+def _token_ids(reference: Any) -> list[list[int]]:
+    return [reference(text, add_special_tokens=False)["input_ids"] for text in TEXTS]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.inference.export.command import ExportSettings
-from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, check_difference, check_token_ids, largest_difference, log_probs
+from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
+from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, TEXTS, check_difference, check_tokenizer, largest_difference, log_probs
 from runner.inference.load import LoadedModel
 
 if TYPE_CHECKING:
@@ -15,21 +17,22 @@ if TYPE_CHECKING:
 
 
 def has_adapter(model: nn.Module) -> bool:
-    from models.lora import LoraLinear
+    from models.lora import lora_layers
 
-    return any(isinstance(module, LoraLinear) for module in model.modules())
+    return bool(lora_layers(model))
 
 
-def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, before: Any) -> Callable[[], str]:
+def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, before: Any) -> Callable[[], list[str]]:
     import torch
 
     from models.formats.load import load_model
     from models.formats.save import save_model
 
     stop_ids = source.tokenizer.stop_ids
-    save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, stop_ids, dtype=cfg.dtype, shard_size=cfg.shard_size)
+    save_model(folder, source.model, source.model.cfg, source.tokenizer.folder, stop_ids, dtype=cfg.dtype, shard_size=cfg.max_shard_size)
+    problems_of_4 = make_readable_by_transformers_4(folder, model_class_of(source))
 
-    def verify() -> str:
+    def verify() -> list[str]:
         found = []
         if before is not None:
             difference = largest_difference(log_probs(source.model, source.tokenizer), before)
@@ -37,17 +40,26 @@ def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, be
             found.append(f"merging changed a log-probability by at most {difference:.1g}")
         round_weights(source.model, getattr(torch, cfg.dtype))
         expected = log_probs(source.model, source.tokenizer)
-        for reader, model in (("read again", load_model(folder)), ("read by transformers", _TransformersReader(folder))):
-            difference = largest_difference(log_probs(model, source.tokenizer), expected)  # type: ignore[arg-type]  # a reader has what log_probs calls
+        for reader, load in (("read again", load_model), (f"read by transformers {version('transformers')}", TransformersReader)):
+            difference = largest_difference(log_probs(load(folder), source.tokenizer), expected)  # one copy in memory at a time
             check_difference(difference, MAX_DIFFERENCE, f"what was {reader}", f"to={cfg.to}")
             found.append(f"{reader}: largest difference of a log-probability {difference:.1g}")
-        check_token_ids(folder, source.tokenizer)
-        return "; ".join(found)
+        check_tokenizer(folder, source.tokenizer)
+        return [*found, f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens"] + [
+            f"transformers 4 does not read this model: {problem}" for problem in problems_of_4
+        ]
 
     return verify
 
 
-class _TransformersReader:
+def model_class_of(source: LoadedModel) -> str | None:
+    """Return the name of the class of transformers that a model is one of; None: config.json of the decoder names it."""
+    from models.families.transformers import TransformersConfig
+
+    return type(source.model.hf).__name__ if isinstance(source.model.cfg, TransformersConfig) else None
+
+
+class TransformersReader:
     """The folder as AutoModelForCausalLM loads it, called like a LanguageModel."""
 
     def __init__(self, folder: Path) -> None:

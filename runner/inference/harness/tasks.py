@@ -2,76 +2,167 @@
 
 from __future__ import annotations
 
-import sys
+import io
+import random
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, did_you_mean
+from common.errors import StopRequested, UserError, print_note
 from common.guarded_files import check_own_files
-from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, MetricResults, record_results
-from runner.inference.load import load_trained
+from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, Listen, Record, exported_weights, print_partial, record_results
+from runner.inference.harness.loading import LoadedTasks, check_shots, harness_version, load_tasks
+from runner.inference.load import load_trained, weights_dir
+from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
-    from runner.inference.load import LoadedModel
+    from lm_eval.api.task import Task
+
+    from runner.inference.harness.model import HarnessModel
+
+SEED = 1234  # of examples and of sampled answers: the harness's own
+BOOTSTRAP_SAMPLES = 1000  # for the standard error of metrics that are no means
 
 
-def evaluate_tasks(cfg: EvaluateConfig, folder: Path) -> MetricResults:
-    """Run the tasks `cfg.tasks` on the model in `folder`; print and record their results."""
-    check_own_files(folder, (EVALUATIONS_FILE,))
-    trained = load_trained(folder, cfg.device)
-    results = run_tasks(trained, cfg.tasks, cfg.tasks_path, cfg.limit, cfg.shots, cfg.chat_template, cfg.batch_size)
-    settings = {"limit": cfg.limit, "shots": cfg.shots, "chat_template": cfg.chat_template}
-    record_results(folder, {"tasks": cfg.tasks, **{name: value for name, value in settings.items() if value}, **results})
-    return results
+def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] = record_results) -> list[Record]:
+    """Run the tasks `cfg.tasks` on the model in `folder`; print and record the results of each as soon as it is done.
 
-
-def run_tasks(
-    trained: LoadedModel, tasks: list[str], folder: str | None, limit: int | None, shots: int | None, is_chat: bool, batch_size: int
-) -> dict[str, float]:
-    """Return {"<task>/<metric>": value}. `folder`: with task files (YAML) of the user; `limit`: rows of each task; `shots`: examples in the context.
-
-    Raises UserError for an unknown task, and for data that is not on this machine.
+    Where the user stops (`listen`), the result over the documents so far is printed and not recorded. Raises KeyboardInterrupt then.
     """
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
+    from data.tokenize.tokenizer import Tokenizer
 
-        from runner.inference.harness.model import HarnessModel
-    except ModuleNotFoundError as error:
-        raise UserError(f"tasks need the package {error.name}", f"tasks={tasks}", 'pip install "lm-runner[eval]", or pip install lm-eval') from error
-    if is_chat and trained.tokenizer.chat_template is None:
+    check_own_files(folder, (EVALUATIONS_FILE,))
+    if cfg.chat_template and Tokenizer.load(weights_dir(folder)).chat_template is None:
         raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
-    if folder is not None and not Path(folder).is_dir():
-        raise UserError("the folder of tasks does not exist", f"tasks_path={folder}", "give a folder with task files (YAML)")
-    manager = TaskManager(include_path=folder, include_defaults=False) if folder else None
-    if manager is None or not set(tasks) <= set(manager.all_tasks):  # reading the tasks of the harness takes seconds
-        manager = TaskManager(include_path=folder)
-    if unknown := [task for task in tasks if task not in manager.all_tasks]:
-        raise UserError(
-            f"lm-evaluation-harness has no task {unknown[0]}", f"tasks={tasks}", did_you_mean(unknown[0], manager.all_tasks, "tasks_path=FOLDER adds your own")
-        )
-    model = HarnessModel(trained, batch_size, _print_progress)
+    tasks = load_tasks(cfg.tasks, cfg.tasks_path)
+    trained, records = load_trained(folder, cfg.device), []
+    with EvaluationProgress("tasks", listen) as progress:
+        from runner.inference.harness.model import HarnessModel
+
+        for name, loaded in tasks.items():
+            progress.title = name
+            model = HarnessModel(trained, cfg.batch_size, progress)
+            for result in run_task(model, name, loaded, cfg):
+                progress.hide()
+                each = exported_weights(folder) | result
+                if progress.is_stopped:
+                    print_partial(each)
+                else:
+                    record(folder, each)
+                records.append(each)
+            if progress.is_stopped:
+                if not records or not records[-1].get("partial"):
+                    print_note(f"stopped: {name} has no result yet")
+                raise KeyboardInterrupt
+    return records
+
+
+def run_task(model: HarnessModel, name: str, loaded: LoadedTasks, cfg: EvaluateConfig) -> Iterator[Record]:
+    """Yield the record of a task or group, or of each task of a tag. After a stop, those of the documents that are done, task by task."""
+    if note := check_shots(loaded["tasks"], cfg.shots):
+        print_note(note)
     try:
-        results = lm_eval.simple_evaluate(
-            model, tasks=list(tasks), task_manager=manager, limit=limit, num_fewshot=shots, apply_chat_template=is_chat, bootstrap_iters=0, log_samples=False
-        )
-    except (OSError, ConnectionError, ValueError) as error:
-        raise UserError(
-            f"the harness cannot run the tasks: {str(error).splitlines()[0]}", f"tasks={tasks}", "their data must be on this machine, or reachable"
-        ) from error
+        results = _compute(model, loaded, cfg, cfg.limit)
+    except StopRequested:
+        model.answers.is_complete = True
+        for task_name, task in loaded["tasks"].items():
+            if done := model.answers.count_documents(task):
+                one = {"tasks": {task_name: task}, "groups": {}, "group_map": {}}
+                total = len(task.eval_docs) if cfg.limit is None else min(cfg.limit, len(task.eval_docs))
+                yield {**_record(_compute(model, one, cfg, done), task_name, cfg), "partial": True, "of": total}
+        return
+    if model.shortened:
+        print_note(f"warning: {name}: {model.shortened:,} contexts are longer than the model's {model.max_length:,} tokens and have lost their beginning")
+    for top in [name] if name in loaded["groups"] else loaded["tasks"]:
+        yield _record(results, top, cfg)
+
+
+def _compute(model: HarnessModel, loaded: LoadedTasks, cfg: EvaluateConfig, limit: int | None) -> dict[str, Any]:
+    """Return what lm_eval.simple_evaluate returns, without its report on the machine, which takes seconds."""
+    import numpy
+    import torch
+    from lm_eval import evaluator
+
+    random.seed(0)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+    for task in loaded["tasks"].values():
+        _set_shots(task, cfg.shots)
+    _show_preparation(loaded["tasks"], model, limit)
+    try:
+        with redirect_stdout(io.StringIO()):  # a bootstrap prints its name
+            results = evaluator.evaluate(
+                model,
+                loaded,
+                limit=limit,
+                bootstrap_iters=BOOTSTRAP_SAMPLES,
+                log_samples=False,
+                apply_chat_template=cfg.chat_template,
+                fewshot_as_multiturn=cfg.chat_template,
+            )
+    except (UserError, StopRequested):
+        raise
+    except Exception as error:  # what a task raises about its own rows, e.g. from its templates; the model's own errors are shown as they are
+        if model.is_computing:
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        message = f"the task cannot be run: {type(error).__name__}: {reason}"
+        raise UserError(message, f"tasks={list(loaded['tasks'])[:3]}", "correct the task file or its data, or leave the task out") from error
     assert results is not None
-    return dict(sorted(_flat(results["results"])))
+    return dict(results)
 
 
-def _flat(results: dict[str, dict[str, Any]]) -> list[tuple[str, float]]:
-    return [
-        (f"{task}/{name.removesuffix(',none')}", float(value))
-        for task, values in results.items()
-        for name, value in values.items()
-        if isinstance(value, (int, float)) and "stderr" not in name and name != "sample_len"
-    ]
+def _set_shots(task: Task, shots: int | None) -> None:
+    """Set the number of examples as lm_eval.simple_evaluate does."""
+    defined = task.get_config("num_fewshot")
+    if shots is not None and defined != 0:
+        task.set_config("num_fewshot", shots)
+    elif defined is None:
+        task.set_config("num_fewshot", 0)
+    task.set_fewshot_seed(SEED)
 
 
-def _print_progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{done:,} of {total:,} requests", end="\n" if done == total else "", file=sys.stderr, flush=True)
+def _show_preparation(tasks: dict[str, Task], model: HarnessModel, limit: int | None) -> None:
+    """Show how many documents have become requests, which takes minutes for large tasks. The user may stop it."""
+    for task in tasks.values():
+        vars(task).pop("fewshot_context", None)  # of an earlier call
+    if model.answers.is_complete:
+        return
+    progress, done = model.progress, 0
+    progress.begin("documents prepared", sum(len(task.eval_docs) if limit is None else min(limit, len(task.eval_docs)) for task in tasks.values()))
+
+    def counting(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare_document(*arguments: Any, **options: Any) -> Any:
+            nonlocal done
+            if progress.should_stop():
+                raise StopRequested
+            done += 1
+            progress.advance(done)
+            return prepare(*arguments, **options)
+
+        return prepare_document
+
+    for task in tasks.values():
+        vars(task)["fewshot_context"] = counting(task.fewshot_context)
+
+
+def _record(results: dict[str, Any], name: str, cfg: EvaluateConfig) -> Record:
+    """Return the record of a task or group from the results of the harness."""
+    record: Record = {"task": name, "shots": results["n-shot"].get(name), "limit": cfg.limit, "chat_template": cfg.chat_template}
+    members = [each for each in results["results"] if each != name and each in results["n-samples"]] if name not in results["n-samples"] else []
+    counts = {each: int(count["effective"]) for each, count in results["n-samples"].items()}
+    record |= {"n": counts.get(name, sum(counts.values())), "task_version": results["versions"].get(name), "lm_eval": harness_version()}
+    record["results"] = _values(results["results"][name])
+    if members:
+        record["members"] = {each: {"n": counts[each], **_values(results["results"][each])} for each in members}
+    return record
+
+
+def _values(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the metrics and their standard errors; one that a filter has computed has its name: `exact_match,strict-match`."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("sample_len", "sample_count")
+    }

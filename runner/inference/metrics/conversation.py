@@ -42,7 +42,7 @@ def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateCon
     first_turn and last_turn of each conversation.
     """
     template = ChatTemplate(trained.tokenizer)
-    waiting, done = _dialogues(examples), list[Dialogue]()
+    waiting, done = _dialogues(examples, cfg.batch_size), list[Dialogue]()
     shown = 0
     while batch := list(itertools.islice(waiting, cfg.batch_size)):
         done += batch
@@ -67,8 +67,8 @@ def conversation(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateCon
     }
 
 
-def _dialogues(examples: EvaluationSet) -> Iterator[Dialogue]:
-    for where, chat in examples.examples():
+def _dialogues(examples: EvaluationSet, batch_size: int) -> Iterator[Dialogue]:
+    for where, chat in examples.examples(batch_size):
         assert isinstance(chat, ChatExample)
         if not any(message["role"] == "assistant" for message in chat.messages):
             raise UserError("the conversation has no answer of the assistant", where, "add the expected answers, or delete the row")

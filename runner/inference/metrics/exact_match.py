@@ -18,7 +18,7 @@ from runner.inference.load import LoadedModel
 def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> MetricResults:
     """Fraction of conversations whose last answer the model generates greedily, without leading and trailing white space."""
     correct, wrong = 0, []
-    questions = _questions(trained, examples, cfg.max_new_tokens)
+    questions = _questions(trained, examples, cfg)
     while batch := list(itertools.islice(questions, cfg.batch_size)):
         for question, answer in zip(batch, generate_answers(trained, [question["prompt"] for question in batch], cfg.max_new_tokens), strict=True):
             if answer.strip() == question["expected"].strip():
@@ -30,16 +30,16 @@ def exact_match(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConf
     return {"exact_match": correct / (correct + len(wrong)), "right": correct, "rows": correct + len(wrong)}
 
 
-def _questions(trained: LoadedModel, examples: EvaluationSet, max_new_tokens: int) -> Iterator[dict[str, Any]]:
+def _questions(trained: LoadedModel, examples: EvaluationSet, cfg: EvaluateConfig) -> Iterator[dict[str, Any]]:
     """Split each conversation into the prompt and its last answer."""
     template = ChatTemplate(trained.tokenizer)
-    for where, chat in examples.examples():
+    for where, chat in examples.examples(cfg.batch_size):
         assert isinstance(chat, ChatExample)
         messages = chat.messages
         if messages[-1]["role"] != "assistant":
             raise UserError(f"the conversation ends with a message of the {messages[-1]['role']}", where, "end it with the expected answer")
         prompt = template.encode_prompt(messages[:-1], chat.tools)
-        check_prompt_length(trained, prompt, max_new_tokens, where)
+        check_prompt_length(trained, prompt, cfg.max_new_tokens, where)
         question = messages[-2]["content"] if len(messages) > 1 else ""
         yield {"where": where, "question": question, "expected": messages[-1]["content"], "prompt": prompt}
 

@@ -37,6 +37,7 @@ class ModelFacts:
     active: int  # that a token passes through; differs from `parameters` for a mixture of experts
     matrices: int  # trained numbers in hidden matrices
     largest_matrix: int  # numbers
+    quantized: int  # numbers of frozen matrices that have 4 bits each
     reference: int  # numbers of the frozen copy that a preference stage compares with; 0: none
     adapted: frozenset[str]  # names of the linear layers with an adapter
     adapter_rank: int
@@ -58,9 +59,10 @@ def model_facts(cfg: Config) -> ModelFacts:
 
     with torch.device("meta"):
         model = create_model(cfg.model)
-        objective = prepare_stage(cfg.stage, model)
+        objective = prepare_stage(cfg.stage, model, cfg.init_from)
     named = dict(model.named_parameters())
     matrices = [p.numel() for name, p in named.items() if p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    frozen = [p.numel() for name, p in named.items() if not p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
     inactive = 1 - experts_share(cfg.model)
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
@@ -70,6 +72,7 @@ def model_facts(cfg: Config) -> ModelFacts:
         active=parameters - round(inactive * experts),
         matrices=sum(matrices),
         largest_matrix=max(matrices, default=0),
+        quantized=sum(frozen) if cfg.stage.lora is not None and cfg.stage.lora.quantize else 0,
         reference=sum(p.numel() for extra in objective.extra_models for p in extra.parameters()),
         adapted=frozenset(name.split(".lora.")[0].rsplit(".", 1)[-1] for name in named if ".lora." in name),
         adapter_rank=cfg.stage.lora.rank if cfg.stage.lora is not None else 0,

@@ -12,7 +12,7 @@ from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("hf")
-def write_hf(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_hf(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], list[str]]:
     """A folder that AutoModelForCausalLM and AutoTokenizer of transformers 4 and 5 load."""
     if has_adapter(source.model):
         raise UserError("this run trained an adapter", "format=hf", "format=merged adds it to its base model, format=peft writes the adapter alone")

@@ -13,7 +13,7 @@ from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("merged")
-def write_merged(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_merged(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], list[str]]:
     """The same folder, of the base model with the adapter added to its weights in fp32."""
     from models.lora import merge_adapters
 

@@ -13,7 +13,7 @@ from runner.inference.load import LoadedModel
 
 
 @FORMATS.register("minimind")
-def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], str]:
+def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Callable[[], list[str]]:
     """model.pth as MiniMind's scripts read it (a state dict in float16), and the tokenizer."""
     import torch
 
@@ -36,12 +36,12 @@ def write_minimind(cfg: ExportSettings, source: LoadedModel, folder: Path) -> Ca
     torch.save(state, folder / "model.pth")
     copy_tokenizer_files(source.tokenizer.folder, folder)
 
-    def verify() -> str:
+    def verify() -> list[str]:
         round_weights(source.model, torch.float16)
         again = create_model(model_cfg).eval()
         load_into(again, read_pth(folder / "model.pth"), str(folder))
         difference = largest_difference(log_probs(again, source.tokenizer), log_probs(source.model, source.tokenizer))
         check_difference(difference, MAX_DIFFERENCE, "the file that was read again", f"to={cfg.to}")
-        return f"read again: largest difference of a log-probability {difference:.1g}, beside rounding to float16"
+        return [f"read again: largest difference of a log-probability {difference:.1g}, beside rounding to float16"]
 
     return verify

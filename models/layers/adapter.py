@@ -1,0 +1,166 @@
+"""Linear layers with low-rank adapters: LoRA (https://arxiv.org/abs/2106.09685), rsLoRA (https://arxiv.org/abs/2312.03732) and DoRA
+(https://arxiv.org/abs/2402.09353).
+
+An adapted layer keeps the name of its weight; the adapter's parameters are `<layer>.lora.<adapter>.A`, `.B` and, for DoRA, `.magnitude`.
+Shapes: I inputs, O outputs of the layer, r rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.config import LoraConfig
+from models.layers.chunked_loss import LMHead, linear_cross_entropy
+from models.layers.quantized import Linear4bit
+
+LORA_INIT_STD = 0.02
+
+
+class LoraAdapter(nn.Module):
+    """The update of a weight W: W + s B A, or with DoRA its rows scaled to the length `magnitude`. B is initialized to zero: a new adapter does
+    not change the model."""
+
+    magnitude: nn.Parameter | None
+
+    def __init__(self, weight: Tensor, cfg: LoraConfig) -> None:
+        """weight: (O, I) of the layer."""
+        super().__init__()
+        self.A = nn.Parameter(torch.empty(cfg.rank, weight.shape[1], device=weight.device).normal_(std=LORA_INIT_STD))
+        self.B = nn.Parameter(torch.zeros(weight.shape[0], cfg.rank, device=weight.device))
+        self.scale, self.dropout, self.cfg = cfg.scale, nn.Dropout(cfg.dropout), cfg
+        self.magnitude = nn.Parameter(_row_lengths(weight, self.A, self.B, self.scale)) if cfg.dora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return s B A x. (..., I) -> (..., O)."""
+        return self.scale * F.linear(F.linear(x, self.A), self.B)
+
+    def row_factors(self, weight: Tensor) -> Tensor:
+        """Return the factor of each row of W + s B A: magnitude / length (O,). The length counts as constant, as in section 4.3 of the paper."""
+        assert self.magnitude is not None
+        return self.magnitude.float() / _row_lengths(weight, self.A, self.B, self.scale)
+
+
+@torch.no_grad()
+def _row_lengths(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    with torch.autocast(weight.device.type, enabled=False):
+        return torch.linalg.norm(weight.float() + scale * (B.float() @ A.float()), dim=1)
+
+
+def merged_weight(weight: Tensor, A: Tensor, B: Tensor, magnitude: Tensor | None, scale: float) -> Tensor:
+    """Return the weight (O, I) with an adapter added."""
+    updated = weight + scale * (B @ A)
+    return updated if magnitude is None else (magnitude / _row_lengths(weight, A, B, scale))[:, None] * updated
+
+
+class LoraLayer(nn.Module):
+    """Mixin of a linear layer: named adapters, of which at most one is active."""
+
+    lora: nn.ModuleDict
+    active_adapter: str | None
+
+    def add(self, name: str, cfg: LoraConfig) -> None:
+        self.lora[name] = LoraAdapter(linear_weight(self), cfg).train(self.training)
+
+    def active(self) -> LoraAdapter | None:
+        adapter = None if self.active_adapter is None else self.lora[self.active_adapter]
+        assert adapter is None or isinstance(adapter, LoraAdapter)
+        return adapter
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        adapter = self.active()
+        if adapter is None:
+            return y
+        dropped = adapter.dropout(x)
+        if adapter.magnitude is None:
+            return y + adapter(dropped)
+        weight, bias = linear_weight(self), getattr(self, "bias", None)
+        factors = adapter.row_factors(weight)
+        if self.training and adapter.dropout.p:
+            product = F.linear(dropped, weight)  # dropout changes the input of the product W x, too
+        else:
+            product = y if bias is None else y - bias
+        return y + ((factors - 1).to(y.dtype) * product + factors.to(y.dtype) * F.linear(F.linear(dropped, adapter.A), adapter.B) * adapter.scale)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the active adapter to the weight and remove it."""
+        if (adapter := self.active()) is not None:
+            assert not isinstance(self, Linear4bit)  # commands that merge load the base model without quantization
+            weight = linear_weight(self)
+            weight.copy_(merged_weight(weight, adapter.A, adapter.B, adapter.magnitude, adapter.scale))
+            del self.lora[self.active_adapter or ""]
+            self.active_adapter = None
+
+
+class LoraLinear(LoraLayer, nn.Linear):
+    pass
+
+
+class LoraHead(LoraLayer, LMHead):
+    """Output layer with adapters: its loss is that of one wider product, W x + s B h = [W B] [x, s h] with h = A dropout(x)."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        adapter = self.active()
+        if adapter is None:
+            return linear_cross_entropy(x, self.weight, labels, reduction)
+        dropped = adapter.dropout(x)
+        h = (adapter.scale * F.linear(dropped, adapter.A)).to(x.dtype)
+        if adapter.magnitude is None:
+            return linear_cross_entropy(torch.cat([x, h], dim=-1), torch.cat([self.weight, adapter.B], dim=1), labels, reduction)
+        factors = adapter.row_factors(self.weight)[:, None]  # DoRA: W x + (f - 1) W dropout(x) + f s B h
+        wide = torch.cat([self.weight, (factors - 1) * self.weight, factors * adapter.B], dim=1)
+        return linear_cross_entropy(torch.cat([x, dropped, h], dim=-1), wide, labels, reduction)
+
+
+ADAPTABLE: tuple[type[nn.Module], ...] = (nn.Linear, LMHead, Linear4bit)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether `layer` is the linear layer of GPT-2, which stores its weight as (I, O): PEFT's fan_in_fan_out."""
+    return any(cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(layer).__mro__)
+
+
+def is_adaptable(layer: nn.Module) -> bool:
+    """Return whether `layer` can have adapters: subclasses of nn.Linear may compute something else than a product."""
+    return isinstance(layer, LoraLayer) or type(layer) in ADAPTABLE or (is_transposed(layer) and type(layer).__name__ == "Conv1D")
+
+
+def adapt(layer: nn.Module) -> LoraLayer:
+    """Change the class of `layer` in place to one with adapters: the module and the name of its weight stay."""
+    if not isinstance(layer, LoraLayer):
+        layer.__class__ = adapted_class(type(layer))
+        assert isinstance(layer, LoraLayer)
+        layer.lora, layer.active_adapter = nn.ModuleDict(), None
+    return layer
+
+
+ADAPTED: dict[type[nn.Module], type[LoraLayer]] = {nn.Linear: LoraLinear, LMHead: LoraHead}
+
+
+def adapted_class(cls: type[nn.Module]) -> type[LoraLayer]:
+    if cls not in ADAPTED:
+        ADAPTED[cls] = type(f"Lora{cls.__name__}", (LoraLayer, cls), {})
+    return ADAPTED[cls]
+
+
+def linear_weight(layer: nn.Module) -> Tensor:
+    """Return the weight (O, I); of a quantized layer a copy."""
+    if isinstance(layer, Linear4bit):
+        return layer.dequantized()
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return weight.T if is_transposed(layer) else weight
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, int]:
+    """Return (O, I)."""
+    weight: Any = layer.weight
+    rows, columns = weight.quant_state.shape if isinstance(layer, Linear4bit) else weight.shape
+    return (columns, rows) if is_transposed(layer) else (rows, columns)

@@ -1,0 +1,96 @@
+"""Which layers of a model get an adapter: `stage.lora.targets`, with the names that PEFT gives to target_modules."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from common.errors import UserError
+from models.layers.adapter import is_adaptable, is_transposed
+from models.layers.chunked_loss import LMHead
+
+ALL_LINEAR = "all-linear"  # in stage.lora.targets, as in PEFT
+PATTERN = "re:"  # a target that is a regular expression of a whole path, as PEFT's target_modules is if it is a string
+MAX_LISTED = 6  # names that a message has
+
+
+class LinearLayers(NamedTuple):
+    adaptable: dict[str, nn.Module]  # by path
+    heads: frozenset[str]  # paths of output layers, which all-linear leaves out
+    refused: dict[str, str]  # path of a layer, or of a weight of one, that computes products without an adapter -> reason
+
+
+def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> LinearLayers:
+    embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    adaptable, heads, refused = {}, set(), {}
+    for path, module in model.named_modules():
+        if ".lora." in path:
+            continue
+        if is_adaptable(module):
+            if any(module.weight is embedding for embedding in embeddings):
+                refused[path] = "shares its weight with the embedding, which merging would change"
+                continue
+            adaptable[path] = module
+            if module is output_layer or isinstance(module, LMHead):
+                heads.add(path)
+        elif isinstance(module, nn.Linear) or is_transposed(module):
+            refused[path] = f"is a {type(module).__name__}, which may compute more than a product"
+        elif not isinstance(module, _ConvNd):
+            stacked = (name for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3)
+            refused |= {f"{path}.{name}": "is one weight of all experts, not a linear layer of each" for name in stacked}
+    return LinearLayers(adaptable, frozenset(heads), refused)
+
+
+def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Module]:
+    """Return the layers that `targets` name, in the order of the model. Raises UserError for a target that names none."""
+    if ALL_LINEAR in targets and len(targets) > 1:
+        raise _error(layers, targets, f"{ALL_LINEAR} stands alone in stage.lora.targets")
+    if not targets:
+        raise _error(layers, targets, "stage.lora.targets is empty")
+    unknown = [target for target in targets if not any(_matches(target, path, layers) for path in layers.adaptable)]
+    if unknown:
+        for target in unknown:
+            if reason := next((f"{path} {reason}" for path, reason in layers.refused.items() if _matches(target, path, layers)), None):
+                raise _error(layers, targets, f"stage.lora.targets has {target}, but {reason}")
+        raise _error(layers, targets, f"unknown layers in stage.lora.targets: {', '.join(unknown)}")
+    return {path: layer for path, layer in layers.adaptable.items() if any(_matches(target, path, layers) for target in targets)}
+
+
+def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
+    """Return a line that names what all-linear leaves out beside the output layer; None for nothing."""
+    left_out = {path.rsplit(".", 1)[-1]: reason for path, reason in layers.refused.items() if path not in layers.heads and "shares its weight" not in reason}
+    if targets != [ALL_LINEAR] or not left_out:
+        return None
+    name, reason = next(iter(left_out.items()))
+    return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED])}: {name} {reason}; its weights stay as they are"
+
+
+def short_names(layers: LinearLayers, paths: set[str]) -> list[str]:
+    """Return what names exactly `paths`: last parts of the paths if they name no other layer, else the paths."""
+    names = {path.rsplit(".", 1)[-1] for path in paths}
+    named = {path for path in [*layers.adaptable, *layers.refused] if path.rsplit(".", 1)[-1] in names}
+    return sorted(names if named <= paths else paths)
+
+
+def _matches(target: str, path: str, layers: LinearLayers) -> bool:
+    if target == ALL_LINEAR:
+        return path in layers.adaptable and path not in layers.heads
+    if target.startswith(PATTERN):
+        try:
+            return re.fullmatch(target.removeprefix(PATTERN), path) is not None
+        except re.error as error:
+            raise UserError(f"{target} is no regular expression: {error}", f"stage.lora.targets=[{target}]", f"e.g. {PATTERN}.*(q|v)_proj") from error
+    return path == target or path.endswith(f".{target}")
+
+
+def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
+    allowed = sorted({path.rsplit(".", 1)[-1] for path in layers.adaptable})
+    fix = (
+        f"stage.lora.targets=[{ALL_LINEAR}] is every linear layer but the output layer, or e.g. stage.lora.targets=[{allowed[-1]}]"
+        if allowed
+        else "stage.lora=null"
+    )
+    return UserError(f"{message}; adapters can be added to {', '.join(allowed) or 'no layer of this model'}", f"stage.lora.targets={targets}", fix)

@@ -1,0 +1,134 @@
+"""How a model of transformers generates: with its cache and in batches where a probe with the weights at hand finds that exact, else more slowly.
+
+The reference is the whole text of one row, computed at once without a cache. Shapes: B rows, T tokens, C tokens with the cached ones, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from models.transformers_adapter.kernels import Probe
+
+PROBED_STEPS = 3  # forward passes of a text with a cache: its beginning, then single tokens
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rotary embeddings whose frequencies change where the longest row exceeds a length
+
+
+class GenerationMethod(NamedTuple):
+    has_cache: bool  # False: the whole text is computed again for each token
+    in_batches: bool  # False: rows of different lengths are generated one by one
+
+
+class LengthDependence(NamedTuple):
+    """Rotary embeddings that depend on the number of tokens."""
+
+    length: int  # tokens; up to it they do not
+    at_each_token: bool  # beyond it they change with each token (dynamic); False: once (longrope)
+
+    def invalidates_cache(self, before: int, after: int) -> bool:
+        """Return whether keys that are cached from `before` tokens are not those of `after` tokens."""
+        return after > self.length and (self.at_each_token or before <= self.length)
+
+
+class TransformersCache:
+    """Keys, values and recurrent states of the tokens computed so far, as transformers stores them."""
+
+    def __init__(self, hf_config: Any, has_cache: bool = True) -> None:
+        self.hf_config, self.has_cache = hf_config, has_cache
+        self.states = DynamicCache(config=hf_config)
+        self.length = 0  # cached tokens per row
+        self.ids: Tensor | None = None  # (B, length) where they may have to be computed again
+
+
+def generation_step(hf: Any, accepted: frozenset[str], ids: Tensor, position_ids: Tensor | None, mask: Tensor | None, cache: TransformersCache) -> Tensor:
+    """Return the logits (B, 1, V) of the last token. The last row of `mask` (B, 1, T, C) tells which of all tokens are no padding."""
+    arguments: dict[str, Any] = {"attention_mask": None if mask is None else mask[:, 0, -1].expand(len(ids), -1).long(), "logits_to_keep": 1}
+    dependence = length_dependence(cache.hf_config)
+    total = cache.length + ids.shape[1]
+    if dependence is not None or not cache.has_cache:
+        cache.ids = ids if cache.ids is None else torch.cat([cache.ids, ids], dim=1)
+        if not cache.has_cache or (cache.length and dependence is not None and dependence.invalidates_cache(cache.length, total)):
+            ids, position_ids, cache.states = cache.ids, None, DynamicCache(config=cache.hf_config)  # no row is padded
+    if cache.has_cache:
+        arguments |= {"past_key_values": cache.states, "use_cache": True, "position_ids": position_ids}
+    else:
+        arguments["use_cache"] = False
+    logits: Tensor = hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
+    cache.length = total
+    return logits[:, -1:]
+
+
+def length_dependence(config: Any) -> LengthDependence | None:
+    """Return how the rotary embeddings of a configuration of transformers depend on the length of the text, None if they do not."""
+    text = config.get_text_config(decoder=True)
+    found = [settings for settings in _rope_settings(getattr(text, "rope_parameters", None)) if settings["rope_type"] in LENGTH_DEPENDENT_ROPES]
+    if not found:
+        return None
+    lengths = [settings.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or 0 for settings in found]
+    return LengthDependence(min(lengths), any(settings["rope_type"] == "dynamic" for settings in found))
+
+
+def _rope_settings(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of rotary embeddings: one set, or one of each layer type."""
+    if isinstance(value, dict):
+        if "rope_type" in value:
+            yield value
+        for inner in value.values():
+            yield from _rope_settings(inner)
+
+
+@torch.no_grad()
+def choose_generation(model: Any, has_cache: bool) -> GenerationMethod:
+    """Return the fastest method that gives the log-probabilities of single rows without a cache.
+
+    `model`: a TransformersModel, which may be sharded: it is called as a whole. `has_cache`: whether its class of transformers takes a cache.
+    """
+    probe = GenerationProbe(model)
+    if not has_cache or not probe.has_exact_cache():
+        return GenerationMethod(has_cache=False, in_batches=False)
+    return GenerationMethod(has_cache=True, in_batches=probe.has_exact_batches())
+
+
+class GenerationProbe(Probe):
+    """Rows of random tokens, generated as far as their last PROBED_STEPS tokens and compared with the log-probabilities of the whole rows."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        super().__init__(model.hf)
+        ends = torch.tensor([len(row) for row in self.rows]).cumsum(0).tolist()
+        self.expected = torch.stack([self.reference[end - PROBED_STEPS : end] for end in ends])  # (B, PROBED_STEPS, V)
+
+    def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
+        logits: Tensor = self.model(ids).logits
+        return logits.float().log_softmax(-1)
+
+    def has_exact_cache(self) -> bool:
+        try:
+            found = torch.cat([self._steps([row]) for row in self.rows])
+        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError):  # a model with a cache of another class
+            return False
+        return self._is_expected(found)
+
+    def has_exact_batches(self) -> bool:
+        return self._is_expected(self._steps(self.rows))
+
+    def _is_expected(self, values: Tensor) -> bool:
+        return bool((values - self.expected).abs().max() <= self.tolerance)  # False for NaN
+
+    def _steps(self, rows: list[Tensor]) -> Tensor:
+        """Return the log-probabilities (B, PROBED_STEPS, V) after the last tokens of `rows`, which are padded on the left and generated with a cache."""
+        T = max(map(len, rows))
+        ids = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0)) for row in rows])
+        is_token = torch.stack([torch.arange(T, device=ids.device) >= T - len(row) for row in rows])  # (B, T)
+        positions = (is_token.cumsum(-1) - 1).clamp(min=0)
+        cache = TransformersCache(self.hf.config)
+        found = []
+        for end in range(T - PROBED_STEPS + 1, T + 1):
+            new = slice(cache.length, end)
+            logits = self.model(ids[:, new], position_ids=positions[:, new], mask=is_token[:, None, None, :end], cache=cache).logits
+            found.append(logits.float().log_softmax(-1))
+        return torch.cat(found, dim=1)

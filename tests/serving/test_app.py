@@ -1,0 +1,195 @@
+"""The HTTP interface, in this process: answers are those of the model, what is not supported or hostile is refused in the form of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from data.tokenize.chat_template import ChatTemplate
+from models.generate import generate
+from runner.inference.load import LoadedModel
+
+pytest.importorskip("fastapi", reason="part of the extra serve")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Where does Tolo live? 托洛 🐐"}]
+
+
+def ask(http: Any, path: str = COMPLETIONS, **fields: Any) -> dict[str, Any]:
+    fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"temperature": 0, "max_tokens": 12} | fields
+    answer = http.post(path, json=fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(http: Any, path: str = COMPLETIONS, **fields: Any) -> list[dict[str, Any]]:
+    fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"temperature": 0, "max_tokens": 12, "stream": True} | fields
+    lines = [line for line in http.post(path, json=fields).text.split("\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def greedy(trained: LoadedModel, ids: list[int], tokens: int = 12) -> list[int]:
+    stop_ids = list(trained.tokenizer.stop_ids)
+    return generate(trained.model, [ids], max_new_tokens=tokens, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=stop_ids)[0]
+
+
+def test_serve_answers_chats_as_the_model_does(http: Any, trained: LoadedModel) -> None:
+    prompt = ChatTemplate(trained.tokenizer).encode_prompt(MESSAGES)
+    expected = greedy(trained, prompt)
+    answer = ask(http, CHAT)
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": trained.tokenizer.decode(expected), "refusal": None}
+    assert answer["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": len(expected), "total_tokens": len(prompt) + len(expected)}
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["small"] and http.get("/v1/models/small").json()["id"] == "small"
+
+
+def test_serve_streams_the_text_and_usage_of_the_whole_answer(http: Any) -> None:
+    whole, chunks = ask(http, CHAT), events(http, CHAT, stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant" and chunks[-1]["usage"] == whole["usage"]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1]) == whole["choices"][0]["message"]["content"]
+    assert chunks[-2]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
+    texts = [chunk["choices"][0] for chunk in events(http, prompt=["Tolo", "Mina"])]
+    for i, choice in enumerate(ask(http, prompt=["Tolo", "Mina"])["choices"]):
+        assert "".join(each["text"] for each in texts if each["index"] == i) == choice["text"]
+
+
+def test_serve_ends_at_stop_texts_across_tokens_and_streams_none_of_them(http: Any) -> None:
+    whole = ask(http)["choices"][0]["text"]
+    stop = whole[4:9]
+    choice = ask(http, stop=[stop, "never"])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert "".join(chunk["choices"][0]["text"] for chunk in events(http, stop=stop)) == choice["text"]
+
+
+def test_serve_samples_each_choice_by_its_seed_whatever_is_generated_with_it(http: Any) -> None:
+    def sample(**fields: Any) -> list[str]:
+        return [choice["text"] for choice in ask(http, temperature=1.5, top_p=0.95, **fields)["choices"]]
+
+    first = sample(seed=1, n=2)
+    assert first == sample(seed=1, n=2) and first[0] != first[1] and first[1] == sample(seed=2)[0]
+    assert sample(seed=1, prompt=["Where does Mina live?", "Tolo"])[1] == first[0]
+
+
+def test_serve_gives_log_probabilities_of_the_model(http: Any, trained: LoadedModel) -> None:
+    ids = trained.tokenizer.encode("Tolo lives in Hale. 托洛 🐐")
+    log_probs = trained.model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+    expected = [float(log_probs[i, token]) for i, token in enumerate(ids[1:])]
+    scored = ask(http, prompt=ids, max_tokens=1, logprobs=7, echo=True)["choices"][0]["logprobs"]
+    assert scored["token_logprobs"][0] is None and len(scored["tokens"]) == len(ids) + 1 and len(scored["top_logprobs"][1]) == 7
+    assert scored["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    assert max(scored["top_logprobs"][1].values()) == pytest.approx(float(log_probs[0].max()), abs=1e-4)
+    answer = ask(http, CHAT, logprobs=True, top_logprobs=2)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert len(content) == answer["usage"]["completion_tokens"]
+    assert all(token["logprob"] == token["top_logprobs"][0]["logprob"] for token in content), "greedy decoding takes the likeliest token"
+
+
+REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
+    (COMPLETIONS, {"presence_penalty": 1.0}, "presence_penalty=1.0 is not supported", "presence_penalty"),
+    (COMPLETIONS, {"logit_bias": {"5": 1}}, "logit_bias", "logit_bias"),
+    (COMPLETIONS, {"frobnicate": "x"}, "frobnicate", "frobnicate"),
+    (COMPLETIONS, {"max_tokens": 1000}, "this model has 256 positions", None),
+    (COMPLETIONS, {"max_tokens": -1}, "greater than or equal to 0", "max_tokens"),
+    (COMPLETIONS, {"prompt": [6400]}, "token ids must be in", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": [[1], []]}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 1025}, "at most 1,024", None),
+    (COMPLETIONS, {"top_p": 0}, "greater than 0", "top_p"),
+    (COMPLETIONS, {"temperature": -1}, "greater than or equal to 0", "temperature"),
+    (COMPLETIONS, {"seed": 2**64}, "less than", "seed"),
+    (COMPLETIONS, {"stop": ""}, "at least 1 character", "stop"),
+    (COMPLETIONS, {"stream": True, "echo": True}, "echo and logprobs are not supported with stream=true", None),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "with stream=true only", None),
+    (CHAT, {"messages": [{"role": "visitor", "content": "a"}]}, "role must be one of", "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "only text", "messages"),
+    (CHAT, {"messages": []}, "at least 1 item", "messages"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "response_format"),
+    (CHAT, {"tool_choice": "required"}, "'auto' or 'none'", "tool_choice"),
+    (CHAT, {"max_completion_tokens": 3}, "differ", None),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "message", "param"), REFUSED, ids=[f"{next(iter(row[1]))}-{i}" for i, row in enumerate(REFUSED)])
+def test_serve_refuses_what_it_does_not_answer(http: Any, path: str, fields: dict[str, Any], message: str, param: str | None) -> None:
+    fields = ({"messages": MESSAGES} if path == CHAT else {"prompt": "Tolo"}) | {"max_tokens": 2} | fields
+    answer = http.post(path, json=fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert message in error["message"]
+
+
+def test_serve_accepts_fields_that_ask_for_nothing(http: Any) -> None:
+    neutral = {"presence_penalty": 0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}, "user": "me", "seed": None, "top_p": None, "n": 1}
+    assert ask(http, CHAT, **neutral)["choices"] == ask(http, CHAT)["choices"]
+
+
+HOSTILE: list[tuple[bytes, dict[str, str], int]] = [
+    (b"{", {}, 400),
+    (b"[1]", {}, 400),
+    (b'{"prompt": "a", "temperature": NaN}', {}, 400),
+    (b'{"prompt": "a", "temperature": 1e999}', {}, 400),
+    (b'{"prompt": "a", "prompt": "b"}', {}, 400),
+    (b'{"prompt": "\xff\xfe"}', {}, 400),
+    (b'{"prompt": "\\ud800"}', {}, 400),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}, 400),
+    (b" " * ((4 << 20) + 1), {}, 413),
+    (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415),
+    (b'{"prompt": "a"}', {"Host": "attacker.example"}, 403),
+    (b'{"prompt": "a"}', {"Origin": "https://attacker.example"}, 403),
+    (b'{"prompt": "a"}', {"Origin": "null"}, 403),
+    (b'{"prompt": "a", "model": "gpt\\u001b[2J"}', {}, 404),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "status"), HOSTILE, ids=[f"{i}-{row[2]}" for i, row in enumerate(HOSTILE)])
+def test_serve_refuses_hostile_requests_in_the_form_of_openai(http: Any, body: bytes, headers: dict[str, str], status: int) -> None:
+    answer = http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"} | headers)
+    assert answer.status_code == status and set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    assert "\x1b" not in answer.text
+
+
+def test_serve_refuses_bodies_without_a_length_beyond_the_limit(http: Any) -> None:
+    answer = http.post(COMPLETIONS, content=(b" " * (1 << 20) for _ in range(5)), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+
+
+def test_serve_names_its_paths_where_there_is_none(http: Any) -> None:
+    assert (http.get("/v2").status_code, http.get(CHAT).status_code) == (404, 405)
+    assert "/v1/chat/completions" in http.get("/v2").json()["error"]["message"]
+
+
+def test_serve_answers_under_all_loopback_names_and_from_its_own_pages(http: Any) -> None:
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:80", "LOCALHOST"):
+        assert http.get("/health", headers={"Host": host, "Origin": "http://localhost:8000"}).json() == {"status": "ok"}
+    assert not any(name.startswith("access-control") for name in http.get("/health").headers)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "secret", "Basic secret", "Bearer sécret"])
+def test_serve_answers_nothing_without_the_key(queue: Any, header: str | None) -> None:
+    from starlette.testclient import TestClient
+
+    from runner.serving.app import create_app
+
+    client = TestClient(create_app(queue, "small", 16, "secret"))
+    for path in ("/v1/models", "/anything"):
+        answer = client.get(path, headers={"Authorization": header.encode()} if header else {})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert client.get("/v1/models", headers={"Authorization": "bearer secret"}).status_code == 200
+    assert client.get("/health").status_code == 200
+
+
+def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(queue: Any, http: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.serving import generation
+
+    def fail(*arguments: Any, **settings: Any) -> None:
+        raise RuntimeError("/private/path")
+
+    monkeypatch.setattr(generation, "generate", fail)
+    answer = http.post(COMPLETIONS, json={"prompt": "a"})
+    assert answer.status_code == 500 and "private" not in answer.text
+    monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(generation.QueueFullError))
+    answer = http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")

@@ -1,0 +1,115 @@
+"""The queue of the server: what is batched, cancelled, refused and stopped."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from models.generate import generate
+from runner.inference.load import LoadedModel
+
+pytest.importorskip("uvicorn", reason="part of the extra serve")
+
+from runner.serving.answers import Answer, Sampling, Score, Work
+from runner.serving.generation import GenerationQueue, QueueFullError, StoppingError
+from runner.serving.tool_calls import split_tool_calls
+
+GREEDY = Sampling(8, temperature=0)
+
+
+class BlockedQueue(GenerationQueue):
+    """Computes nothing until `open` is set; notes the sizes of its batches."""
+
+    def __init__(self, trained: LoadedModel, **settings: int) -> None:
+        self.open, self.entered, self.sizes = threading.Event(), threading.Event(), list[int]()
+        super().__init__(trained, **settings)
+
+    def _compute(self, batch: list[Work]) -> None:
+        self.entered.set()
+        assert self.open.wait(60)
+        self.sizes.append(len(batch))
+        super()._compute(batch)
+
+
+def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any = lambda: None) -> list[Work]:
+    """Compute `works`, which all wait while `blocker` is computed; return them in the order of their ends."""
+    ended: list[Work] = []
+    done = threading.Semaphore(0)
+    for work in (blocker, *works):
+        work.on_end = lambda work=work: (ended.append(work), done.release())
+    queue.submit([blocker])
+    assert queue.entered.wait(60)
+    queue.submit(works)
+    before_open()
+    queue.open.set()
+    for _ in range(1 + sum(not work.is_cancelled for work in works)):
+        assert done.acquire(timeout=60)
+    queue.close()
+    return ended[1:]
+
+
+def test_queue_batches_answers_with_equal_settings_without_changing_them(trained: LoadedModel) -> None:
+    prompts = [trained.tokenizer.encode(text) for text in ("Tolo", "Where does Mina live?", "米娜", "def f(x):")]
+    works = [Answer(prompt=prompt, sampling=GREEDY) for prompt in prompts]
+    other = Answer(prompt=prompts[0], sampling=Sampling(3, temperature=0))
+    queue = BlockedQueue(trained, max_batch=3, max_waiting=10)
+    run(queue, Score(ids=prompts[1]), [works[0], other, *works[1:]])
+    alone = [generate(trained.model, [p], max_new_tokens=8, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])[0] for p in prompts]
+    assert [work.ids for work in works] == alone and other.ids == alone[0][:3]
+    assert queue.sizes == [1, 3, 1, 1], "the score, three answers that go past another, that one, the fourth answer"
+
+
+def test_queue_skips_cancelled_answers_and_refuses_too_many(trained: LoadedModel) -> None:
+    prompt = trained.tokenizer.encode("Tolo")
+    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(3)]
+    queue = BlockedQueue(trained, max_batch=1, max_waiting=3)
+
+    def refuse_and_cancel() -> None:
+        with pytest.raises(QueueFullError):
+            queue.submit([Answer(prompt=prompt, sampling=GREEDY)])
+        works[1].is_cancelled = True
+
+    assert run(queue, Score(ids=prompt), works, refuse_and_cancel) == [works[0], works[2]]
+    assert works[1].ids == [] and queue.sizes == [1, 1, 1]
+
+
+def test_queue_ends_a_cancelled_answer_at_the_next_token_and_the_short_one_before_the_long(trained: LoadedModel) -> None:
+    prompt = trained.tokenizer.encode("Tolo")
+    endless, other = (Answer(prompt=prompt, sampling=Sampling(200, temperature=0)) for _ in range(2))
+    endless.on_text = lambda text: setattr(endless, "is_cancelled", True)
+    first = generate(trained.model, [prompt], max_new_tokens=6, temperature=0, top_k=0, top_p=1, repetition_penalty=1, stop_ids=[])[0]
+    other.stops = (trained.tokenizer.decode(first)[-1],)
+    passes: list[object] = []
+    hook = trained.model.register_forward_hook(lambda *_: passes.append(None))
+    ended = run(BlockedQueue(trained, max_batch=2, max_waiting=9), Score(ids=prompt), [endless, other])
+    hook.remove()
+    assert ended[0] is other and other.finish_reason == "stop" and len(other.ids) <= 6
+    assert len(endless.ids) <= 20 and endless.finish_reason is None and len(passes) <= 22, "the score, the prompt, the tokens"
+
+
+def test_queue_gives_an_error_to_what_waits_when_it_stops(trained: LoadedModel) -> None:
+    prompt = trained.tokenizer.encode("Tolo")
+    works = [Answer(prompt=prompt, sampling=GREEDY) for _ in range(2)]
+    queue = BlockedQueue(trained, max_batch=1, max_waiting=9)
+    run(queue, Score(ids=prompt), works, lambda: setattr(queue, "is_stopping", True))
+    assert all(isinstance(work.error, StoppingError) for work in works)
+
+
+def test_answer_streams_nothing_that_a_stop_text_may_begin() -> None:
+    sent: list[str] = []
+    answer = Answer(stops=("END.", "###"), on_text=sent.append)
+    for piece in ("one E", "ND", " two #", "#", "# three"):
+        answer.add(piece)
+    answer.end("length")
+    assert ("".join(sent), answer.text, answer.finish_reason) == ("one END two ", "one END two ", "stop")
+    assert "".join(sent[:2]) == "one " + "END two "
+
+
+def test_tool_calls_are_split_from_the_text_and_broken_ones_stay() -> None:
+    text = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": {"c": 2}}}\n</tool_call><tool_call>{"name": 1}</tool_call>'
+    content, calls = split_tool_calls(text)
+    assert content == 'Let me see.\n<tool_call>{"name": 1}</tool_call>'
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1, "b": {"c": 2}}'}]
+    assert split_tool_calls(" plain ") == (" plain ", [])
