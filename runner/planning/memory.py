@@ -22,6 +22,7 @@ LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0
+CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay, of any size
 PARTS = (
     "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "allocator", "checkpoint copy", "process and data",
 )  # fmt: skip
@@ -96,7 +97,12 @@ def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
     largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
     saved = saved_per_layer(layer, shape, how)
     freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
-    return round(layer.layers * max(saved, freed) * min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20))
+    share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
+    if not how.trains_all:
+        share = ADAPTER_HOLES
+    elif how.checkpointing != "none":
+        share = CHECKPOINTING_HOLES
+    return round(layer.layers * max(saved, freed) * share)
 
 
 def _trains_head(how: Computation) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SAMPLED_STEPS = 32  # whose padding is measured
 SAMPLED_SEQUENCES = 256  # packed sequences among which the longest are searched
+SEARCHED_STEPS = 5000  # whose micro-batches are compared; a longer run is taken to meet the longest sequences together
 LENGTHS_PER_READ = 1 << 16  # rows
 
 
@@ -77,7 +78,8 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     loader = build_loader(pipeline.train, cfg, tokenizer, per_step, 0, ranks)
     stores = {id(part.store): part.store for part in getattr(pipeline.train.rows, "sources", ())}
     cut = measure_truncation((store.stats for store in stores.values()), cfg.data.max_length)
-    batch = longest_batch(loader)
+    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    batch = longest_batch(loader, steps)
     rows, length = batch.input_ids.shape
     shape = BatchShape(rows, length, is_packed=batch.document_ids is not None)
     sequences = pipeline.train
@@ -89,12 +91,12 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
         loss_tokens=cut.total - cut.lost,
         held_out=pipeline.held_out,
         steps_per_epoch=loader.steps_per_epoch,
-        steps=cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch,
+        steps=steps,
         micro_batches=math.ceil(min(per_step, len(sequences)) / (ranks * cfg.train.batch_size)),
         sequences_per_step=min(per_step, len(sequences)),
         eval_batches=math.ceil(len(pipeline.val) / (cfg.train.batch_size * ranks)) if pipeline.val else 0,
         shape=shape,
-        padding=1.0 if shape.is_packed else _usual_tokens(loader, shape),
+        padding=1.0 if shape.is_packed else _usual_tokens(loader, steps),
         lost_share=cut.share,
         lost_tokens=cut.lost,
         keeping_length=cut.limit,
@@ -102,8 +104,8 @@ def data_facts(cfg: Config, pipeline: DataPipeline, tokenizer: Tokenizer, ranks:
     )
 
 
-def longest_batch(loader: StepLoader) -> Batch:
-    """Return the micro-batch of the longest sequences."""
+def longest_batch(loader: StepLoader, steps: int) -> Batch:
+    """Return the largest micro-batch of the first `steps` steps; where these are many, that of the longest sequences of the data."""
     import numpy as np
 
     from data.batching.packing import PackedSequences
@@ -114,8 +116,15 @@ def longest_batch(loader: StepLoader) -> Batch:
         chosen = sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count]
         return loader.collate(chosen)
     lengths = _all_lengths(loader)
-    longest = np.argpartition(lengths, len(lengths) - count)[-count:]
-    return loader.collate([sequences[int(i)] for i in longest])
+    if steps > SEARCHED_STEPS:
+        return loader.collate([sequences[int(i)] for i in np.argpartition(lengths, len(lengths) - count)[-count:]])
+    largest, chosen = -1, np.arange(count)
+    for step in range(steps):
+        mine = loader.sampler.indices(*divmod(step, loader.steps_per_epoch))[loader.rank :: loader.world_size]
+        for rows in (mine[i : i + loader.batch_size] for i in range(0, len(mine), loader.batch_size)):
+            if (size := int(lengths[rows].max()) * len(rows)) > largest:
+                largest, chosen = size, rows
+    return loader.collate([sequences[int(i)] for i in chosen])
 
 
 def _all_lengths(loader: StepLoader):
@@ -129,12 +138,11 @@ def _count_tokens(loader: StepLoader) -> int:
     return int(_all_lengths(loader).sum())
 
 
-def _usual_tokens(loader: StepLoader, shape: BatchShape) -> float:
-    """Return the mean of (rows * longest row) over the micro-batches of some steps, as a share of the largest."""
+def _usual_tokens(loader: StepLoader, steps: int) -> float:
+    """Return the mean of (rows * longest row) over the micro-batches of some steps, as a share of the largest of them."""
     lengths, sizes = _all_lengths(loader), []
-    largest = max(1, int(lengths.max()))  # of a preference pair: both sequences
-    stride = max(1, loader.steps_per_epoch // SAMPLED_STEPS)
-    for step in range(0, loader.steps_per_epoch, stride):
+    steps = min(steps, loader.steps_per_epoch)
+    for step in range(0, steps, max(1, steps // SAMPLED_STEPS)):
         mine = lengths[loader.sampler.indices(0, step)]
         sizes += [int(mine[i : i + loader.batch_size].max()) * len(mine[i : i + loader.batch_size]) for i in range(0, len(mine), loader.batch_size)]
-    return min(1.0, sum(sizes) / len(sizes) / (largest * min(loader.batch_size, len(lengths))))
+    return sum(sizes) / len(sizes) / max(sizes)

@@ -70,7 +70,7 @@ def time_steps(state: "TrainState") -> dict[str, Any]:
 
     cfg, seconds, started = state.cfg, list[float](), time.perf_counter()
     micro_batches = -(-state.loader.sampler.global_batch_size // cfg.train.batch_size)
-    batch = longest_batch(state.loader)
+    batch = longest_batch(state.loader, state.total_steps)
     batches = [batch] * min(micro_batches, TIMED_MICRO_BATCHES)
     while len(seconds) < 1 + TIMED_STEPS and (len(seconds) < 2 or time.perf_counter() - started < SECONDS):
         before = time.perf_counter()
