@@ -22,7 +22,8 @@ LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0
-CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay, of any size
+CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay
+ADAPTER_HOLES_PER_MIB = 0.2  # up to ADAPTER_HOLES
 PARTS = (
     "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "allocator", "checkpoint copy", "process and data",
 )  # fmt: skip
@@ -87,6 +88,7 @@ def _moments(cfg: Config, facts: ModelFacts, shape: BatchShape, keeps_gradients:
     }
     if how.on_cpu:
         copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+        copies += FP32 * facts.trained if cfg.evaluates else 0  # weights of the best evaluation that are still being written
         moments["save"] = {"checkpoint copy": copies}
     return moments
 
@@ -99,7 +101,7 @@ def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
     freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
     share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
     if not how.trains_all:
-        share = ADAPTER_HOLES
+        share = min(ADAPTER_HOLES, ADAPTER_HOLES_PER_MIB * largest / 2**20)
     elif how.checkpointing != "none":
         share = CHECKPOINTING_HOLES
     return round(layer.layers * max(saved, freed) * share)

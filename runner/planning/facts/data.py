@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from runner.engine.config import Config
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from data.batching.batch import Batch
     from data.batching.loader import StepLoader
     from data.tokenize.tokenizer import Tokenizer
@@ -113,21 +115,21 @@ def longest_batch(loader: StepLoader, steps: int) -> Batch:
     sequences, count = loader.sequences, min(loader.batch_size, len(loader.sequences))
     if isinstance(sequences, PackedSequences):
         candidates = [sequences[i] for i in range(min(len(sequences), max(SAMPLED_SEQUENCES, count)))]
-        chosen = sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count]
-        return loader.collate(chosen)
+        return loader.collate(sorted(candidates, key=lambda rows: -sum(len(part.ids) for row in rows for part in row.sequences))[:count])
     lengths = _all_lengths(loader)
     if steps > SEARCHED_STEPS:
         return loader.collate([sequences[int(i)] for i in np.argpartition(lengths, len(lengths) - count)[-count:]])
     largest, chosen = -1, np.arange(count)
     for step in range(steps):
         mine = loader.sampler.indices(*divmod(step, loader.steps_per_epoch))[loader.rank :: loader.world_size]
-        for rows in (mine[i : i + loader.batch_size] for i in range(0, len(mine), loader.batch_size)):
-            if (size := int(lengths[rows].max()) * len(rows)) > largest:
-                largest, chosen = size, rows
+        for start in range(0, len(mine), loader.batch_size):
+            batch = mine[start : start + loader.batch_size]
+            if (size := int(lengths[batch].max()) * len(batch)) > largest:
+                largest, chosen = size, batch
     return loader.collate([sequences[int(i)] for i in chosen])
 
 
-def _all_lengths(loader: StepLoader):
+def _all_lengths(loader: StepLoader) -> np.ndarray:
     import numpy as np
 
     rows = loader.sequences.rows
