@@ -151,7 +151,7 @@ class TransformersModel(LanguageModel):
     def _generation(self) -> GenerationMethod:
         """Return how this model generates, found at its first generation."""
         if self._method is None:
-            self._method = choose_generation(self, "past_key_values" in self._accepted)
+            self._method = choose_generation(self, self._accepted)
         return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
