@@ -78,7 +78,7 @@ class TransformersConfig(ModelConfig):
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        return any(self.config.get(name) for name in EXPERT_FIELDS)  # the number of tokens of an expert
+        return any(self.config.get(name) for name in EXPERT_COUNTS)  # the number of tokens of an expert
 
     def mathematics(self) -> dict[str, Any]:
         return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
@@ -109,7 +109,7 @@ class TransformersConfig(ModelConfig):
         )
 
 
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # number of experts in configs of transformers
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # number of experts in configs of transformers
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope_type of embeddings that are others in a batch with a text beyond the trained length
 UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from models.families.transformers import LENGTH_DEPENDENT_ROPES
 from models.transformers_adapter.kernels import Probe
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names of the cache, the second one in state-space models
 PROBED_STEPS = 3  # forward passes of a text with a cache: its beginning, then single tokens
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rotary embeddings whose frequencies change where the longest row exceeds a length
 
 
 class GenerationMethod(NamedTuple):
