@@ -32,9 +32,14 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Return the name if `text` has the form of one and no local path has it: a folder owner/name comes first."""
+    """Return the name if `text` has the form of one and is no local path.
+
+    It is one if it exists, and also if only its folder does, as in a mistyped `outputs/run`: there owner/name@main means the hub.
+    """
     match = MODEL_NAME.fullmatch(text)
     if match is None or ".." in text or "--" in match[1] or text.endswith(FILE_SUFFIXES) or os.path.lexists(text):
+        return None
+    if match[2] is None and os.path.isdir(text.partition("/")[0]):
         return None
     return HubName(match[1], match[2] or DEFAULT_REVISION)
 
