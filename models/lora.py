@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 from common.errors import UserError
 from common.limits.memory import machine_memory
 from models.config import LoraConfig
+from models.language_model import LanguageModel
 from models.layers.adapter import LoraLayer, adapt, weight_shape
 from models.lora_targets import LinearLayers, left_out_warning, linear_layers, select_layers
+
+CALLED_TOKENS = 16  # of the forward pass that finds adapters without effect
 
 
 def add_lora(model: nn.Module, cfg: LoraConfig, name: str = "default") -> None:
@@ -33,6 +37,32 @@ def add_adapters(model: nn.Module, settings: Mapping[str, LoraConfig], name: str
     for path, layer in layers.items():
         adapt(layer).add(name, settings[path])
     use_adapter(model, name)
+
+
+def check_adapters_are_called(model: LanguageModel) -> None:
+    """Raise UserError if a forward pass reads the weight of an adapted layer without calling the layer, as state-space mixers of transformers do.
+
+    Experts may have no token in it. The state of torch's random generators is kept.
+    """
+    layers = lora_layers(model)
+    called: set[str] = set()
+    hooks = [layer.register_forward_hook(partial(_record, called, path)) for path, layer in layers.items()]
+    device = next(model.parameters()).device
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            model(torch.arange(CALLED_TOKENS, device=device)[None] % model.cfg.vocab_size)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    silent = sorted({path.rsplit(".", 1)[-1] for path in layers if path not in called and ".experts." not in path})
+    if silent:
+        others = sorted({path.rsplit(".", 1)[-1] for path in called} - set(silent))
+        fix = f"stage.lora.targets=[{','.join(others)}]" if others else "stage.lora=null"
+        raise UserError(f"adapters of {', '.join(silent)} would have no effect: this model reads their weights without calling them", "stage.lora.targets", fix)
+
+
+def _record(called: set[str], path: str, *_: object) -> None:
+    called.add(path)
 
 
 def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:

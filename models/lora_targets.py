@@ -14,7 +14,7 @@ from models.layers.chunked_loss import LMHead
 
 ALL_LINEAR = "all-linear"  # in stage.lora.targets, as in PEFT
 PATTERN = "re:"  # a target that is a regular expression of a whole path, as PEFT's target_modules is if it is a string
-MAX_LISTED = 6  # names that a message has
+MAX_LISTED_LAYERS = 6  # names that a message has
 
 
 class LinearLayers(NamedTuple):
@@ -65,7 +65,7 @@ def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
     if targets != [ALL_LINEAR] or not left_out:
         return None
     name, reason = next(iter(left_out.items()))
-    return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED])}: {name} {reason}; its weights stay as they are"
+    return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED_LAYERS])}: {name} {reason}; its weights stay as they are"
 
 
 def short_names(layers: LinearLayers, paths: set[str]) -> list[str]:

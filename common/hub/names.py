@@ -11,8 +11,8 @@ CACHE_PREFIX = "models--"  # of the folder of a model in the cache
 SNAPSHOTS = "snapshots"  # folder of it
 DEFAULT_REVISION = "main"
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"  # of owner and name, as the hub allows them
-HUB_NAME = re.compile(rf"({PART}/{PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
+NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"  # of owner and name, as the hub allows them
+MODEL_NAME = re.compile(rf"({NAME_PART}/{NAME_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
 FILE_SUFFIXES = (".pth", ".safetensors", ".bin", ".json")  # of files that a missing path may mean
 
 
@@ -32,9 +32,14 @@ class HubName:
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Return the name if `text` has the form of one and no local path has it: a folder owner/name comes first."""
-    match = HUB_NAME.fullmatch(text)
+    """Return the name if `text` has the form of one and is no local path.
+
+    It is one if it exists, and also if only its folder does, as in a mistyped `outputs/run`: there owner/name@main means the hub.
+    """
+    match = MODEL_NAME.fullmatch(text)
     if match is None or ".." in text or "--" in match[1] or text.endswith(FILE_SUFFIXES) or os.path.lexists(text):
+        return None
+    if match[2] is None and os.path.isdir(text.partition("/")[0]):
         return None
     return HubName(match[1], match[2] or DEFAULT_REVISION)
 

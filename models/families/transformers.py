@@ -50,7 +50,7 @@ class TransformersConfig(ModelConfig):
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
     router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json
-    path: Optional[str]  # model=transformers: folder that `config` is read from, and the weights unless init_from names others
+    path: Optional[str]  # model=transformers: folder, or owner/name[@revision] of the hub, of `config`, and of the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
     hf_model_types: ClassVar[tuple[str, ...]] = ()  # `read_model_config` tries this family after all others
@@ -75,6 +75,10 @@ class TransformersConfig(ModelConfig):
             message = f"the model has tables of {buffers / 2**30:,.1f} GiB besides its parameters, at most {MAX_BUFFER_BYTES >> 30} GiB are allowed"
             raise UserError(message, "model.config", f"correct max_position_embeddings in config.json, or {CHOOSE_ANOTHER}")
         return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
+
+    @property
+    def has_dynamic_shapes(self) -> bool:
+        return any(self.config.get(name) for name in EXPERT_COUNTS)  # the number of tokens of an expert
 
     def mathematics(self) -> dict[str, Any]:
         return {"family": self.family, "config": {name: value for name, value in sorted(self.config.items()) if name not in IGNORED_BY_LOGITS}}
@@ -105,6 +109,7 @@ class TransformersConfig(ModelConfig):
         )
 
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # number of experts in configs of transformers
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope_type of embeddings that are others in a batch with a text beyond the trained length
 UNBOUNDED_POSITIONS = 1 << 20  # max_position_embeddings of a model without position embeddings, e.g. a state-space model (tokens)
 

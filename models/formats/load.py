@@ -21,7 +21,7 @@ from models.formats.tensor_files import read_tensors, read_torch_file
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
-from models.lora import add_adapters, add_lora, linear_layers_of, load_adapter, merge_adapters
+from models.lora import add_adapters, add_lora, check_adapters_are_called, linear_layers_of, load_adapter, merge_adapters
 
 HEAD_KEY, EMBEDDING_KEY = "lm_head.weight", "model.embed_tokens.weight"  # the two names of a tied weight
 MAX_NAMES = 6  # tensors that an error names of each kind
@@ -75,6 +75,8 @@ def add_run_adapter(model: LanguageModel, lora: LoraConfig, source: str) -> None
         continue_adapter(model, Path(source), lora.dropout)
     else:
         add_lora(model, lora)
+    if isinstance(model.cfg, TransformersConfig):
+        check_adapters_are_called(model)
 
 
 def continue_adapter(model: LanguageModel, source: Path, dropout: float) -> None:

@@ -21,6 +21,16 @@ SAVED_OPS = [
 ]  # fmt: skip
 
 
+def recompute_cheap_inputs() -> None:
+    """Let compiled layers recompute what a matrix product of the backward pass reads if that is cheap: silu(gate) * up, the output of a norm.
+
+    By default the compiler saves it: saved activations are a quarter larger, and a step is 1 % shorter.
+    """
+    from torch._functorch import config as functorch_config
+
+    functorch_config.ban_recompute_materialized_backward = False
+
+
 def full_checkpointing(layer: Callable[..., T], *inputs: object) -> T:
     """Call `layer`; the backward pass recomputes all of it."""
     return checkpoint(layer, *inputs, use_reentrant=False)

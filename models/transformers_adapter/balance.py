@@ -19,7 +19,7 @@ TOP_K_FIELDS = ("num_experts_per_tok", "moe_k")  # of the config of transformers
 OUTPUT = "router_logits"  # name under which transformers records the output of routers
 LOSS_FUNCTION = "load_balancing_loss_func"  # of a module of transformers whose model has this loss
 PROBE_SHAPE = (2, 16)  # tokens with which the loss is compared
-TOLERANCE = 1e-5  # relative
+BALANCE_TOLERANCE = 1e-5  # relative
 
 
 class BalanceLoss:
@@ -99,7 +99,7 @@ class BalanceLoss:
         assert found is not None
         if any(loss is None for loss in expected):
             self.problem = f"{type(hf).__name__} returns none"
-        elif not torch.allclose(found, self.coefficient * torch.stack(expected).float(), rtol=TOLERANCE):
+        elif not torch.allclose(found, self.coefficient * torch.stack(expected).float(), rtol=BALANCE_TOLERANCE):
             self.problem = f"that of {type(hf).__name__} has another definition"
 
     def describe(self) -> str:

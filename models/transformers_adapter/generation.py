@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from models.families.transformers import LENGTH_DEPENDENT_ROPES
 from models.transformers_adapter.kernels import Probe
 
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names of the cache, the second one in state-space models
 PROBED_STEPS = 3  # forward passes of a text with a cache: its beginning, then single tokens
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rotary embeddings whose frequencies change where the longest row exceeds a length
 
 
 class GenerationMethod(NamedTuple):
@@ -54,7 +55,7 @@ def generation_step(hf: Any, accepted: frozenset[str], ids: Tensor, position_ids
         if not cache.has_cache or (cache.length and dependence is not None and dependence.invalidates_cache(cache.length, total)):
             ids, position_ids, cache.states = cache.ids, None, DynamicCache(config=cache.hf_config)  # no row is padded
     if cache.has_cache:
-        arguments |= {"past_key_values": cache.states, "use_cache": True, "position_ids": position_ids}
+        arguments |= dict.fromkeys(CACHE_ARGUMENTS, cache.states) | {"use_cache": True, "position_ids": position_ids}
     else:
         arguments["use_cache"] = False
     logits: Tensor = hf(ids, **{name: value for name, value in arguments.items() if name in accepted}).logits
@@ -82,13 +83,13 @@ def _rope_settings(value: Any) -> Iterator[dict[str, Any]]:
 
 
 @torch.no_grad()
-def choose_generation(model: Any, has_cache: bool) -> GenerationMethod:
+def choose_generation(model: Any, accepted: frozenset[str]) -> GenerationMethod:
     """Return the fastest method that gives the log-probabilities of single rows without a cache.
 
-    `model`: a TransformersModel, which may be sharded: it is called as a whole. `has_cache`: whether its class of transformers takes a cache.
+    `model`: a TransformersModel, which may be sharded: it is called as a whole. `accepted`: arguments of its class.
     """
     probe = GenerationProbe(model)
-    if not has_cache or not probe.has_exact_cache():
+    if accepted.isdisjoint(CACHE_ARGUMENTS) or not probe.has_exact_cache():
         return GenerationMethod(has_cache=False, in_batches=False)
     return GenerationMethod(has_cache=True, in_batches=probe.has_exact_batches())
 

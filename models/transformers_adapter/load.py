@@ -16,8 +16,8 @@ from models.language_model import LanguageModel
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.model import TransformersModel
 
-MAX_LISTED = 6  # tensors that an error names of each kind
-DOWNLOAD_HINT = "download the folder again"
+MAX_LISTED_TENSORS = 6  # tensors that an error names of each kind
+DOWNLOAD_AGAIN = "download the folder again"
 REPORTED = {  # by field of the report of transformers
     "missing_keys": "missing",
     "unexpected_keys": "not known to the model",
@@ -41,10 +41,10 @@ def to_transformers_names(stored: dict[str, Tensor], cfg: TransformersConfig, wh
             None, config=hf_config, state_dict=stored, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:  # of the conversion of foreign tensors
-        raise UserError(f"transformers cannot load the weights: {(str(error) or type(error).__name__).splitlines()[0]}", where, DOWNLOAD_HINT) from error
+        raise UserError(f"transformers cannot load the weights: {(str(error) or type(error).__name__).splitlines()[0]}", where, DOWNLOAD_AGAIN) from error
     if problems := [line for kind, text in REPORTED.items() if (line := _list_tensors(text, report.get(kind)))]:
         raise UserError(
-            "the weights do not fit config.json: " + "; ".join(problems), where, f"{DOWNLOAD_HINT}; or choose the folder of a causal language model"
+            "the weights do not fit config.json: " + "; ".join(problems), where, f"{DOWNLOAD_AGAIN}; or choose the folder of a causal language model"
         )
     state: dict[str, Tensor] = model.state_dict()
     return state
@@ -53,7 +53,7 @@ def to_transformers_names(stored: dict[str, Tensor], cfg: TransformersConfig, wh
 def _list_tensors(kind: str, names: Any) -> str:
     """Return how many tensors there are of a kind, and the first ones; "" for none."""
     listed = sorted(" ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names or ())
-    return f"{len(listed)} {kind} ({', '.join(listed[:MAX_LISTED])}{', ...' * (len(listed) > MAX_LISTED)})" if listed else ""
+    return f"{len(listed)} {kind} ({', '.join(listed[:MAX_LISTED_TENSORS])}{', ...' * (len(listed) > MAX_LISTED_TENSORS)})" if listed else ""
 
 
 def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor], shard_size: str) -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from common.errors import UserError
 from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
-from models.layers.activation_checkpointing import full_checkpointing, selective_checkpointing
+from models.layers.activation_checkpointing import full_checkpointing, recompute_cheap_inputs, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
 from models.transformers_adapter.attention import register_attention
 from models.transformers_adapter.balance import BalanceLoss
@@ -151,10 +151,11 @@ class TransformersModel(LanguageModel):
     def _generation(self) -> GenerationMethod:
         """Return how this model generates, found at its first generation."""
         if self._method is None:
-            self._method = choose_generation(self, "past_key_values" in self._accepted)
+            self._method = choose_generation(self, self._accepted)
         return self._method
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
+        recompute_cheap_inputs()
         for layer in self._blocks() or [self.hf.base_model]:
             vars(layer)["forward"] = partial(
                 _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row

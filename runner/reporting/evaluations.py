@@ -13,10 +13,10 @@ from runner.inference.evaluate import Record, record_results
 from runner.reporting.metrics_reader import finite_number
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 
-IDENTITY = ("task", "metric", "data", "shots", "limit", "chat_template")  # fields that make two records one evaluation
+SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")  # fields that make two records one evaluation
 # The metric that stands for an evaluation where there is one column: the first that it has.
 HEADLINES = ("acc_norm", "acc", "exact_match", "perplexity", "byte_perplexity", "reward_accuracy", "f1", "bleu")
-NOT_RESULTS = {*IDENTITY, "files", "weights", "step", "loss_tokens", "rows", "right", "answers", "n", "lm_eval", "task_version"}
+NOT_RESULTS = {*SAME_EVALUATION, "files", "weights", "step", "loss_tokens", "rows", "right", "answers", "n", "lm_eval", "task_version"}
 
 
 def record_everywhere(folder: Path, record: Record) -> None:
@@ -36,7 +36,7 @@ def record_everywhere(folder: Path, record: Record) -> None:
 
 
 def identity_of(record: Record) -> tuple:
-    return tuple(record.get(name) for name in IDENTITY)
+    return tuple(record.get(name) for name in SAME_EVALUATION)
 
 
 def evaluation_label(record: Record) -> str:

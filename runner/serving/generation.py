@@ -19,7 +19,7 @@ from runner.serving.answers import Answer, Score, Work
 if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
-MAX_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
+MAX_SCORED_LOGITS = 1 << 28  # of a batch that is scored: fewer rows where the vocabulary is large
 
 
 class QueueFullError(Exception):
@@ -148,7 +148,7 @@ class GenerationQueue:
     def _score(self, scores: list[Score]) -> None:
         vocabulary = self.trained.model.cfg.vocab_size
         while scores:
-            rows = max(1, min(len(scores), MAX_LOGITS // (vocabulary * max(len(score.ids) for score in scores))))
+            rows = max(1, min(len(scores), MAX_SCORED_LOGITS // (vocabulary * max(len(score.ids) for score in scores))))
             batch, scores = scores[:rows], scores[rows:]
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(score.ids) for score in batch], batch_first=True)
             logits = self.trained.model(ids.to(self.trained.device)).logits  # (B, T, V)

@@ -15,7 +15,7 @@ from common.limits.parsers import parse_json
 # Fields that clients send and that change no answer of any server
 HARMLESS = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction")
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True,)}
+ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True,)}
 MAX_ROWS = 1024  # answers of one request: prompts x n
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
@@ -75,7 +75,7 @@ class _Body(BaseModel):
     def check_all_read(self) -> None:
         """Raises ApiError for a field that this server does not read, unless its value asks for nothing."""
         for name, value in (self.model_extra or {}).items():
-            if name not in HARMLESS and value not in NEUTRAL_VALUES.get(name, NEUTRAL) and value is not None and not (name == "best_of" and value == self.n):
+            if name not in HARMLESS and value not in ACCEPTED_VALUES.get(name, NEUTRAL) and value is not None and not (name == "best_of" and value == self.n):
                 raise ApiError(400, f"{name}={json.dumps(value)[:100]} is not supported by this server: omit it", param=name, code="unsupported_parameter")
 
 

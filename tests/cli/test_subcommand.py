@@ -155,4 +155,4 @@ def test_run_last_is_the_run_whose_model_was_completed_last(workspace: Path) -> 
     unfinished.mkdir(parents=True)
     (unfinished / "run.json").write_text("{}")
     assert resolve_model_run("last") == workspace / "outputs" / "2026-01-01" / "09-00-00"
-    assert resolve_model_run("some/folder") == Path("some/folder")
+    assert resolve_model_run("some/folder/of/mine") == Path("some/folder/of/mine")

@@ -127,6 +127,14 @@ def test_prompt_is_a_prefix_of_the_encoded_conversation(template):
     assert template.encode_prompt(CHAT[:-1]) == ids[: len(ids) - loss_mask[::-1].index(True) - 2]
 
 
+def test_rendered_prompt_is_the_text_of_transformers(tokenizer, template):
+    auto = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(SHIPPED)
+    assert template.render_prompt(CHAT[:-1]) == auto.apply_chat_template(CHAT[:-1], add_generation_prompt=True, tokenize=False)
+    begun = [*CHAT[:-1], {"role": "assistant", "content": "It is"}]
+    assert template.render_prompt(begun, continues_answer=True) == auto.apply_chat_template(begun, continue_final_message=True, tokenize=False)
+    assert tokenizer.encode_rendered(template.render_prompt(CHAT[:-1])) == template.encode_prompt(CHAT[:-1])
+
+
 def test_chat_template_of_another_format_is_encoded(tokenizer, tmp_path):
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content | trim }}{{ eos_token }}{% endgeneration %}"

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import safetensors.torch
 import torch
 from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_examples
 from transformers_families import random_family, write_family
 
 from models.formats.json_files import read_model_config
+from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.device.mesh import has_unused_parameters
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
 
@@ -81,6 +83,8 @@ def test_models_of_transformers_train_and_resume_on_two_ranks(tmp_path: Path, ru
         assert diff_run_dirs(uninterrupted, tmp_path / f"{name} stopped") == []
         if cell.equals_one_rank:
             assert losses(uninterrupted) == pytest.approx(losses(trainings.on_one_rank(name, "one rank")), abs=TOLERANCE)
+    weights = safetensors.torch.load_file(newest_checkpoint(tmp_path / "dropout in 16 bits uninterrupted") / "model.safetensors").values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32} and any((tensor != tensor.bfloat16()).any() for tensor in weights)
     assert losses(tmp_path / f"{elastic} elastic") == pytest.approx(losses(tmp_path / f"{elastic} one rank"), abs=TOLERANCE)
 
 

@@ -112,12 +112,12 @@ def own_folder(hf_folder: Path, tmp_path: Path) -> Path:
 
 def test_export_detects_other_token_ids(own_folder: Path) -> None:
     tokenizer = load_trained(own_folder, "cpu").tokenizer
-    verify.check_tokenizer(own_folder, tokenizer)
+    verify.compare_tokenizer(own_folder, tokenizer)
     stored = json.loads((own_folder / "tokenizer.json").read_text())
     stored["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}  # digits are no tokens of their own
     (own_folder / "tokenizer.json").write_text(json.dumps(stored))
     with pytest.raises(UserError, match="other token ids"):
-        verify.check_tokenizer(own_folder, tokenizer)
+        verify.compare_tokenizer(own_folder, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +236,10 @@ def test_exported_checkpoint_is_the_model_of_that_step(call: Call, workspace: Pa
     for name, kind in (("run", "hf"), ("lora", "merged")):
         for checkpoint, same in (("latest", True), ("step-00000001", False)):
             if (workspace / name / "checkpoints" / checkpoint).exists():
-                run_export(workspace / name / "checkpoints" / checkpoint, out / f"{name}-{checkpoint}", format=kind)
+                run_export(workspace / name / "checkpoints" / checkpoint, out / f"{name}-{checkpoint}", format=kind, verify=False)
                 difference = (load_model(out / f"{name}-{checkpoint}")(IDS).logits - load_model(workspace / name)(IDS).logits).abs().max()
                 assert (difference < 1e-5) == same
-    run_export(workspace / "lora" / "checkpoints" / "latest", out / "peft", format="peft")
+    run_export(workspace / "lora" / "checkpoints" / "latest", out / "peft", format="peft", verify=False)
     assert torch.equal(load_model(out / "peft")(IDS).logits, load_model(workspace / "lora")(IDS).logits)
     weights = workspace / "run" / "checkpoints" / "step-00000002" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")

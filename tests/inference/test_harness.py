@@ -136,13 +136,13 @@ def test_tasks_of_a_group_are_its_members_and_limit_takes_the_first_rows(models:
 
 
 def test_tasks_that_are_stopped_give_the_result_of_their_first_documents(models: list[Path], tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    calls = iter(range(99))
+    calls = iter(range(99))  # one for each document that is prepared, two for each request
     written: list[Record] = []
-    with pytest.raises(KeyboardInterrupt):  # in the fourth document
+    with pytest.raises(KeyboardInterrupt):  # in the fourth document of the second task
         evaluate_tasks(
             config(["last", "choice"], tasks, shots=1, batch_size=1),
             models[0],
-            listen=lambda: nullcontext(lambda: next(calls) >= 27),
+            listen=lambda: nullcontext(lambda: next(calls) >= 37),
             record=lambda _, record: written.append(record),
         )
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

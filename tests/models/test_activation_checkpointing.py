@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import TOP_TWO, lora_config, packed, random_model, tokens
+from tiny_models import DENSE, TOP_TWO, lora_config, packed, random_model, tokens
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.decoder import Decoder
+from models.families.transformers import TransformersConfig
+from models.language_model import LanguageModel, create_model
 from models.lora import add_lora
 
 CASES: dict[str, dict[str, Any]] = {"dense": {}, "moe": TOP_TWO, "dropout": {"dropout": 0.3}, "flash": {"attention": "flash"}}
@@ -62,6 +65,20 @@ def test_activation_checkpointing_of_compiled_layers_is_bitwise_equal() -> None:
     for mode in ("full", "selective"):
         model.activation_checkpointing = mode
         assert all_equal(backward(model, is_packed=True, dtype=torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("family", ["decoder", "transformers"])
+def test_compiled_layers_save_no_inputs_of_products_that_are_cheap_to_recompute(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise saved activations are a quarter larger."""
+    from torch._functorch import config
+
+    model: LanguageModel = random_model()
+    if family == "transformers":
+        model = create_model(TransformersConfig.from_hf_config(DENSE.to_hf_config(), Path("config.json")))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    with config.patch(ban_recompute_materialized_backward=True):
+        model.compile_layers(single_row=False)
+        assert not config.ban_recompute_materialized_backward
 
 
 class OpCounter(TorchDispatchMode):

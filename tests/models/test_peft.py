@@ -15,7 +15,7 @@ from transformers_families import FAMILIES, Family, write_family
 
 from common.errors import UserError
 from models.formats.json_files import read_adapter_settings, read_json_file, read_model_config, write_json_file
-from models.formats.load import continue_adapter, load_into, load_model, load_weights
+from models.formats.load import add_run_adapter, continue_adapter, load_into, load_model, load_weights
 from models.formats.save import save_adapter, save_model
 from models.formats.tensor_files import read_tensors, write_tensors
 from models.language_model import create_model
@@ -26,7 +26,7 @@ peft = pytest.importorskip("peft")
 IDS = tokens(2, 12)
 VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 SLOW = [pytest.param(name, variant, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "gpt_neox", "phi3") for variant in VARIANTS]
-FAMILIES |= {"llama": Family({}), "qwen2": Family({})}
+FAMILIES |= {"llama": Family({}), "qwen2": Family({}), "mamba": Family({"state_size": 8})}
 
 
 @pytest.fixture
@@ -184,6 +184,21 @@ def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, t
     assert cfg.tie_word_embeddings
     with pytest.raises(UserError, match="these weights are not tied"):
         load_into(create_model(cfg), load_weights(tmp_path / "peft"), "")
+
+
+def test_adapter_of_a_layer_that_is_never_called_is_refused(tmp_path: Path) -> None:
+    write_family(tmp_path, "mamba")
+    model = load_model(tmp_path)
+    state = torch.get_rng_state()
+    with pytest.raises(UserError, match="adapters of dt_proj would have no effect") as error:
+        add_run_adapter(model, lora_config(targets=["all-linear"]), "scratch")
+    assert error.value.fix == "stage.lora.targets=[in_proj,out_proj,x_proj]"
+    torch.set_rng_state(state)
+    add_lora(load_model(tmp_path), lora_config(targets=["in_proj"]))
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    add_run_adapter(load_model(tmp_path), lora_config(targets=["in_proj"]), "scratch")
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_lora_settings_of_an_adapter_are_those_of_peft(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "o
 FAMILIES: dict[str, tuple[dict[str, Any], bool, bool]] = {
     "rwkv": ({"attention_hidden_size": 32, "context_length": 128}, False, False),  # it ignores masks
     "xlstm": ({"num_heads": 4}, False, False),  # it has a cache of its own
+    "mamba2": ({"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 16}, True, True),  # its cache has another name
     "phi3": ({"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 24}, True, True),
     "llama": ({"rope_parameters": DYNAMIC_ROPE}, True, True),
     "qwen2": ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}, True, True),
@@ -55,7 +56,7 @@ def without_cache(model: LanguageModel, ids: list[int], count: int) -> list[int]
     return ids[-count:]
 
 
-@pytest.mark.parametrize("name", ["rwkv", "phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xlstm", "llama", "qwen2"))])
+@pytest.mark.parametrize("name", ["rwkv", "phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("xlstm", "mamba2", "llama", "qwen2"))])
 def test_generate_in_a_batch_equals_whole_texts_without_a_cache(name: str) -> None:
     changes, has_cache, in_batches = FAMILIES[name]
     model = random_model(name, changes)

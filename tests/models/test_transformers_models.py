@@ -19,6 +19,7 @@ from models.formats.save import save_model
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
 from models.transformers_adapter.attention import IMPLEMENTATION
+from runner.engine.device.compile import resolve_compile_mode
 
 FAST = ("gemma2", "mistral_window")
 LENGTHS = (23, 5, 40)  # longer than the windows of the models
@@ -119,6 +120,12 @@ def test_transformers_model_is_probed_with_windows_that_its_rows_exceed() -> Non
     model = random_family("gpt_oss", sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
     model.prepare(is_packed=True)
     assert (model.kernels.packing, model.hf.config.sliding_window) == ("layer_masks", 64)
+
+
+def test_experts_of_transformers_are_not_compiled_by_auto() -> None:
+    cfgs = [random_family("mixtral", num_local_experts=2, num_experts_per_tok=1).cfg, random_family("llama").cfg]
+    modes = [resolve_compile_mode("auto", 1e20, torch.device("cpu"), 1, cfg.has_dynamic_shapes).reason for cfg in cfgs]
+    assert "tokens per expert" in modes[0] and "tokens per expert" not in modes[1]
 
 
 def test_transformers_model_that_is_not_causal_is_refused() -> None:

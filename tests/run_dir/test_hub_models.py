@@ -56,6 +56,12 @@ def test_hub_name_is_a_repository_and_a_revision(text: str) -> None:
     assert name is not None and str(name) == text and name.revision == (text.partition("@")[2] or "main")
 
 
+def test_mistyped_path_into_a_local_folder_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    assert parse_hub_name("outputs/my_run") is None and parse_hub_name("outputs/my_run@main") is not None
+
+
 @pytest.mark.parametrize("text", ["name", "a/b/c", "/a/b", "../b", "a/..", "a/b@../x", "a/b.", "-a/b", "a b/c", "a--b/c", "out/pretrain_768.pth", "auto"])
 def test_text_that_is_no_hub_name_stays_a_path(text: str) -> None:
     assert parse_hub_name(text) is None and resolve_model_override(f"init_from={text}") == f"init_from={text}"

@@ -286,7 +286,12 @@ def test_run_with_a_link_to_the_outside_is_refused_and_nothing_there_changes(nam
     link, before = tmp_path / "run" / name, snapshot(tmp_path / "folder")
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(tmp_path / OUTSIDE[name])
-    for use in (RunMetadata.open, lambda folder: RunMetadata.open(folder, resume=True), lambda folder: resolve_run(str(folder)), resolve_model_run):
+    for use in (
+        RunMetadata.open,
+        lambda folder: RunMetadata.open(folder, resume=True),
+        lambda folder: resolve_run(str(folder)),
+        lambda folder: resolve_model_run(str(folder)),
+    ):
         with pytest.raises(UserError, match="this is a link") as caught:
             use(tmp_path / "run")
         assert caught.value.setting == str(link)

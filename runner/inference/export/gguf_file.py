@@ -84,20 +84,16 @@ def largest_tensor_error(path: Path, tensors: dict[str, np.ndarray]) -> float:
     return largest
 
 
-def norm_difference(path: Path, model: LanguageModel) -> float:
-    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter.
+def norm_difference_and_tokens(path: Path, model: LanguageModel) -> tuple[float, list[str]]:
+    """Return the difference of the norm of all matrices in the file from that of the model's, relative to the latter, and the tokens by id.
 
-    It does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some converters add 1 to those of norms.
+    The norm does not depend on how matrices are named, fused, split, stacked or permuted; vectors are left out, some converters add 1 to those of norms.
+    Raises KeyError if the file has no tokens.
     """
-    stored = sum(float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum()) for t in GGUFReader(path).tensors if len(t.shape) > 1)
+    reader = GGUFReader(path)
+    stored = sum(float(np.square(quants.dequantize(t.data, t.tensor_type), dtype=np.float64).sum()) for t in reader.tensors if len(t.shape) > 1)
     expected = sum(float(tensor.detach().double().square().sum()) for name, tensor in model.named_parameters() if tensor.ndim > 1 and ".lora." not in name)
-    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected)
-
-
-def tokens_of(path: Path) -> list[str]:
-    """Return the tokens in the file by their ids. Raises KeyError if it has none."""
-    tokens: list[str] = GGUFReader(path).fields["tokenizer.ggml.tokens"].contents()
-    return tokens
+    return abs(math.sqrt(stored) - math.sqrt(expected)) / math.sqrt(expected), reader.fields["tokenizer.ggml.tokens"].contents()
 
 
 def _supported_config(model: LanguageModel) -> DecoderConfig:

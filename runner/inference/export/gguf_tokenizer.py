@@ -28,7 +28,7 @@ PATTERN_NAMES = {
 IGNORES_MERGES = ("llama-bpe",)  # names under which llama.cpp does not merge what is a token already
 STOP_TOKEN = re.compile(r"[\x21-\x7e]+")  # what a line of a Modelfile can hold
 CHATML_PROBE = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "V"}]
-CHATML = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHATML_PROBE) + "<|im_start|>assistant\n"
+CHATML_TEXT = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CHATML_PROBE) + "<|im_start|>assistant\n"
 CHATML_OF_OLLAMA = """{{- range .Messages }}<|im_start|>{{ .Role }}
 {{ .Content }}<|im_end|>
 {{ end }}<|im_start|>assistant
@@ -126,7 +126,7 @@ def modelfile(source: LoadedModel) -> str:
 
 def _is_chatml(tokenizer: Tokenizer) -> bool:
     try:
-        return tokenizer.decode(ChatTemplate(tokenizer).encode_prompt(CHATML_PROBE), skip_special=False) == CHATML
+        return tokenizer.decode(ChatTemplate(tokenizer).encode_prompt(CHATML_PROBE), skip_special=False) == CHATML_TEXT
     except UserError:  # the template has no system messages, or does not render
         return False
 

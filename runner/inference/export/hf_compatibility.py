@@ -11,7 +11,7 @@ from models.formats.json_files import read_json_file, write_json_file
 
 TOKENIZER_CLASSES_OF_5 = ("TokenizersBackend", "PythonBackend")  # transformers 4 does not know them
 GENERIC_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reads tokenizer.json as it is, in both versions
-TEMPLATE_FILE, MAX_TEMPLATE_BYTES = "chat_template.jinja", 4 << 20
+JINJA_FILE, MAX_TEMPLATE_BYTES = "chat_template.jinja", 4 << 20
 CODE_FIELDS = ("auto_map", "custom_pipelines")  # name files of Python
 
 
@@ -34,8 +34,8 @@ def make_readable_by_transformers_4(folder: Path, model_class: str | None = None
         tokenizer.setdefault("model_input_names", ["input_ids", "attention_mask"])
     if isinstance(tokenizer.get("extra_special_tokens"), list):  # a dictionary in version 4, which had this name for lists
         tokenizer.setdefault("additional_special_tokens", tokenizer.pop("extra_special_tokens"))
-    if (folder / TEMPLATE_FILE).exists():  # read from this file since 4.43, from the field before
-        tokenizer["chat_template"] = read_source_file(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
+    if (folder / JINJA_FILE).exists():  # read from this file since 4.43, from the field before
+        tokenizer["chat_template"] = read_source_file(folder / JINJA_FILE, MAX_TEMPLATE_BYTES).decode("utf-8")
     write_json_file(folder / "tokenizer_config.json", tokenizer)
     problems = [] if is_same_in_5 else ["its rotary position embeddings of several kinds of layers have no form that both versions read"]
     return problems + (["config.json has a number that only version 5 reads (infinity or NaN)"] if '"__float__"' in json.dumps(config) else [])

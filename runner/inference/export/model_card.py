@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from runner.inference.load import LoadedModel
 
 MAX_CELL = 300  # characters of a value
-MAX_LISTED = 50  # files of data, overrides
-MAX_OVERRIDES_BYTES = 1 << 20
+MAX_CARD_ENTRIES = 50  # files of data, overrides
+OVERRIDES_LIMIT = 1 << 20
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:[^\s,'\"\]\[=]+/)*(?=[^\s,'\"/\]\[=])")  # all but its last name: folders of this machine are no fact about the model
 NOT_IN_TITLE = re.compile(r"[^\w .+-]")
 LIBRARIES = {"hf": "transformers", "merged": "transformers", "peft": "peft", "gguf": "gguf"}
@@ -116,7 +116,7 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
     """Return the rows of the table that come from run.json, which anyone may have written."""
     exported, metrics, code = (value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code"))
     listed = run.get("data")
-    files = [entry for entry in listed if isinstance(entry, dict)][:MAX_LISTED] if isinstance(listed, list) else []
+    files = [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
     losses = [
         f"{label} {_number(metrics[key])}" for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss")) if key in metrics
     ]
@@ -140,10 +140,10 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
 def _training_command(run_dir: Path) -> list[str]:
     """Return the command that trained the run, without the folders of this machine."""
     try:
-        typed = parse_yaml(read_bounded(run_dir / ".hydra" / "overrides.yaml", MAX_OVERRIDES_BYTES).decode("utf-8"))
+        typed = parse_yaml(read_bounded(run_dir / ".hydra" / "overrides.yaml", OVERRIDES_LIMIT).decode("utf-8"))
     except (OSError, ValueError):
         return []
-    overrides: Sequence[Any] = typed[:MAX_LISTED] if isinstance(typed, list) else []
+    overrides: Sequence[Any] = typed[:MAX_CARD_ENTRIES] if isinstance(typed, list) else []
     return [shlex.join([*command_line("train"), *(ABSOLUTE_PATH.sub("", str(override)) for override in overrides)])]
 
 

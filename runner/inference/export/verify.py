@@ -46,7 +46,7 @@ def check_difference(difference: float, limit: float, what: str, setting: str) -
         )
 
 
-def check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if transformers reads other token ids or other control tokens from the tokenizer in `folder`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.inference.export.command import ExportSettings
 from runner.inference.export.hf_compatibility import make_readable_by_transformers_4
-from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, TEXTS, check_difference, check_tokenizer, largest_difference, log_probs
+from runner.inference.export.verify import MAX_DIFFERENCE, MAX_MERGE_DIFFERENCE, TEXTS, check_difference, compare_tokenizer, largest_difference, log_probs
 from runner.inference.load import LoadedModel
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def write_whole_model(cfg: ExportSettings, source: LoadedModel, folder: Path, be
             difference = largest_difference(log_probs(load(folder), source.tokenizer), expected)  # one copy in memory at a time
             check_difference(difference, MAX_DIFFERENCE, f"what was {reader}", f"to={cfg.to}")
             found.append(f"{reader}: largest difference of a log-probability {difference:.1g}")
-        check_tokenizer(folder, source.tokenizer)
+        compare_tokenizer(folder, source.tokenizer)
         return [*found, f"read by transformers: the same token ids of {len(TEXTS)} texts, and the same control tokens"] + [
             f"transformers 4 does not read this model: {problem}" for problem in problems_of_4
         ]

@@ -19,7 +19,7 @@ from lm_eval.tasks._index import Entry, TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 
 NAME_KEY = re.compile(rb"""^["']?(task|group|tag|include|class)["']?[ \t]*:[ \t]*(.*(?:\n[ \t]*-[ \t].*)*)""", re.MULTILINE)
-COMMENT, SEPARATORS = re.compile(r"(?:^|\s)#.*"), re.compile(r"(?:^|\n)\s*-\s|[\[\],\n]")
+COMMENT, LIST_MARKS = re.compile(r"(?:^|\s)#.*"), re.compile(r"(?:^|\n)\s*-\s|[\[\],\n]")
 IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
 
 
@@ -68,7 +68,7 @@ class TaskFiles:
 def _items(value: str) -> list[str]:
     """Return the items of a YAML scalar or list of scalars."""
     lines = "\n".join(COMMENT.sub("", line) for line in value.splitlines())
-    return [name for part in SEPARATORS.split(lines) if (name := part.strip().strip("'\""))]
+    return [name for part in LIST_MARKS.split(lines) if (name := part.strip().strip("'\""))]
 
 
 class TaskLibrary:

@@ -75,7 +75,7 @@ def check_converted(cfg: ExportSettings, source: LoadedModel, path: Path) -> str
     """Compare what does not depend on how a converter names, splits and orders the weights. Raises UserError."""
     from runner.inference.export import gguf_file
 
-    difference, tokens = gguf_file.norm_difference(path, source.model), gguf_file.tokens_of(path)
+    difference, tokens = gguf_file.norm_difference_and_tokens(path, source.model)
     if not difference <= max(gguf_file.ROUNDING[cfg.dtype], MAX_SUM_ERROR):
         message = f"the norm of all matrices that the converter wrote differs by {difference:.2g} of that of the model"
         raise UserError(message, f"converter={cfg.converter}", "use the converter of a newer llama.cpp; verify=false keeps the file")
