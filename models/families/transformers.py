@@ -33,7 +33,7 @@ UNREAD_FIELDS = (
     "label2id",
     "problem_type",
 )
-MAX_COUNTS = {"layer": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
+MAX_COUNTS = {"layer": 1000, "block": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
 MAX_SIZE = 1 << 40  # of any integer
 MAX_BUFFER_BYTES = 1 << 30  # of what a model stores besides its parameters: tables of positions, masks
 IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
