@@ -11,7 +11,7 @@ import torch
 from tiny_models import TOKENIZER, lora_config, random_model, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers_families import FAMILIES, Family, write_family
+from transformers_families import write_family
 
 from common.errors import UserError
 from models.formats.json_files import read_adapter_settings, read_json_file, read_model_config, write_json_file
@@ -27,7 +27,6 @@ peft = pytest.importorskip("peft")
 IDS = tokens(2, 12)
 VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 SLOW = [pytest.param(name, variant, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "gpt_neox", "phi3") for variant in VARIANTS]
-FAMILIES |= {"llama": Family({}), "qwen2": Family({}), "mamba": Family({"state_size": 8})}
 
 
 @pytest.fixture
@@ -196,7 +195,7 @@ def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, t
 
 
 def test_adapter_of_a_layer_that_is_never_called_is_refused(tmp_path: Path) -> None:
-    write_family(tmp_path, "mamba")
+    write_family(tmp_path, "mamba", state_size=8)
     model = load_model(tmp_path)
     state = torch.get_rng_state()
     with pytest.raises(UserError, match="adapters of dt_proj would have no effect") as error:
