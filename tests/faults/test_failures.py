@@ -184,7 +184,7 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
     while b"3/16" not in shown:
         assert select.select([master], [], [], TIMEOUT)[0], read_output(run_dir)
         shown += os.read(master, 4096)
-    os.close(slave)  # not before: while nobody has the terminal open, it cannot be read
+    os.close(slave)  # not before: a terminal that no process has open cannot be read
     os.close(master)
     assert wait_for_exit(child) == 75
     assert 3 <= saved_steps(run_dir)[-1] < LAST and read_run_json(run_dir)["status"] == "interrupted"
