@@ -12,7 +12,8 @@ SNAPSHOTS = "snapshots"  # folder of it
 DEFAULT_REVISION = "main"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 NAME_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"  # of owner and name, as the hub allows them
-MODEL_NAME = re.compile(rf"({NAME_PART}/{NAME_PART})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
+REPO = re.compile(f"{NAME_PART}/{NAME_PART}")
+MODEL_NAME = re.compile(rf"({REPO.pattern})(?:@([A-Za-z0-9][A-Za-z0-9_./-]{{0,127}}))?")
 FILE_SUFFIXES = (".pth", ".safetensors", ".bin", ".json")  # of files that a missing path may mean
 
 
@@ -49,6 +50,7 @@ def hub_name_of(path: Path) -> HubName | None:
     parts = path.parts
     for i in range(len(parts) - 2):
         owner, separator, name = parts[i].removeprefix(CACHE_PREFIX).partition("--")
-        if parts[i].startswith(CACHE_PREFIX) and separator and parts[i + 1] == SNAPSHOTS and COMMIT.fullmatch(parts[i + 2]):
-            return HubName(f"{owner}/{name}", parts[i + 2])
+        is_cached = parts[i].startswith(CACHE_PREFIX) and separator and parts[i + 1] == SNAPSHOTS and COMMIT.fullmatch(parts[i + 2])
+        if is_cached and REPO.fullmatch(repo := f"{owner}/{name}"):  # a path that a file names may hold any characters
+            return HubName(repo, parts[i + 2])
     return None

@@ -33,7 +33,7 @@ UNREAD_FIELDS = (
     "label2id",
     "problem_type",
 )
-MAX_COUNTS = {"layer": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
+MAX_COUNTS = {"layer": 1000, "block": 1000, "expert": 4096, "head": 1 << 16}  # modules of more take minutes to create; by part of a field's name
 MAX_SIZE = 1 << 40  # of any integer
 MAX_BUFFER_BYTES = 1 << 30  # of what a model stores besides its parameters: tables of positions, masks
 IGNORED_BY_LOGITS = ("architectures", "use_cache", "max_position_embeddings", "initializer_range", "router_aux_loss_coef", "output_router_logits")
@@ -93,7 +93,7 @@ class TransformersConfig(ModelConfig):
 
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
-        config = {name: value for name, value in raw.items() if name not in UNREAD_FIELDS}
+        config = _without_unread(raw)
         text = create_hf_config(raw, str(path)).get_text_config(decoder=True)
         return cls(
             family="transformers",
@@ -154,6 +154,13 @@ def create_hf_config(config: dict[str, Any], where: str) -> Any:
     fields = {name: _clean(name, value, where) for name, value in config.items() if name not in UNREAD_FIELDS}
     with _reporting_values(model_type, where):
         return cls.from_dict(fields)
+
+
+def _without_unread(value: Any) -> Any:
+    """Return the content of a config.json without UNREAD_FIELDS at any depth: what is exported or recorded names no code either."""
+    if isinstance(value, list):
+        return [_without_unread(item) for item in value]
+    return {name: _without_unread(item) for name, item in value.items() if name not in UNREAD_FIELDS} if isinstance(value, dict) else value
 
 
 @contextmanager

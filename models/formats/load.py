@@ -137,10 +137,7 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
     """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs."""
     own = model.state_dict()
     if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state and HEAD_KEY in own:
-        # Files hold a tied weight once or twice; if the two differ, load_state_dict would drop one of them without an error.
-        state = {HEAD_KEY: state[EMBEDDING_KEY]} | state
-        if not torch.equal(state[HEAD_KEY], state[EMBEDDING_KEY]):
-            raise UserError(f"these weights are not tied: {HEAD_KEY} differs from {EMBEDDING_KEY}", source, "set model.tie_word_embeddings=false")
+        state = {HEAD_KEY: state[EMBEDDING_KEY]} | state  # files hold a tied weight once or twice
     _check_tied(own, state, source)
     mismatches = {
         "missing": [f"{name} {tuple(own[name].shape)}" for name in own if name not in state],
@@ -155,7 +152,7 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
 
 
 def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:
-    """Raise UserError if `state` has two tensors for one weight of the model: loading would drop one of them."""
+    """Raise UserError if `state` has two different tensors for one weight of the model: load_state_dict would drop one of them without an error."""
     names = defaultdict(list)
     for name, tensor in own.items():
         if name in state and state[name].shape == tensor.shape:
@@ -163,7 +160,8 @@ def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -
     for first, *others in names.values():
         for other in others:
             if state[first] is not state[other] and not torch.equal(state[first], state[other]):
-                raise UserError(f"these weights are not tied: {other} differs from {first}", source, "choose weights of a model whose output layer is tied")
+                fix = "set model.tie_word_embeddings=false, or choose weights of a model whose output layer is tied"
+                raise UserError(f"these weights are not tied: {other} differs from {first}", source, fix)
 
 
 def _mismatch_table(mismatches: dict[str, list[str]]) -> str:

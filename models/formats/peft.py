@@ -31,6 +31,9 @@ DESCRIPTIVE_FIELDS = frozenset(
 )
 PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
 NAME_PATTERN = re.compile(r"\^?(?:\w|\\?\.|\\d\+?)+")  # keys of rank_pattern and alpha_pattern that are matched: names, paths and \d+
+DIGITS = r"\d+"  # in such a key
+MAX_PATTERN_WORK = 500_000_000  # characters of keys x parts of the paths of layers: seconds
+MAX_PATH_LENGTH = 1000  # characters of the path of a layer
 MATRICES = {"lora_A.weight": "A", "lora_B.weight": "B", "lora_magnitude_vector": "magnitude"}
 
 
@@ -56,7 +59,7 @@ def read_adapter(folder: Path) -> StoredAdapter:
         rslora, dora = bool(raw.get("use_rslora")), bool(raw.get("use_dora"))
         cfg = LoraConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], names, rslora, dora, quantize=None, continue_adapter=False)
         check_number_types(cfg)
-        ranks, alphas = (_read_pattern(raw, field, path) for field in ("rank_pattern", "alpha_pattern"))
+        ranks, alphas = (_read_pattern(raw, field, layers, path) for field in ("rank_pattern", "alpha_pattern"))
         settings = {layer: dataclasses.replace(cfg, rank=_value_of(ranks, layer, cfg.rank), alpha=_value_of(alphas, layer, cfg.alpha)) for layer in layers}
         for own in settings.values():
             check_number_types(own)
@@ -92,6 +95,8 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
     matrices, replaced = {}, {}
     for name, tensor in stored.items():
         own = name.removeprefix(PEFT_PREFIX)
+        if len(own) > MAX_PATH_LENGTH:
+            raise UserError(f"the tensor {own[:60]}... has a name of {len(own):,} characters", str(path), "write or download the folder again")
         suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
         if suffix:
             matrices[own.removesuffix(f".{suffix}"), MATRICES[suffix]] = tensor.float()
@@ -102,17 +107,23 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
     return matrices, replaced
 
 
-def _read_pattern(raw: Mapping[str, Any], field: str, path: Path) -> dict[str, Any]:
+def _read_pattern(raw: Mapping[str, Any], field: str, layers: list[str], path: Path) -> list[tuple[re.Pattern[str], Any]]:
+    """Return (expression of the whole path of a layer, value) of each key: it matches the end of a path, one that begins with ^ the whole path.
+
+    Raises UserError for a key, or for as many, whose comparison with `layers` could take long: digits are never matched a second time.
+    """
     patterns = raw.get(field) or {}
     for key in patterns:
         if not NAME_PATTERN.fullmatch(key):
             raise UserError(f"{field} has the regular expression {key[:60]!r}; names and paths of layers are read", str(path), "write the names of the layers")
-    return dict(patterns)
+    if sum(map(len, patterns)) * sum(layer.count(".") + 1 for layer in layers) > MAX_PATTERN_WORK:
+        raise UserError(f"{field} has too many keys, {len(patterns):,} for {len(layers):,} layers", str(path), "write or download the folder again")
+    return [(re.compile(rf"(?:.*\.)?(?:{key.replace(DIGITS, DIGITS + '+')})"), value) for key, value in patterns.items()]
 
 
-def _value_of(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of the layer's path; one that begins with ^ matches the whole path."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", layer)), default)
+def _value_of(patterns: list[tuple[re.Pattern[str], Any]], layer: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the path of the layer."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(layer)), default)
 
 
 def merge_adapter_into(weights: dict[str, Tensor], folder: Path, model_type: str | None = None) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from runner.config.overrides import SEARCHPATH_KEY, config_dirs, key_of
 from runner.config.unread import check_typed_are_read
 from runner.launch import preflight
 from runner.run_dir import naming, resolve
-from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer
+from runner.run_dir.initial_weights import adopt_model, check_init_from, check_model, check_tokenizer, warn_of_lr
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import complete_hydra_dir
 from runner.sweep.validation import check_plugins
@@ -77,6 +77,7 @@ class RunDirCallback(Callback):
             if model_source:
                 print_note(f"model: the settings are those of the weights, {model_source}")
             check_tokenizer(job_config)
+            warn_of_lr(job_config)
             folder = Path(config.hydra.run.dir).absolute()
             if any(key_of(override) == "hydra.run.dir" for override in config.hydra.overrides.hydra):
                 resolve.check_not_inside_run(folder)

@@ -41,6 +41,13 @@ class LoadedModel:
 
 def load_trained(folder: Path, device: str) -> LoadedModel:
     """Raises UserError if there is no finished model in `folder`."""
+    import torch
+
+    with torch.inference_mode(False):  # the probe of a model of transformers takes gradients
+        return _load_trained(folder, device)
+
+
+def _load_trained(folder: Path, device: str) -> LoadedModel:
     from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
     from models.formats.load import load_model

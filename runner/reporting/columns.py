@@ -44,22 +44,26 @@ def table_columns(sweep: SweepResults) -> list[Column]:
 def evaluation_columns(jobs: Iterable[JobResult]) -> list[Column]:
     """Return a column with a title for each evaluation that some job has, and one for leaderboard.csv for each of its other numbers."""
     found: dict[str, dict[str, None]] = {}  # label -> metrics
+    values: dict[tuple[str, str, str], list[float]] = {}  # (job, label, metric) -> of its evaluations
     for job in jobs:
         for record in job.evaluations:
-            found.setdefault(evaluation_label(record), {}).update(dict.fromkeys(results_of(record)))
+            label, results = evaluation_label(record), results_of(record)
+            found.setdefault(label, {}).update(dict.fromkeys(results))
+            for name, value in results.items():
+                values.setdefault((job.name, label, name), []).append(value)
     columns = []
     for index, (label, names) in enumerate(found.items()):
         first = headline(dict.fromkeys(names, 0.0))
         for name in sorted(names, key=lambda name: (name != first, name)):
             title = "" if name != first or index >= PAGE_EVALUATIONS else label if label.startswith(f"{name} ") else f"{label} {name}"
-            get = partial(_evaluated, label, name)
+            get = partial(_evaluated, values, label, name)
             columns.append(Column(f"{label}/{name}", title, get, evaluated_text, _mean, in_terminal=index < TERMINAL_EVALUATIONS))
     return columns
 
 
-def _evaluated(label: str, name: str, row: ResultRow) -> MeanStd | None:
+def _evaluated(values: dict[tuple[str, str, str], list[float]], label: str, name: str, row: ResultRow) -> MeanStd | None:
     """Return the mean over the jobs of a row that have this number."""
-    return mean_std(results_of(record).get(name) for job in row.jobs for record in job.evaluations if evaluation_label(record) == label)
+    return mean_std(value for job in row.jobs for value in values.get((job.name, label, name), ()))
 
 
 # --- values as text ---------------------------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from runner.reporting.metrics_reader import finite_number
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 
 SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")  # fields that make two records one evaluation
+MAX_LABEL = 200  # characters
 # The metric that stands for an evaluation where there is one column: the first that it has.
 HEADLINES = ("acc_norm", "acc", "exact_match", "perplexity", "byte_perplexity", "reward_accuracy", "f1", "bleu")
 NOT_RESULTS = {*SAME_EVALUATION, "files", "weights", "step", "loss_tokens", "rows", "right", "answers", "n", "lm_eval", "task_version"}
@@ -43,8 +44,10 @@ def evaluation_label(record: Record) -> str:
     """Return e.g. `hellaswag 5-shot, first 100` or `perplexity sft_val.jsonl`."""
     if task := record.get("task"):
         parts = [str(task), f"{record['shots']}-shot" if record.get("shots") else "", "chat" if record.get("chat_template") else ""]
-        return " ".join(filter(None, parts)) + (f", first {record['limit']}" if record.get("limit") else "")
-    return f"{record.get('metric')} {Path(str(record.get('data'))).name}"
+        label = " ".join(filter(None, parts)) + (f", first {record['limit']}" if record.get("limit") else "")
+    else:
+        label = f"{record.get('metric')} {Path(str(record.get('data'))).name}"
+    return label[:MAX_LABEL]
 
 
 def results_of(record: Record) -> dict[str, float]:

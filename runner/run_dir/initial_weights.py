@@ -27,6 +27,7 @@ from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir, sweep_of
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
+MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
 IRRELEVANT_TO_WEIGHTS = ("name", "path", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
 
 
@@ -115,6 +116,17 @@ def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:
         message = "stage.lora.continue_adapter=true needs the folder of an adapter"
         raise UserError(message, f"init_from={source}", "init_from=DIR, a run that trained an adapter or a PEFT folder")
     tree["stage"]["lora"] = dict(lora) | read_adapter_settings(Path(source))
+
+
+def warn_of_lr(config: Config) -> None:
+    """Print a warning if the learning rate is far above what published weights are fine-tuned with: the defaults are those of small models."""
+    source = Path(config.init_from)
+    if config.init_from in ("auto", "scratch") or not source.is_dir() or _model_source(source) != source or (source / RUN_FILE).exists():
+        return
+    limit, usual = (MAX_ADAPTER_LR, "2e-4") if config.stage.lora else (MAX_FULL_LR, "2e-5")
+    if config.optimizer.lr > limit:
+        kind = "an adapter" if config.stage.lora else "all weights"
+        print_note(f"warning: optimizer.lr={config.optimizer.lr:g} is high for {kind} of a published model; try optimizer.lr={usual}")
 
 
 def check_model(config: Config) -> None:

@@ -16,6 +16,7 @@ from common.limits.parsers import parse_json
 HARMLESS = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction")
 NEUTRAL: tuple[Any, ...] = (None, False, 0, "", [], {}, "auto", "none")  # values of other fields that ask for nothing
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},), "modalities": (["text"],), "parallel_tool_calls": (True,)}
+MIN_DIVISOR = 1e-5  # of logits: smaller ones give infinite logits
 MAX_ROWS = 1024  # answers of one request: prompts x n
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenIds = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
@@ -47,7 +48,7 @@ class _Body(BaseModel):
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_DIVISOR, le=100)
     n: int = Field(default=1, ge=1, le=128)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
@@ -65,6 +66,12 @@ class _Body(BaseModel):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def check_temperature(self) -> Self:
+        if 0 < self.temperature < MIN_DIVISOR:
+            raise ValueError(f"temperature must be 0, which is greedy, or at least {MIN_DIVISOR}")
+        return self
 
     @model_validator(mode="after")
     def check_stream(self) -> Self:

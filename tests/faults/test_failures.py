@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pty
+import select
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainee import launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import TIMEOUT, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common.errors import UserError
 from runner.checkpoint import manager
@@ -179,10 +180,11 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
     run_dir = uninterrupted / console
     config = make_config(uninterrupted, *RUN, f"tracker.console={console}")
     child = launch(config, run_dir, train_on_terminal)
-    os.close(slave)
     shown = b""
     while b"3/16" not in shown:
+        assert select.select([master], [], [], TIMEOUT)[0], read_output(run_dir)
         shown += os.read(master, 4096)
+    os.close(slave)  # not before: a terminal that no process has open cannot be read
     os.close(master)
     assert wait_for_exit(child) == 75
     assert 3 <= saved_steps(run_dir)[-1] < LAST and read_run_json(run_dir)["status"] == "interrupted"

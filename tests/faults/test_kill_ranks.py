@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from trainee import last_logged_step, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
+from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.verify_resume import diff_run_dirs
 from runner.fault_injection.launches import join_threads
 from runner.launch import subprocesses, worker
@@ -54,6 +55,7 @@ def fork_ranks() -> None:
         try:
             os.setpgid(0, 0)
             subprocesses.die_with_parent(parent)()
+            RENDEZVOUS_DONE.clear()  # a program that is started has it so; here a test of this process may have set it
             os.environ.update(environment)
             if out is not None:
                 os.dup2(out, 1), os.dup2(out, 2)

@@ -169,6 +169,12 @@ def test_preference_rewards_are_relative_to_the_reference(write_model: Callable[
     assert itself["reward_margin"] == 0 and itself["reward_accuracy"] == 0
 
 
+def test_preference_loads_a_reference_whose_gradients_can_be_probed(hf_folder: Path) -> None:
+    with torch.inference_mode():
+        reference = load_trained(hf_folder, "cpu")
+    assert not any(weight.is_inference() for weight in reference.model.parameters())
+
+
 def test_preference_without_a_known_reference_is_refused(hf_folder: Path, tmp_path: Path) -> None:
     data = write(tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo."), "rejected": chat("Who?", "No.")}])
     with pytest.raises(UserError) as error:

@@ -110,6 +110,14 @@ def own_folder(hf_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(hf_folder, tmp_path / "own"))
 
 
+@pytest.mark.parametrize("name", [[1], "T5Tokenizer"], ids=["list", "another class"])
+def test_export_refuses_a_tokenizer_class_that_cannot_read_it(own_folder: Path, name: object) -> None:
+    path = own_folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": name}))
+    with pytest.raises(UserError, match="transformers cannot read the tokenizer: "):
+        verify.compare_tokenizer(own_folder, load_trained(own_folder, "cpu").tokenizer)
+
+
 def test_export_detects_other_token_ids(own_folder: Path) -> None:
     tokenizer = load_trained(own_folder, "cpu").tokenizer
     verify.compare_tokenizer(own_folder, tokenizer)

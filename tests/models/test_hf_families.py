@@ -94,6 +94,10 @@ def test_no_field_of_config_json_is_ignored(name: str, tmp_path: Path) -> None:
         except UserError:
             outcomes["refused"] += 1
             continue
+        except RuntimeError:  # e.g. of shapes that do not fit; transformers cannot compute it, either
+            with pytest.raises(RuntimeError):
+                reference_logits(changed, model)
+            continue
         field = change_name.removeprefix("without ").replace(" without ", ".").partition("=")[0]
         try:
             reference = reference_logits(changed, model)

@@ -11,11 +11,12 @@ import torch
 from tiny_models import TOKENIZER, lora_config, random_model, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers_families import FAMILIES, Family, write_family
+from transformers_families import write_family
 
 from common.errors import UserError
 from models.formats.json_files import read_adapter_settings, read_json_file, read_model_config, write_json_file
 from models.formats.load import add_run_adapter, continue_adapter, load_into, load_model, load_weights
+from models.formats.peft import _read_pattern, _value_of
 from models.formats.save import save_adapter, save_model
 from models.formats.tensor_files import read_tensors, write_tensors
 from models.language_model import create_model
@@ -26,7 +27,6 @@ peft = pytest.importorskip("peft")
 IDS = tokens(2, 12)
 VARIANTS: dict[str, dict[str, Any]] = {"lora": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 SLOW = [pytest.param(name, variant, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "gpt_neox", "phi3") for variant in VARIANTS]
-FAMILIES |= {"llama": Family({}), "qwen2": Family({}), "mamba": Family({"state_size": 8})}
 
 
 @pytest.fixture
@@ -174,6 +174,14 @@ def test_peft_adapter_of_another_variant_is_refused_by_name(changes: dict[str, A
         assert message in error.value.message and error.value.setting == str(path)
 
 
+def test_digits_in_a_pattern_of_an_adapter_are_matched_once(tmp_path: Path) -> None:
+    slow, plain = (_read_pattern({"rank_pattern": {key: 2}}, "rank_pattern", ["0"], tmp_path) for key in (r"\d+" * 20, r"layers.\d+.q"))
+    assert _value_of(slow, "1" * 200 + "x", 8) == 8, "never ends if each way to divide the digits is tried"
+    assert _value_of(plain, "model.layers.12.q", 8) == 2 and _value_of(plain, "model.layers.x.q", 8) == 8
+    with pytest.raises(UserError, match="rank_pattern has too many keys, 1,000 for 1 layers"):
+        _read_pattern({"rank_pattern": {"a" * 100 + str(i): 2 for i in range(1000)}}, "rank_pattern", ["0." * 5000], tmp_path)
+
+
 @pytest.mark.parametrize("name", ["gpt2"])
 def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, tmp_path: Path) -> None:
     train_with_peft(base, tmp_path / "peft", target_modules=["lm_head"])
@@ -187,7 +195,7 @@ def test_peft_adapter_of_a_tied_output_layer_is_refused(name: str, base: Path, t
 
 
 def test_adapter_of_a_layer_that_is_never_called_is_refused(tmp_path: Path) -> None:
-    write_family(tmp_path, "mamba")
+    write_family(tmp_path, "mamba", state_size=8)
     model = load_model(tmp_path)
     state = torch.get_rng_state()
     with pytest.raises(UserError, match="adapters of dt_proj would have no effect") as error:

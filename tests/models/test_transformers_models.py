@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers_families import FAMILIES, random_family, write_family
 
 from common.errors import UserError
+from models.families.transformers import _without_unread, create_hf_config
 from models.formats.json_files import read_model_config
 from models.formats.load import load_into, load_model, load_weights
 from models.formats.save import save_model
@@ -126,6 +127,17 @@ def test_experts_of_transformers_are_not_compiled_by_auto() -> None:
     cfgs = [random_family("mixtral", num_local_experts=2, num_experts_per_tok=1).cfg, random_family("llama").cfg]
     modes = [resolve_compile_mode("auto", 1e20, torch.device("cpu"), 1, cfg.has_dynamic_shapes).reason for cfg in cfgs]
     assert "tokens per expert" in modes[0] and "tokens per expert" not in modes[1]
+
+
+@pytest.mark.parametrize("name, value", [("num_blocks", 1001), ("num_hidden_layers", 1001), ("n_experts", 4097)])
+def test_config_of_transformers_with_too_many_modules_is_refused(name: str, value: int) -> None:
+    with pytest.raises(UserError, match=f"{name} must be at most"):
+        create_hf_config({"model_type": "xlstm", name: value}, "config.json")
+
+
+def test_config_of_transformers_is_kept_without_code_at_any_depth() -> None:
+    raw = {"model_type": "gemma2", "vision": [{"_attn_implementation": "evil/kernel", "a": 1}], "text": {"auto_map": {"AutoModel": "code.py"}, "b": {"c": 2}}}
+    assert _without_unread(raw) == {"model_type": "gemma2", "vision": [{"a": 1}], "text": {"b": {"c": 2}}}
 
 
 def test_transformers_model_that_is_not_causal_is_refused() -> None:

@@ -99,8 +99,8 @@ def random_family(model_type: str, **changes: Any) -> TransformersModel:
 
 
 def write_family(folder: Path, name: str, **changes: Any) -> None:
-    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config."""
-    family = FAMILIES[name]
+    """Write a random model of the family, with the tokenizer of the samples. `changes`: further ones of its config. A name without an entry is a model_type."""
+    family = FAMILIES.get(name, Family({}))
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from runner.reporting.columns import evaluation_columns
-from runner.reporting.evaluations import current_evaluations, evaluation_label, headline, record_everywhere
+from runner.reporting.evaluations import MAX_LABEL, current_evaluations, evaluation_label, headline, record_everywhere, results_of
 from runner.reporting.results import JobResult
 from runner.run_dir.metadata import RunMetadata
 
@@ -61,6 +62,15 @@ def test_evaluation_columns_have_one_headline_and_every_number_in_the_csv() -> N
         *(f"hellaswag/{name}" for name in ("acc", "acc_stderr", "acc_norm")),
         *(f"perplexity val.jsonl/{name}" for name in ("perplexity", "loss")),
     }
+
+
+def test_evaluations_of_a_job_are_read_once_not_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, reads = JobResult("a", {}, evaluations=[HELLASWAG | {"results": {f"m{i}": float(i) for i in range(50)}}]), []
+    monkeypatch.setattr("runner.reporting.columns.results_of", lambda record: (reads.append(1), results_of(record))[1])
+    row: Any = SimpleNamespace(jobs=[job])
+    found = {column.key: column.get(row) for column in evaluation_columns([job])}
+    assert len(reads) == 1 and len(found) == 50, "a file of 16 MiB with a million numbers would never be shown"
+    assert found["hellaswag/m7"].mean == 7 and len(evaluation_label({"task": "x" * 10**6})) == MAX_LABEL
 
 
 def test_evaluation_labels_name_what_makes_results_differ() -> None:

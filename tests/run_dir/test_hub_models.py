@@ -67,6 +67,11 @@ def test_text_that_is_no_hub_name_stays_a_path(text: str) -> None:
     assert parse_hub_name(text) is None and resolve_model_override(f"init_from={text}") == f"init_from={text}"
 
 
+@pytest.mark.parametrize("folder", ['models--a")--b', "models--a--b\n```", "models--a--`b`", "models--..--b"])
+def test_path_of_a_run_with_odd_characters_is_no_hub_model(folder: str) -> None:
+    assert hub_name_of(Path("/cache", folder, "snapshots", FIRST)) is None, "the name is written into commands of the model card"
+
+
 def test_local_folder_comes_before_the_hub(publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = publish()
     monkeypatch.chdir(tmp_path)

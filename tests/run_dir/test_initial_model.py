@@ -83,6 +83,20 @@ def test_model_that_is_not_typed_is_that_of_the_folder(llama: Callable[..., str]
     assert model.rope_scaling is not None and (model.rope_scaling.type, model.rope_scaling.factor) == ("llama3", 8.0)
 
 
+@pytest.mark.parametrize(
+    ("typed", "warns"),
+    [(["stage=sft"], True), (["stage=sft", "optimizer.lr=2e-5"], False), (["stage=lora"], True), (["stage=lora", "optimizer.lr=2e-4"], False)],
+)
+def test_learning_rate_of_small_models_is_warned_of_for_published_weights(
+    typed: list[str], warns: bool, llama: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    initial_weights.warn_of_lr(started(llama(), *typed))
+    assert ("is high for" in capsys.readouterr().err) == warns
+    run = write_run(tmp_path / "run")
+    initial_weights.warn_of_lr(started(f"init_from={run}", *typed))
+    assert capsys.readouterr().err == ""
+
+
 def test_typed_setting_without_influence_on_the_weights_is_kept_in_the_folders_model(llama: Callable[..., str]) -> None:
     model = decoder(llama(), "model.dropout=0.1", "model.attention=math", "model.max_position_embeddings=128", "data.max_length=128")
     assert (model.dropout, model.attention, model.max_position_embeddings, model.rope_theta) == (0.1, "math", 128, 5e5)

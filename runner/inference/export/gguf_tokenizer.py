@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")  # of transformers: llama.cpp's templates have no such block
 CONVERTER_FIX = "format=hf, then llama.cpp's convert_hf_to_gguf.py; or converter=PATH_OF_IT"
-DIGITS = {"type": "Digits", "individual_digits": True}
+DIGIT_SPLIT = {"type": "Digits", "individual_digits": True}
 # Regular expressions of byte-level BPE tokenizers, by the name that llama.cpp knows them under
 PATTERN_NAMES = {
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+": "qwen2",
@@ -54,7 +54,7 @@ def pre_tokenizer_name(tokenizer: Tokenizer) -> str:
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
     kinds = [step["type"] for step in steps]
     if stored["normalizer"] in (None, {"type": "NFC"}) and kinds and kinds[-1] == "ByteLevel" and not steps[-1].get("add_prefix_space"):
-        if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGITS and steps[1].get("use_regex", True):
+        if kinds == ["Digits", "ByteLevel"] and steps[0] == DIGIT_SPLIT and steps[1].get("use_regex", True):
             return "smollm"
         if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
             return "gpt-2"

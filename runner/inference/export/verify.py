@@ -50,7 +50,12 @@ def compare_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if transformers reads other token ids or other control tokens from the tokenizer in `folder`."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    reference = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        reference = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the class that tokenizer_config.json names raises what it likes
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        fix = "remove tokenizer_class from its tokenizer_config.json; or verify=false"
+        raise UserError(f"transformers cannot read the tokenizer: {reason}", str(tokenizer.folder), fix) from error
     expected = [tokenizer.encode(text) for text in TEXTS]
     if _token_ids(reference) != expected:
         generic = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
