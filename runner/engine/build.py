@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,10 +54,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     if dist.device.type == "cpu":
         disable_malloc_trim()
     precision = Precision(cfg.precision, dist.device)
-    cfg.model.check_device(dist.device, precision.dtype)
-    cfg.model.check_memory()
-    if cfg.stage.lora and cfg.stage.lora.quantize:
-        check_quantization(dist.device)
+    check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
     pipeline = do_unless_stopped(dist, stop, "before the first step", partial(build_data_pipeline, cfg, tokenizer))
@@ -74,9 +72,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
-    compatibility |= environment_facts(describe_kernels(dist.device, compile_decision.mode, cfg.model.has_dynamic_shapes))
-    if model.kernels_description:
-        compatibility |= environment_facts({"model_kernels": model.kernels_description})
+    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
     for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
@@ -102,6 +98,20 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         update_metadata=update_metadata,
         compatibility=compatibility,
     )
+
+
+def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
+    """Raise UserError if the model does not fit the device, its memory or the precision."""
+    cfg.model.check_device(device, precision.dtype)
+    cfg.model.check_memory()
+    if cfg.stage.lora and cfg.stage.lora.quantize:
+        check_quantization(device)
+
+
+def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str) -> dict[str, Any]:
+    """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
+    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes)
+    return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:

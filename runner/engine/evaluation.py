@@ -92,7 +92,7 @@ def ending_together(state: TrainState) -> Iterator[None]:
     """If the block fails on this rank, end all ranks at their next `check_stop`. Not under fsdp, where the others may wait in a forward pass."""
     try:
         yield
-    except Exception:  # raised again below
+    except Exception:  # of any kind: the other ranks have to end, too; it is raised again below
         if not state.has_joined and not state.dist.sharded:
             state.check_stop(has_failed=True)
         raise

@@ -68,7 +68,7 @@ def import_heavy_libraries() -> None:
     import torch._dynamo  # otherwise the first AdamW imports it, for a second, in every fork
 
     import runner.engine.build
-    import runner.engine.loop  # noqa: F401  for the forks
+    import runner.engine.loop  # noqa: F401  imported here so that each fork finds it loaded; no name of it is used
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 

@@ -42,7 +42,7 @@ class Guard:
             return await self.app(scope, _replaying(await _read_body(scope, receive), receive), noting_start)
         except ApiError as error:
             response = error
-        except Exception:  # the client learns nothing of the inside; the one who runs the server does
+        except Exception:  # any fault of a request: its traceback is for the log of the server, not for the client
             print_safely(traceback.format_exc(), file=sys.stderr)
             response = ApiError(500, "the server failed; its log has the cause", "server_error")
         if not is_started:

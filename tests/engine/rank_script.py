@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from common.errors import Interrupted, PeerLostError  # noqa: E402  the repository root has to be on the path first
-from models.formats.json_files import read_model_config  # noqa: E402
+from models.formats.json_files import read_model_config  # noqa: E402  as above
 from runner.config.compose import compose_config  # noqa: E402
 from runner.engine.build import build_run  # noqa: E402
 from runner.engine.loop import train  # noqa: E402

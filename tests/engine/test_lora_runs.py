@@ -28,7 +28,7 @@ VARIANTS = {
     "dora": "dora:true,rslora:true",
     "nf4": "quantize:nf4,dora:true",
 }
-needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes, of the extra qlora, is not in the dev extra")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_run_trains_an_adapter_on_and_keeps_its_base_model(base: Path, tmp_path:
     assert load_model(tmp_path / "run").cfg == model.cfg
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the refusal is for machines without bitsandbytes")
 def test_quantized_weights_without_bitsandbytes_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs? the package bitsandbytes, which is not installed") as error:
         build_run(config_of(base, tmp_path, "quantize:nf4"), tmp_path / "run", attempt=1, update_metadata=lambda **_: None)

@@ -62,7 +62,7 @@ def check_gradients(model: LanguageModel, expected: dict[str, Tensor]) -> None:
 def test_transformers_model_has_the_losses_and_gradients_of_single_rows(name: str, folder: Path) -> None:
     rows, losses, gradients = reference_of(folder)
     model = trained_model(folder, is_packed=False)
-    kernels = model.kernels  # type: ignore[attr-defined]
+    kernels = model.kernels
     assert (kernels.attention == IMPLEMENTATION, kernels.chunked_loss, kernels.packing) == FAMILIES[name][1:4]
     ids, labels = torch.zeros(3, max(LENGTHS), dtype=torch.long), torch.full((3, max(LENGTHS)), -100)
     for i, row in enumerate(rows):
