@@ -15,7 +15,7 @@ from runner.planning.config import PlanConfig
 from runner.planning.estimate import RunPlan, estimate_disk, find_alternatives
 from runner.planning.facts.data import DataFacts, data_facts
 from runner.planning.facts.machine import resident_bytes, this_machine
-from runner.planning.facts.model import ModelFacts, model_facts
+from runner.planning.facts.model import ModelSizes, model_facts
 from runner.planning.memory import estimate_memory
 from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import PlannedRun, PlannedStart
@@ -41,7 +41,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._data: dict[str, DataFacts] = {}
-        self._models: dict[str, ModelFacts] = {}
+        self._models: dict[str, ModelSizes] = {}
         self._process = 0
         self._machine = cache(this_machine)
 
@@ -74,7 +74,7 @@ class Planner:
                     trials[key] = trial_of(each.run.config)
                 each.trial = trials[key]
 
-    def _model(self, cfg: Config) -> ModelFacts:
+    def _model(self, cfg: Config) -> ModelSizes:
         key = json.dumps([dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str)
         if key not in self._models:
             self._models[key] = model_facts(cfg)

@@ -12,7 +12,7 @@ from models.config import LoraConfig
 from runner.engine.config import Config
 from runner.planning.facts.data import BatchShape, DataFacts
 from runner.planning.facts.machine import Machine
-from runner.planning.facts.model import ModelFacts, model_facts
+from runner.planning.facts.model import ModelSizes, model_facts
 from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate, estimate_memory
 from runner.planning.starts import PlannedRun
 
@@ -48,7 +48,7 @@ class Alternative:
 @dataclass
 class RunPlan:
     run: PlannedRun
-    model: ModelFacts
+    model: ModelSizes
     data: DataFacts
     memory: MemoryEstimate
     disk: DiskEstimate
@@ -90,7 +90,7 @@ class RunPlan:
         return trial["first_step_seconds"] + self.steps * trial["step_seconds"] * self.data.padding + repeated + trial["save_seconds"]
 
 
-def estimate_disk(cfg: Config, facts: ModelFacts, steps: int) -> DiskEstimate:
+def estimate_disk(cfg: Config, facts: ModelSizes, steps: int) -> DiskEstimate:
     train = cfg.train
     saves = math.ceil(steps / train.save_every) if train.save_every else 1
     milestones = steps // train.keep_every if train.keep_every else 0
@@ -105,11 +105,11 @@ def estimate_disk(cfg: Config, facts: ModelFacts, steps: int) -> DiskEstimate:
     )
 
 
-def find_alternatives(cfg: Config, facts: ModelFacts, data: DataFacts, machine: Machine, process: int, ranks: int) -> list[Alternative]:
+def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int) -> list[Alternative]:
     """Return settings that need less memory, each with its estimate: one change at a time, and all that fit together where none is enough."""
     found = []
 
-    def add(overrides: str, changed: Config, of_model: ModelFacts, shape: BatchShape) -> bool:
+    def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape) -> bool:
         micro_batches = data.micro_batches * cfg.train.batch_size // changed.train.batch_size
         memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, ranks)
         total = memory.total * (ranks if machine.device == "cpu" else 1)

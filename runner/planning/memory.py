@@ -10,7 +10,7 @@ from runner.engine.config import Config
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
 from runner.planning.facts.data import BatchShape
-from runner.planning.facts.model import LayerSizes, ModelFacts
+from runner.planning.facts.model import LayerSizes, ModelSizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
@@ -42,12 +42,12 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def computation(cfg: Config, facts: ModelFacts, device: str) -> Computation:
+def computation(cfg: Config, facts: ModelSizes, device: str) -> Computation:
     width = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype]
     return Computation(width, device == "cpu", cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank)
 
 
-def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_batches: int, device: str, process: int, ranks: int = 1) -> MemoryEstimate:
+def estimate_memory(cfg: Config, facts: ModelSizes, shape: BatchShape, micro_batches: int, device: str, process: int, ranks: int = 1) -> MemoryEstimate:
     """`process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda."""
     how = computation(cfg, facts, device)
     shards = ranks if cfg.distributed.name == "fsdp" else 1
@@ -66,7 +66,7 @@ def estimate_memory(cfg: Config, facts: ModelFacts, shape: BatchShape, micro_bat
     return MemoryEstimate(moment, {part: moments[moment][part] for part in PARTS if moments[moment].get(part)}, device)
 
 
-def _moments(cfg: Config, facts: ModelFacts, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int) -> dict[str, dict[str, int]]:
+def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int) -> dict[str, dict[str, int]]:
     """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
     layer, all_gradients = facts.layer, FP32 * facts.trained // shards
     before = all_gradients if keeps_gradients else 0
@@ -111,14 +111,14 @@ def _trains_head(how: Computation) -> bool:
     return how.trains_all or "lm_head" in how.adapted
 
 
-def _outside_layers(facts: ModelFacts, shape: BatchShape, how: Computation) -> int:
+def _outside_layers(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
     """Return the bytes of activations of the last norm, and of the mask of packed rows."""
     D, n = facts.layer.hidden, shape.numbers
     mask = n * shape.tokens if shape.is_packed and how.on_cpu else 0
     return n * D * FP32 * (1 + how.trains_all) + mask
 
 
-def _loss_bytes(cfg: Config, facts: ModelFacts, shape: BatchShape, how: Computation) -> tuple[int, int]:
+def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computation) -> tuple[int, int]:
     """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the backward pass)."""
     from models.layers.chunked_loss import LOGITS_PER_CHUNK
 

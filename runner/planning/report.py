@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.planning.estimate import Alternative, RunPlan
 
-WIDTH = 80
+LINE_WIDTH = 80
 LABEL = 20
 GIB, MIB = 2**30, 2**20
 
@@ -27,17 +27,17 @@ def sweep_text(plans: list[RunPlan], trials: int) -> str:
     header = f"{'job':>3}  {'steps':>7}  {'tokens':>8}  {'memory':>9}  {'disk':>9}  {'time':>9}  fits"
     lines = [header]
     for number, plan in enumerate(plans):
-        time = "" if plan.seconds is None else seconds_text(plan.seconds)
-        cells = f"{plan.steps:>7,}  {count_text(plan.data.run_tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
+        time = "" if plan.seconds is None else duration_text(plan.seconds)
+        cells = f"{plan.steps:>7,}  {short_count(plan.data.run_tokens):>8}  {bytes_text(plan.needed_memory):>9}  {bytes_text(plan.disk.total):>9}  {time:>9}"
         lines.append(f"{number:>3}  {cells}  {'yes' if fits(plan) else 'no'}")
-        lines += textwrap.wrap(", ".join(plan.run.overrides), WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 5, break_on_hyphens=False)
+        lines += textwrap.wrap(", ".join(plan.run.overrides), LINE_WIDTH, initial_indent=" " * 5, subsequent_indent=" " * 5, break_on_hyphens=False)
     times = [plan.seconds for plan in plans if plan.seconds is not None]
     tokens = trials * sum(plan.data.run_tokens for plan in plans)
     disk = trials * sum(plan.disk.total for plan in plans)
-    total = f"total of {trials * len(plans)} jobs: {count_text(tokens)} tokens, {bytes_text(disk)} of disk"
+    total = f"total of {trials * len(plans)} jobs: {short_count(tokens)} tokens, {bytes_text(disk)} of disk"
     if len(times) == len(plans):
-        total += f", {seconds_text(trials * sum(times))} one after the other"
-    lines += ["", *textwrap.wrap(total, WIDTH)]
+        total += f", {duration_text(trials * sum(times))} one after the other"
+    lines += ["", *textwrap.wrap(total, LINE_WIDTH)]
     notes = dict.fromkeys(note for plan in plans for note in plan.notes)
     lines += ["", *(_wrapped("note: ", note) for note in notes)] if notes else []
     failing = [number for number, plan in enumerate(plans) if not fits(plan)]
@@ -127,7 +127,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
     if trial is None or plan.seconds is None:
         return _line("time", "not measured")
     rate = trial["step_tokens"] / trial["step_seconds"]
-    lines = _line("time", f"{seconds_text(plan.seconds)} for {plan.steps:,} steps; compile {trial['compile']}")
+    lines = _line("time", f"{duration_text(plan.seconds)} for {plan.steps:,} steps; compile {trial['compile']}")
     parts = {"first step": trial["first_step_seconds"], "longest step": trial["step_seconds"], "evaluation": trial["eval_seconds"]}
     parts |= {"samples": trial["sample_seconds"], "save": trial["save_seconds"]}
     lines += [f"  {name:<{LABEL}}{seconds:9.3f} s" for name, seconds in parts.items() if seconds]
@@ -143,30 +143,30 @@ def _disk_lines(plan: RunPlan) -> list[str]:
 
 def _alternative_lines(alternative: Alternative) -> Iterable[str]:
     size = f"  {bytes_text(alternative.memory):>9} {'fits' if alternative.fits else '    '}  "
-    rows = textwrap.wrap(alternative.overrides, WIDTH - len(size), break_on_hyphens=False)
+    rows = textwrap.wrap(alternative.overrides, LINE_WIDTH - len(size), break_on_hyphens=False)
     return [(size if number == 0 else " " * len(size)) + line for number, line in enumerate(rows)]
 
 
 def _line(label: str, text: str) -> list[str]:
-    return textwrap.wrap(f"{label:<{LABEL}}{text}", WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+    return textwrap.wrap(f"{label:<{LABEL}}{text}", LINE_WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False)
 
 
 def _wrapped(label: str, text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent=label, subsequent_indent=" " * min(len(label), 6), break_on_hyphens=False)
+    return textwrap.fill(text, LINE_WIDTH, initial_indent=label, subsequent_indent=" " * min(len(label), 6), break_on_hyphens=False)
 
 
 def bytes_text(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / MIB:.1f} MiB"
 
 
-def count_text(count: float) -> str:
+def short_count(count: float) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.2f}{unit}"
     return f"{count:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = seconds / 60

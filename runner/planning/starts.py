@@ -11,7 +11,7 @@ from runner.config import overrides as checks
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.config.flags import has_flag
 from runner.config.hydra_errors import translating_hydra_errors
-from runner.config.overrides import is_hydra_override
+from runner.config.overrides import RESUME_KEY, is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import preflight
@@ -21,8 +21,6 @@ from runner.run_dir.resolve import is_sweep_dir, resolve_run
 from runner.sweep import budget, extend, grid, validation
 from runner.sweep.session import SweepSession
 from runner.sweep.state import SweepState
-
-RESUME_KEY = "resume="
 
 
 @dataclass(frozen=True)

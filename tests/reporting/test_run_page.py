@@ -40,14 +40,14 @@ def page_of(folder: Path) -> str:
     return write_run_page(folder).read_text(encoding="utf-8")
 
 
-def drawn(page: str) -> dict[str, Any]:
+def chart_data(page: str) -> dict[str, Any]:
     """Return the numbers that the scripts of the page draw."""
     return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
 
 
 def test_run_page_draws_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
     records = [*(train(step) for step in range(1, 41)), evaluation(20, 4.5), evaluation(40, 4.4)]
-    data = drawn(page_of(write_run(tmp_path / "run", records)))
+    data = chart_data(page_of(write_run(tmp_path / "run", records)))
     assert data["train"]["loss"] == [record["loss"] for record in records[:40]] and data["train"]["tokens"] == [100 * step for step in range(1, 41)]
     assert (data["eval"]["step"], data["eval"]["loss"], data["reload"]) == ([20, 40], [4.5, 4.4], None)
 
@@ -68,12 +68,12 @@ def test_run_page_runs_only_its_own_scripts_and_escapes_every_text(tmp_path: Pat
 def test_run_page_leaves_gaps_where_a_loss_is_not_finite(tmp_path: Path) -> None:
     records = [train(1), train(2, loss=None, nonfinite=["loss"]), train(3)]
     page = page_of(write_run(tmp_path / "run", records))
-    assert drawn(page)["train"]["loss"] == [4.99, None, 4.97] and "loss in 1 records" in page
+    assert chart_data(page)["train"]["loss"] == [4.99, None, 4.97] and "loss in 1 records" in page
 
 
 def test_run_page_adds_the_time_of_attempts_and_marks_where_they_began(tmp_path: Path) -> None:
     records = [train(1, time=1.0), train(2, time=2.5), train(3, time=0.5, attempt=2)]
-    data = drawn(page_of(write_run(tmp_path / "run", records)))
+    data = chart_data(page_of(write_run(tmp_path / "run", records)))
     assert data["train"]["seconds"] == [1, 2.5, 3] and data["attempts"] == [3]
 
 
@@ -102,7 +102,7 @@ def test_run_page_is_written_whatever_is_missing_or_damaged(tmp_path: Path, name
 def test_run_page_of_a_long_run_is_small_and_keeps_extremes(tmp_path: Path) -> None:
     records = [train(step, loss=9.0 if step == 7_777 else 2.0, grad_norm=1.23456789, tokens_per_second=4321.1234567) for step in range(1, 20_001)]
     page = page_of(write_run(tmp_path / "run", records))
-    data = drawn(page)
+    data = chart_data(page)
     assert 9.0 in data["train"]["loss"] and len(data["train"]["step"]) <= MAX_POINTS + 2 and len(page) < 1 << 20
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SAMPLED_STEPS = 32  # whose padding is measured
 SAMPLED_SEQUENCES = 256  # packed sequences among which the longest are searched
 SEARCHED_STEPS = 5000  # whose micro-batches are compared; a longer run is taken to meet the longest sequences together
-LENGTHS_PER_READ = 1 << 16  # rows
+LENGTHS_PER_BATCH = 1 << 16  # rows
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _all_lengths(loader: StepLoader) -> np.ndarray:
     import numpy as np
 
     rows = loader.sequences.rows
-    return np.concatenate([rows.lengths(start, min(start + LENGTHS_PER_READ, len(rows))) for start in range(0, len(rows), LENGTHS_PER_READ)])
+    return np.concatenate([rows.lengths(start, min(start + LENGTHS_PER_BATCH, len(rows))) for start in range(0, len(rows), LENGTHS_PER_BATCH)])
 
 
 def _count_tokens(loader: StepLoader) -> int:

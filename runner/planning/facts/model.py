@@ -11,7 +11,7 @@ from runner.engine.config import Config
 from runner.engine.optim.config import OptimizerConfig
 
 OPTIMIZER_NUMBERS = {"adamw": (2, 2), "muon": (1, 2)}  # numbers of state per number of (hidden matrices, other parameters)
-EXPERT_FIELDS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "moe_topk", "num_experts_per_token"))
+EXPERT_SETTINGS = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "moe_topk", "num_experts_per_token"))
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayerSizes:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSizes:
     parameters: int  # numbers; a tied weight counts once
     trained: int
     active: int  # that a token passes through; differs from `parameters` for a mixture of experts
@@ -50,7 +50,7 @@ class ModelFacts:
         return of_matrices * self.matrices + of_others * (self.trained - self.matrices)
 
 
-def model_facts(cfg: Config) -> ModelFacts:
+def model_facts(cfg: Config) -> ModelSizes:
     """Raises UserError as training would, e.g. for weights that do not fit into the memory of this machine."""
     import torch
 
@@ -66,7 +66,7 @@ def model_facts(cfg: Config) -> ModelFacts:
     inactive = 1 - experts_share(cfg.model)
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
-    return ModelFacts(
+    return ModelSizes(
         parameters=parameters,
         trained=sum(p.numel() for p in named.values() if p.requires_grad),
         active=parameters - round(inactive * experts),
@@ -100,7 +100,7 @@ def layer_sizes(model: ModelConfig) -> LayerSizes:
     hidden = _first(raw, ("hidden_size", "n_embd", "d_model"), 1)
     heads = _first(raw, ("num_attention_heads", "n_head"), 1)
     head = _first(raw, ("head_dim",), hidden // heads)
-    experts, per_token = (_first(raw, names, 0) for names in EXPERT_FIELDS)
+    experts, per_token = (_first(raw, names, 0) for names in EXPERT_SETTINGS)
     return LayerSizes(
         layers=model.num_hidden_layers,
         hidden=hidden,

@@ -36,7 +36,7 @@ TIMED_EVAL_BATCHES = 16
 SECONDS = 60.0  # after which no further step is timed
 
 
-def main(folder: Path) -> None:
+def run_trial_process(folder: Path) -> None:
     set_passive_omp_wait()
     import_inherited_plugins()
     request = json.loads(read_bounded(folder / "trial.json", MAX_JSON_BYTES))
@@ -129,4 +129,4 @@ def peak_bytes(state: "TrainState") -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_trial_process(Path(sys.argv[1]))
