@@ -12,7 +12,7 @@ from pathlib import Path
 
 __version__ = "0.2.0"
 
-COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults", "export", "serve")
+COMMANDS = ("train", "chat", "evaluate", "rows", "report", "tokenizer", "doctor", "faults", "export", "serve", "plan")
 
 
 def app_dir() -> Path:
@@ -66,3 +66,7 @@ def export() -> None:
 
 def serve() -> None:
     run_command("serve")
+
+
+def plan() -> None:
+    run_command("plan")

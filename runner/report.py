@@ -1,4 +1,4 @@
-"""Compare the jobs of a sweep; write its report.html and leaderboard.csv: `python runner/report.py sweep=last`."""
+"""Write report.html of a run or sweep, print its numbers, serve it on this machine: `python runner/report.py run=last serve=true`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ if not __package__:  # started by path: replace runner/ on sys.path by the repos
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 from runner.cli.subcommand import run_subcommand
-from runner.reporting.leaderboard import ReportConfig, print_report
+from runner.reporting.command import ReportConfig, print_report
 
 if __name__ == "__main__":
     run_subcommand("report", ReportConfig, print_report)

@@ -23,9 +23,13 @@ LAYERS = """
 runner
 runner.cli
 hydra_plugins.lm_runner
+runner.planning > runner.planning.trial > runner.planning.facts
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
-runner.launch > runner.supervise | runner.reporting | runner.fault_injection | runner.serving
+runner.launch > runner.supervise | runner.fault_injection | runner.serving
+runner.reporting.command > runner.reporting.leaderboard
+runner.reporting.sweep_page | runner.reporting.run_page
+runner.reporting
 runner.recovery
 runner.run_dir
 runner.config
@@ -47,6 +51,7 @@ THIRD_PARTY = {
     "runner.launch": {"torch"},
     "runner.fault_injection": {"torch"},
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
+    "runner.planning": {"torch", "numpy"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
     "runner.config": {"hydra", "omegaconf", "yaml"},

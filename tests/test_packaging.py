@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_has_one_top_level_package_with_conf_and_samples(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"lm_runner"}
-    for name in ("conf/config.yaml", "conf/stage/sft.yaml", "data/samples/sft.jsonl", "data/samples/tokenizer/tokenizer.json", "runner/reporting/report.css"):
+    for name in ("conf/config.yaml", "conf/stage/sft.yaml", "data/samples/sft.jsonl", "data/samples/tokenizer/tokenizer.json", "runner/reporting/page.css"):
         assert f"lm_runner/_app/{name}" in names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 

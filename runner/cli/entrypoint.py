@@ -28,7 +28,6 @@ from runner.run_dir.metadata import RunMetadata
 from runner.sweep.command import RunHydra, resume_sweep, start_sweep
 from runner.tracking.progress import ignore_broken_pipe
 
-RESUME_KEY = "resume="
 EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
 QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
@@ -76,8 +75,8 @@ def _dispatch(argv: list[str], run_hydra: RunHydra) -> None:
     is_show, is_multirun = has_flag(flags, "--cfg", "--info"), has_flag(flags, "--multirun")
     if is_multirun and is_show:
         raise UserError("a sweep is many runs, --cfg and --info print one", " ".join(flags), "leave out --multirun, and give each setting one value")
-    resume_from = [QUOTED.sub(r"\2", override.removeprefix(RESUME_KEY)) for override in typed if override.startswith(RESUME_KEY)]
-    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(RESUME_KEY)]
+    resume_from = [QUOTED.sub(r"\2", override.removeprefix(overrides.RESUME_KEY)) for override in typed if override.startswith(overrides.RESUME_KEY)]
+    typed = [overrides.absolutize_path(override) for override in typed if not override.startswith(overrides.RESUME_KEY)]
     import_plugins(overrides.plugins_of(typed))
     typed = [overrides.normalize_int(override) for override in typed]
     if folder := torchrun.previous_run_dir():

@@ -39,10 +39,18 @@ from runner.tracking.progress import ignore_broken_pipe
 T = TypeVar("T")
 
 
-def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_train_config: bool = False, passes_overrides: bool = False) -> None:
+def run_subcommand(
+    name: str,
+    schema: type[T],
+    action: Callable[..., Any],
+    with_train_config: bool = False,
+    passes_overrides: bool = False,
+    start_of: Callable[[list[str], list[str]], Any] | None = None,
+) -> None:
     """Call `action` with the settings of the command line; `with_train_config`: and with the config of a run, whose settings may be given too.
 
-    `passes_overrides`: with the checked overrides of train.py instead of their config.
+    `passes_overrides`: with the checked overrides of train.py instead of their config. `start_of`: with what this function of (overrides, flags)
+    returns instead; resume= and --multirun are then allowed.
     Exits with the code of common/exit_codes.py unless the action returns.
     """
     set_passive_omp_wait()
@@ -55,13 +63,16 @@ def run_subcommand(name: str, schema: type[T], action: Callable[..., Any], with_
         own, others = _split(typed, kinds, flag_value(flags, "--config-dir"))
         if not with_train_config and has_flag(flags, *hydra_app.PRINT_FLAGS):
             return hydra_app.run_hydra(action, [*own, *others], flags, config_name=name)
-        if unknown := next((flag for flag in flags if not flag.startswith("--config-dir=")), None):
+        allowed = ("--config-dir=",) if start_of is None else ("--config-dir=", "--multirun")
+        if unknown := next((flag for flag in flags if not flag.startswith(allowed)), None):
             raise UserError(f"{name}.py has no flag {unknown}", unknown, "--help lists the settings and flags")
         for override in own:
             _check_override(override, kinds)
         if not with_train_config:
             _check_all_known(name, others, kinds)
             return action(to_schema(compose_command(name, own), schema, own))
+        if start_of is not None:
+            return action(to_schema(compose_command(name, own), schema, own), start_of(others, flags))
         if resumed := next((override for override in others if override.startswith("resume=") and override != "resume=null"), None):
             raise UserError(f"{name}.py does not resume a run", resumed, "give the overrides of the run, which are in its .hydra/overrides.yaml")
         start = _compose_start(others)

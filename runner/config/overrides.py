@@ -25,6 +25,7 @@ HYDRA_KEYS_REFUSED = {
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
+RESUME_KEY = "resume="  # not a setting: names the run or sweep to continue
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
 STORED_OVERRIDE = re.compile(r"[+~]{0,2}(?!hydra=)[^\W\d][\w./+-]*=.*", re.DOTALL)  # key=value: no flag, no group@package, no interpolated key
 OWN_RESOLVER = re.compile(r"\$\{(repo|workspace):\}")  # folders of this program

@@ -20,6 +20,7 @@ from runner.engine.config import Config
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
+from runner.reporting.run_page.live import LivePage
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
@@ -75,7 +76,6 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     try:
         with stop.interrupting("before the first step") if config.distributed.name == "single" else nullcontext():  # other ranks would wait for this one
             from runner.engine.build import build_run
-            from runner.engine.loop import train
         with _peer_errors(config), _disk_errors(metadata.folder):
             state = build_run(config, metadata.folder, attempt=metadata.attempt, update_metadata=metadata.update, stop_requested=stop)
     except StopRequested:
@@ -88,13 +88,36 @@ def _train(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     if git is not None:
         _record_attempt(state, metadata, git)
     try:
+        with _live_page(state, metadata):
+            return _train_and_record(state, metadata, stop)
+    except StopRequested:
+        raise _interrupted_at_start(metadata) from None
+
+
+@contextmanager
+def _live_page(state: TrainState, metadata: RunMetadata) -> Iterator[None]:
+    """Write report.html of the run while the block trains, and once more at its end."""
+    if not (metadata.is_writer and state.cfg.tracker.page):
+        yield
+        return
+    page = LivePage(lambda: state.run_dir, metadata.check_owned, state.logger.warning)
+    state.logger.after_record = page.record_logged
+    try:
+        yield
+    finally:
+        page.write()
+
+
+def _train_and_record(state: TrainState, metadata: RunMetadata, stop: StopFlag) -> float:
+    from runner.engine.loop import train
+
+    config = state.cfg
+    try:
         with _peer_errors(config), _disk_errors(metadata.folder):
             loss = train(state, stop)
             state.logger.flush()
-    except UserError:
+    except (UserError, StopRequested):
         raise
-    except StopRequested:
-        raise _interrupted_at_start(metadata) from None
     except (Interrupted, TrainingError) as error:
         _record_end(state, metadata, error.outcome, None if isinstance(error, Interrupted) else str(error))
         raise

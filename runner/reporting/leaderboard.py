@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Optional
 
-from common.errors import UserError, did_you_mean_path, print_safely, strip_control
+from common.errors import UserError, did_you_mean_path, strip_control
 from common.filesystem import retry_disk, write_atomic_file
 from common.guarded_files import check_own_files
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
-from runner.reporting.html import sweep_page
 from runner.reporting.read_results import read_sweep_results
 from runner.reporting.results import SweepResults
+from runner.reporting.sweep_page.page import sweep_page
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
-
-
-@dataclass
-class ReportConfig:
-    sweep: Optional[str]  # a sweep directory, any path in it, or `last`: the newest sweep
-    run: Optional[str]  # the same
-
-    def __post_init__(self) -> None:
-        if bool(self.sweep) == bool(self.run):
-            raise UserError("report.py needs one sweep", f"sweep={self.sweep} run={self.run}", "sweep=DIR, or sweep=last")
 
 
 def update_report(folder: Path) -> None:
@@ -38,13 +26,6 @@ def update_report(folder: Path) -> None:
     sweep = read_sweep_results(folder.absolute())
     for name, text in ((LEADERBOARD_FILE, leaderboard_csv(sweep)), (REPORT_FILE, sweep_page(sweep))):
         retry_disk(partial(write_atomic_file, folder / name, text.encode("utf-8", "backslashreplace")))
-
-
-def print_report(cfg: ReportConfig) -> None:
-    """Update the report of a sweep and print its leaderboard."""
-    folder = resolve_sweep(cfg.sweep or cfg.run or "last")
-    update_report(folder)
-    print_safely(f"{leaderboard_text(folder)}\n\npage: {folder / REPORT_FILE}\ntable: {folder / LEADERBOARD_FILE}")
 
 
 def resolve_sweep(name: str) -> Path:

@@ -56,7 +56,7 @@ def read_run_metrics(path: Path) -> RunMetrics:
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
     loss_tokens = tokens = timed_from = timed_tokens = seconds = 0.0  # timed_tokens / seconds: the mean of tokens_per_second, by tokens
-    for record in islice(_read_records(path), MAX_RECORDS):
+    for record in islice(iter_records(path), MAX_RECORDS):
         record_step = finite_number(record.get("step"))
         points = series.get(str(record.get("kind")))
         if record_step is None or points is None:
@@ -78,7 +78,7 @@ def read_run_metrics(path: Path) -> RunMetrics:
     return metrics
 
 
-def _read_records(path: Path) -> Iterator[dict[str, Any]]:
+def iter_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every line that is a JSON object. Lines are parsed many at a time, which is faster, and one by one only if that fails."""
     try:
         fd, size = open_regular(path)

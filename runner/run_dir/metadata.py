@@ -78,6 +78,7 @@ GUARDED_NAMES = (
     "console.log",
     "evaluations.jsonl",
     "incidents.jsonl",
+    "report.html",
     "uninterrupted",
     "resumed",
 )

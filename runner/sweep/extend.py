@@ -67,8 +67,13 @@ def parse_additions(state: SweepState, typed: list[str], conf: Path) -> Addition
 
 def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
     """Add points and overrides to sweep.json. Everything is checked before it is written."""
-    if not additions:
-        return
+    if additions:
+        apply_additions(state, additions, conf)
+        state.write()
+
+
+def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None:
+    """Add points and overrides to `state`, which is not written. Raises UserError for what the sweep cannot take."""
     shared = grid.merge_overrides(state.overrides, additions.shared)
     tree = compose_tree(shared, conf)
     validation.hydra_options(tree)
@@ -92,7 +97,6 @@ def extend_sweep(state: SweepState, additions: Additions, conf: Path) -> None:
     for job in begun:
         job.pending_overrides = overrides_for_job(session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name])
         job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
-    state.write()
 
 
 def pending_overrides(session: SweepSession, job: SweepJob, training: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ class RunLogger:
     def __init__(self, run_dir: Path, config: TrackerConfig, is_rank_zero: bool = True) -> None:
         self.run_dir = run_dir
         self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
+        self.after_record: Callable[[], None] = lambda: None  # called after each record of metrics.jsonl
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
@@ -95,6 +96,7 @@ class RunLogger:
         self._show(kind, step, values)
         if self._tracker is not None:
             self._tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
+        self.after_record()
 
     def show_evaluation(self, done: int, total: int) -> None:
         """Show on the console that `done` of `total` batches of an evaluation are done."""

@@ -23,8 +23,9 @@ from runner.fault_injection.config import FaultsConfig
 from runner.inference.chat import ChatConfig
 from runner.inference.evaluate import EvaluateConfig
 from runner.inference.inspect_rows import RowsConfig
+from runner.planning.config import PlanConfig
 from runner.recovery.doctor.config import DoctorConfig
-from runner.reporting.leaderboard import ReportConfig
+from runner.reporting.command import ReportConfig
 from runner.run_dir.resolve import resolve_model_run
 
 SCHEMAS: dict[str, type] = {
@@ -32,6 +33,7 @@ SCHEMAS: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "doctor": DoctorConfig,
     "faults": FaultsConfig,
+    "plan": PlanConfig,
     "report": ReportConfig,
     "rows": RowsConfig,
     "tokenizer": TokenizerConfig,

@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting import html
+from runner.reporting import page_template
 from runner.reporting.leaderboard import update_report
+from runner.reporting.sweep_page import page as html
 
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
 ACTIVE_CONTENT = re.compile(r"<script|<img|<link|<iframe|javascript:|@import|url\((?!#)|\bon\w+=|src=", re.IGNORECASE)
@@ -178,7 +179,7 @@ def test_html_of_an_empty_sweep_is_written(tmp_path: Path) -> None:
 
 
 def test_css_has_all_colour_and_dash_classes() -> None:
-    css = html.CSS.read_text(encoding="utf-8")
+    css = page_template.CSS.read_text(encoding="utf-8")
     assert all(len(re.findall(rf"\.s{i} ", css)) == 2 for i in range(html.COLORS))  # light and dark
     assert all(f".d{i} " in css for i in range(html.DASHES))
 

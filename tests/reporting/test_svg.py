@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.reporting import svg
+from runner.reporting.sweep_page import svg
 
 
 def test_loss_axis_is_not_flattened_by_one_diverging_line() -> None:

@@ -19,7 +19,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202egnp.exe\u2028end\x9b31m"
 
 
 def start_logger(folder: Path, attempt: int = 1, resume_at: dict[str, int] | None = None, console: str = "plain") -> RunLogger:
-    logger = RunLogger(folder, TrackerConfig(name="none", console=console))
+    logger = RunLogger(folder, TrackerConfig(name="none", page=False, console=console))
     logger.start({"run": str(folder)}, total_steps=20, attempt=attempt, run_config={"seed": 1}, resume_at=resume_at, tracker_id=None)
     return logger
 

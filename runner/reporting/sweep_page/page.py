@@ -7,20 +7,19 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from common.errors import strip_control
 from runner.inference.best_job import parse_number, swept_sort_key
-from runner.reporting import svg
 from runner.reporting.columns import loss_text, point_label, swept_text, table_columns, with_note
 from runner.reporting.metrics_reader import LossPoint
+from runner.reporting.page_template import CSS, page_environment
 from runner.reporting.results import JobResult, ResultRow, SweepResults
+from runner.reporting.sweep_page import svg
 
 if TYPE_CHECKING:
     import jinja2
 
-TEMPLATE, CSS = Path(__file__).with_name("report.jinja"), Path(__file__).with_name("report.css")
-COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of report.css
+TEMPLATE = Path(__file__).with_name("sweep.jinja")
+COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of page.css
 POINTS_PER_CURVE, POINTS_PER_PLOT, MIN_POINTS = 500, 24_000, 60  # at most per curve; at most per plot; at least per curve
 TIME_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
@@ -41,18 +40,9 @@ def sweep_page(sweep: SweepResults) -> str:
 
 @cache
 def _load_template() -> jinja2.Template:
-    import jinja2
-    from markupsafe import Markup, escape
+    from markupsafe import Markup
 
-    def without_control(value: object) -> object:
-        return strip_control(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    def breakable(key: str) -> Markup:
-        """Allow a line break after each dot and underscore of a long key."""
-        return Markup(escape(strip_control(key)).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>")))
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=without_control, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
+    environment = page_environment()
     environment.globals |= {
         "css": Markup(CSS.read_text(encoding="utf-8")),
         "svg": Markup,

@@ -1,0 +1,85 @@
+"""Estimates of plan.py against the runs themselves: python benchmarks/plan.py [--write] [--only NAME].
+
+For each configuration: plan.py, then train.py with the same overrides in a temporary folder. Compared are the largest memory of the training
+process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the memory does not depend on load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lib import ROOT
+from lib.results import report_result, result_parser
+
+SHARED = ["train.max_steps=3", "init_from=scratch", "device=cpu"]
+CASES = {
+    "tiny, packed": "",
+    "tiny, SFT packed, bf16": "stage=sft precision=bf16",
+    "tiny, SFT unpacked": "stage=sft data.packing=none train.batch_size=16",
+    "tiny, LoRA": "stage=lora",
+    "tiny, DPO": "stage=dpo",
+    "26m, packed": "model=minimind_26m data.max_length=512 train.batch_size=2 optimizer=adamw",
+    "26m, SFT unpacked, bf16": "model=minimind_26m stage=sft data.packing=none precision=bf16 train.batch_size=4 optimizer=adamw",
+    "26m, LoRA unpacked": "model=minimind_26m stage=lora data.packing=none train.batch_size=4",
+    "26m, full checkpointing": "model=minimind_26m data.max_length=512 train.batch_size=4 train.activation_checkpointing=full",
+    "64m, packed, bf16": "model=minimind_64m data.max_length=512 train.batch_size=1 precision=bf16",
+    "MoE of 4 experts, 2 layers": "model=minimind_moe model.num_hidden_layers=2 train.batch_size=2",
+}
+
+
+def measure(overrides: list[str]) -> tuple[float, float]:
+    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "runner" / "train.py"), *overrides, "train.log_every=1", f"hydra.run.dir={folder}/run"]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        if child.returncode:
+            raise SystemExit(f"train.py {' '.join(overrides)} ended with {child.returncode}")
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    return usage.ru_maxrss / 1024, lines[-1]["time"]
+
+
+def estimate(overrides: list[str]) -> dict:
+    """Return the plan of the run, as JSON values."""
+    command = [sys.executable, str(ROOT / "runner" / "plan.py"), *overrides, "json=true"]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output)["runs"][0]
+
+
+def row(name: str) -> str:
+    overrides = [*CASES[name].split(), *SHARED]
+    plan, (peak, seconds) = estimate(overrides), measure(overrides)
+    planned = plan["memory"]["total"] / 2**20
+    shape, trial = plan["data"]["shape"], plan["time"]
+    sizes = [f"{size:,.0f} MiB" for size in (planned, trial["peak_bytes"] / 2**20, peak)]
+    times = [f"{duration:.1f} s" for duration in (trial["total_seconds"], seconds)]
+    largest = f"{shape['rows']} x {shape['tokens']}"
+    error = f"{planned / peak - 1:+.1%}"
+    return f"| {' | '.join([name, largest, *sizes, error, *times])} |"
+
+
+def table(names: list[str]) -> str:
+    lines = [
+        "Memory of the training process: estimate (`timing=false`), peak of the trial, peak of the run, error of the estimate. Time of 3 steps.",
+        "",
+        "| configuration | largest micro-batch | estimate | trial | run | error | planned time | time of the run |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        lines.append(row(name))
+        print(lines[-1], file=sys.stderr, flush=True)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = result_parser(__doc__)
+    parser.add_argument("--only", choices=CASES, help="measure this configuration only")
+    args = parser.parse_args()
+    names = [args.only] if args.only else list(CASES)
+    report_result("plan", "Estimates of plan.py against measured runs", "python benchmarks/plan.py --write", table(names), args.write)

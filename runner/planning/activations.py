@@ -1,0 +1,95 @@
+"""Bytes that a forward pass of the decoder saves for its backward pass, per layer, and what one layer needs while it is computed.
+
+The formula counts the tensors that autograd keeps in models/layers/ without torch.compile, which saves fewer. Letters are those of `LayerSizes`;
+n = R * T tokens of the micro-batch, c bytes of a number of the computation (4 in fp32, 2 in bf16 and fp16).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from runner.planning.facts.data import BatchShape
+from runner.planning.facts.model import LayerSizes
+
+FP32 = 4
+GATED = ("gate_proj", "up_proj")
+ATTENDED = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How the numbers of a layer are computed."""
+
+    width: int  # c
+    on_cpu: bool
+    checkpointing: str  # train.activation_checkpointing
+    trains_all: bool  # False: adapters only
+    adapted: Collection[str]  # names of the adapted layers
+    rank: int  # of the adapters
+
+
+def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+    """Return the bytes that stay in memory from the forward pass of a layer until its backward pass."""
+    n, c = shape.numbers, how.width
+    if how.checkpointing == "full":
+        return n * layer.hidden * FP32
+    if how.checkpointing == "selective":
+        products = layer.queries + 2 * layer.keys + layer.queries + 2 * layer.hidden + layer.experts_per_token * 2 * layer.mlp
+        return n * (layer.hidden * FP32 + products * c) * (1 if how.trains_all else 2)
+    return n * _saved_per_token(layer, how) + _saved_probs(layer, shape, how) + weight_copies(layer, how)
+
+
+def weight_copies(layer: LayerSizes, how: Computation) -> int:
+    """Return the bytes of weights that a layer copies for its products: concatenated, or rounded to 16 bits."""
+    fused = [layer.hidden * (layer.queries + 2 * layer.keys) * _is_fused(how, ATTENDED)]
+    fused += [max(1, layer.experts) * 2 * layer.hidden * layer.mlp * _is_fused(how, GATED)]
+    if how.width == FP32:
+        return sum(fused) * FP32 if layer.is_exact else 0
+    every = layer.hidden * (2 * layer.queries + 2 * layer.keys) + max(1, layer.experts) * 3 * layer.hidden * layer.mlp
+    return every * how.width
+
+
+def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+    """Return the bytes of temporary tensors at the largest moment of the backward pass of one layer.
+
+    Where the layer was checkpointed, its activations are recomputed first.
+    """
+    n, c, k = shape.numbers, how.width, layer.experts_per_token
+    gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)  # of the residual stream; of gate, up, both together, and a product
+    weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # of the fused product, before it is split
+    plain = dataclasses.replace(how, checkpointing="none")
+    again = saved_per_layer(layer, shape, plain) if how.checkpointing != "none" else 0
+    return gradients + weights + again
+
+
+def _saved_per_token(layer: LayerSizes, how: Computation) -> int:
+    """Return the bytes per token."""
+    c, D, Q, K, F, k = how.width, layer.hidden, layer.queries, layer.keys, layer.mlp, layer.experts_per_token
+    residual = 2 * D * FP32  # the input of both norms
+    normalized = 2 * D * FP32 if how.trains_all else 0  # before the weight of the norm, for its gradient
+    inputs = (2 * D + Q) * c  # of the projections of attention, of the MLP and of the output of attention
+    projected = (Q + 2 * K) * c
+    norms = (Q + K) * FP32 * (how.trains_all + (c != FP32)) if layer.qk_norm else 0
+    rotated = (Q + K) * c
+    if not how.trains_all and c != FP32 and not layer.qk_norm:
+        projected = K * c  # only the values are read again
+    mlp = k * 3 * F * c
+    routed = (2 * k * D * c + layer.experts * 3 * FP32) if layer.experts else 0  # inputs and outputs of the experts, probabilities
+    adapters = len(how.adapted) * how.rank * c
+    return residual + normalized + inputs + projected + norms + rotated + mlp + routed + adapters
+
+
+def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+    """Return the bytes of attention probabilities, which the kernel of the CPU saves up to a limit, and of the mask, which all layers share."""
+    from models.layers.attention_cpu import MAX_SAVED_PROBS, QUERY_BLOCK
+
+    R, T = shape.rows, shape.tokens
+    if not how.on_cpu or R * layer.heads * T * T > MAX_SAVED_PROBS:
+        return 0
+    return R * layer.heads * T * (T + QUERY_BLOCK) // 2 * how.width
+
+
+def _is_fused(how: Computation, names: Collection[str]) -> bool:
+    return not any(name in how.adapted for name in names)

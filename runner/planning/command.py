@@ -1,0 +1,140 @@
+"""plan.py: estimate each run of a command line, time some steps, print the plan. Leaves nothing behind but the token cache, which the run reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+from typing import TYPE_CHECKING
+
+from common.errors import print_safely
+from runner.engine.config import Config
+from runner.engine.data_pipeline import DataPipeline, build_data_pipeline
+from runner.engine.device.compile import resolve_compile_mode
+from runner.planning.config import PlanConfig
+from runner.planning.estimate import RunPlan, estimate_disk, find_alternatives
+from runner.planning.facts.data import DataFacts, data_facts
+from runner.planning.facts.machine import resident_bytes, this_machine
+from runner.planning.facts.model import ModelSizes, model_facts
+from runner.planning.memory import estimate_memory
+from runner.planning.report import plan_dict, plan_text, sweep_text
+from runner.planning.starts import PlannedRun, PlannedStart
+from runner.planning.trial.start import trial_of
+
+if TYPE_CHECKING:
+    from data.tokenize.tokenizer import Tokenizer
+
+
+def plan(cfg: PlanConfig, start: PlannedStart) -> None:
+    """Raises UserError where train.py refuses a run."""
+    planner = Planner()
+    plans = [planner.plan(run) for run in start.runs]
+    if cfg.timing:
+        planner.time(plans)
+    if cfg.json:
+        return print_safely(json.dumps({"runs": [plan_dict(each) for each in plans], "trials": start.trials}, indent=1))
+    print_safely(sweep_text(plans, start.trials) if start.is_sweep else plan_text(plans[0]))
+
+
+class Planner:
+    """Plans runs; jobs of a sweep that share data or a model share what is known of them."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, DataFacts] = {}
+        self._models: dict[str, ModelSizes] = {}
+        self._process = 0
+        self._machine = cache(this_machine)
+
+    def plan(self, run: PlannedRun) -> RunPlan:
+        cfg = run.config
+        machine, ranks = self._machine(cfg.device), count_ranks(cfg)
+        cfg.model.check_memory()
+        data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
+        facts = self._model(cfg)
+        memory = estimate_memory(cfg, facts, data.shape, data.micro_batches, machine.device, self._process, ranks * cfg.distributed.nnodes)
+        result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks)
+        if not result.fits_memory:
+            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks)
+        result.notes = [*notes_of(result), *data.warnings, *cfg.model.training_warnings()]
+        return result
+
+    def time(self, plans: list[RunPlan]) -> None:
+        """Run the trial of each plan that fits; jobs with the same micro-batches, model and precision share one."""
+        trials: dict[str, dict | None] = {}
+        for each in plans:
+            key = json.dumps([shared_settings(each.run.config), dataclasses.asdict(each.data.shape), each.data.micro_batches], default=str)
+            if not each.fits_memory:
+                each.notes.append("no step was timed, because the run does not fit")
+            elif each.ranks * each.run.config.distributed.nnodes > 1:
+                each.notes.append("no step was timed: a trial has one process, and this run has several")
+            elif each.memory.total > each.machine.available:
+                each.notes.append("no step was timed: other programs use the memory now")
+            else:
+                if key not in trials:
+                    trials[key] = trial_of(each.run.config)
+                each.trial = trials[key]
+
+    def _model(self, cfg: Config) -> ModelSizes:
+        key = json.dumps([dataclasses.asdict(part) for part in (cfg.model, cfg.stage)] + [cfg.optimizer.name], default=str)
+        if key not in self._models:
+            self._models[key] = model_facts(cfg)
+        return self._models[key]
+
+    def _facts_of_data(self, cfg: Config, ranks: int) -> DataFacts:
+        key = json.dumps(
+            [dataclasses.asdict(part) for part in (cfg.data, cfg.stage, cfg.train)] + [cfg.seed, cfg.model.max_position_embeddings, ranks], default=str
+        )
+        if key not in self._data:
+            tokenizer, pipeline = open_data(cfg)
+            if not self._process:
+                import runner.engine.build
+                import runner.engine.loop  # noqa: F401  what a run imports is a part of its memory
+
+                self._process = resident_bytes()
+            self._data[key] = data_facts(cfg, pipeline, tokenizer, ranks)
+        return self._data[key]
+
+
+def open_data(cfg: Config) -> tuple[Tokenizer, DataPipeline]:
+    from data.tokenize.origin import open_tokenizer
+
+    tokenizer = open_tokenizer(cfg.data, cfg.init_from)
+    cfg.check_vocabulary(tokenizer.vocab_size)
+    return tokenizer, build_data_pipeline(cfg, tokenizer)
+
+
+def count_ranks(cfg: Config) -> int:
+    from runner.launch.local_ranks import count_local_ranks
+
+    return count_local_ranks(cfg)
+
+
+def shared_settings(cfg: Config) -> list[object]:
+    """Return the settings that the time of a step depends on."""
+    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data)]
+    return [*parts, cfg.optimizer.name, cfg.train.batch_size, cfg.train.compile, cfg.train.activation_checkpointing, cfg.device, cfg.train.sample_tokens]
+
+
+def notes_of(plan: RunPlan) -> list[str]:
+    cfg, facts, machine = plan.run.config, plan.model, plan.machine
+    notes = []
+    if not facts.layer.is_exact:
+        notes.append("activations are approximate: counted as those of a plain decoder of these widths")
+    if not facts.optimizer_known:
+        notes.append(f"the state of optimizer={cfg.optimizer.name} is taken to be that of adamw")
+    if machine.device == "cpu" and compile_mode(plan) != "off":
+        notes.append("the layers will be compiled: the compiler needs about 0.3 GiB more, activations less than estimated")
+    if plan.fits_memory and plan.needed_memory > machine.available:
+        notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
+    if cfg.data.num_workers:
+        notes.append(f"data.num_workers={cfg.data.num_workers} processes are not counted: each needs about as much as process and data")
+    return notes
+
+
+def compile_mode(plan: RunPlan) -> str:
+    import torch
+
+    cfg, data = plan.run.config, plan.data
+    flops = 6.0 * plan.model.parameters * data.steps * data.sequences_per_step * cfg.data.max_length
+    device = torch.device(plan.machine.device)
+    return resolve_compile_mode(cfg.train.compile, flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes).mode

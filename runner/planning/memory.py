@@ -1,0 +1,133 @@
+"""Memory of a training process by part, at the moment of a step when it needs most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from runner.engine.config import Config
+from runner.engine.device.precision import PRECISIONS
+from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
+from runner.planning.facts.data import BatchShape
+from runner.planning.facts.model import LayerSizes, ModelSizes
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
+MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16
+CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
+CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
+LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
+# The heap of a CPU process keeps freed memory (runner/engine/device/cpu.py), and holes between saved tensors are not all used again. The share
+# grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
+HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
+MAX_HOLES = 1.0
+CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay
+ADAPTER_HOLES_PER_MIB = 0.2  # up to ADAPTER_HOLES
+PARTS = (
+    "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "allocator", "checkpoint copy", "process and data",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes at the largest moment, per rank."""
+
+    moment: str
+    parts: Mapping[str, int]  # those of PARTS that are not 0
+    device: str  # cpu or cuda
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def computation(cfg: Config, facts: ModelSizes, device: str) -> Computation:
+    width = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype]
+    return Computation(width, device == "cpu", cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank)
+
+
+def estimate_memory(cfg: Config, facts: ModelSizes, shape: BatchShape, micro_batches: int, device: str, process: int, ranks: int = 1) -> MemoryEstimate:
+    """`process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda."""
+    how = computation(cfg, facts, device)
+    shards = ranks if cfg.distributed.name == "fsdp" else 1
+    held = {
+        "weights": (FP32 * (facts.parameters - facts.quantized) + round(NF4 * facts.quantized)) // shards,
+        "reference model": FP32 * facts.reference // shards,
+        "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
+        "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
+    }
+    keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
+    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards).items()}
+    if cfg.init_from != "scratch":
+        loaded = FP32 * facts.parameters
+        moments["while the weights are loaded"] = held | {"optimizer": 0, "workspace": loaded if device == "cpu" else 0}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    return MemoryEstimate(moment, {part: moments[moment][part] for part in PARTS if moments[moment].get(part)}, device)
+
+
+def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int) -> dict[str, dict[str, int]]:
+    """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
+    layer, all_gradients = facts.layer, FP32 * facts.trained // shards
+    before = all_gradients if keeps_gradients else 0
+    head = facts.vocab * layer.hidden * FP32 if _trains_head(how) else 0
+    activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
+    of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
+    one_layer = layer_workspace(layer, shape, how)
+    forward = {"gradients": before, "activations": activations, "allocator": _heap_holes(layer, shape, how)}
+    moments = {
+        "loss": forward | {"logits and loss": of_loss},
+        "backward pass of the last layer": forward | {"logits and loss": head + saved_by_loss, "workspace": one_layer},
+        "backward pass of the first layer": {
+            "gradients": all_gradients,
+            "activations": saved_per_layer(layer, shape, how),
+            "workspace": one_layer + (head if keeps_gradients else 0),
+        },
+        "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
+        "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * facts.largest_matrix if cfg.optimizer.name == "muon" else 0},
+    }
+    if how.on_cpu:
+        copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+        copies += FP32 * facts.trained if cfg.evaluates else 0  # weights of the best evaluation that are still being written
+        moments["save"] = {"checkpoint copy": copies}
+    return moments
+
+
+def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+    if not how.on_cpu:
+        return 0
+    largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
+    saved = saved_per_layer(layer, shape, how)
+    freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
+    share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
+    if not how.trains_all:
+        share = min(ADAPTER_HOLES, ADAPTER_HOLES_PER_MIB * largest / 2**20)
+    elif how.checkpointing != "none":
+        share = CHECKPOINTING_HOLES
+    return round(layer.layers * max(saved, freed) * share)
+
+
+def _trains_head(how: Computation) -> bool:
+    return how.trains_all or "lm_head" in how.adapted
+
+
+def _outside_layers(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
+    """Return the bytes of activations of the last norm, and of the mask of packed rows."""
+    D, n = facts.layer.hidden, shape.numbers
+    mask = n * shape.tokens if shape.is_packed and how.on_cpu else 0
+    return n * D * FP32 * (1 + how.trains_all) + mask
+
+
+def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computation) -> tuple[int, int]:
+    """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the backward pass)."""
+    from models.layers.chunked_loss import LOGITS_PER_CHUNK
+
+    D, V, n, c = facts.layer.hidden, facts.vocab, shape.numbers, how.width
+    chunk = min(n, max(1, LOGITS_PER_CHUNK["cpu" if how.on_cpu else "cuda"] // V)) * V
+    logits = chunk * (FP32 if c == FP32 else FP32 + 2 * c)
+    rounded = V * D * c if c != FP32 else 0
+    trained = V * D * (FP32 + c) if _trains_head(how) else 0  # the gradient of the output layer, and the part of a chunk
+    inputs = 2 * n * D * c
+    if cfg.stage.needs_reference:  # each token has a weight of its own: logits are computed again in the backward pass
+        return logits + rounded + trained + inputs, n * D * c
+    return logits + rounded + trained + inputs, n * D * c + (V * D * FP32 if _trains_head(how) else 0)

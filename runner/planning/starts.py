@@ -1,0 +1,141 @@
+"""The runs that a command line of train.py would start or continue, with the settings that each would train with. Nothing is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError, print_note
+from runner.config import overrides as checks
+from runner.config.compose import compose_tree, to_config, without_hydra
+from runner.config.flags import has_flag
+from runner.config.hydra_errors import translating_hydra_errors
+from runner.config.overrides import RESUME_KEY, is_hydra_override
+from runner.config.unread import check_typed_are_read
+from runner.engine.config import Config
+from runner.launch import preflight
+from runner.run_dir import config_snapshot, initial_weights, resume
+from runner.run_dir.metadata import RunMetadata, has_started
+from runner.run_dir.resolve import is_sweep_dir, resolve_run
+from runner.sweep import budget, extend, grid, validation
+from runner.sweep.session import SweepSession
+from runner.sweep.state import SweepState
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    name: str  # the swept values of a job; the overrides of a single run
+    config: Config  # with the weights and the tokenizer that it would start from
+    overrides: tuple[str, ...]  # what is typed for it, and what the sweep derives
+    done: int = 0  # steps that a resumed run has behind it
+    folder: Path | None = None  # of a resumed run
+
+
+@dataclass(frozen=True)
+class PlannedStart:
+    runs: tuple[PlannedRun, ...]
+    is_sweep: bool
+    trials: int = 1  # runs that the only one of `runs` stands for: a sampler draws their values later
+
+
+def planned_start(typed: list[str], flags: list[str]) -> PlannedStart:
+    """Return what `train.py <typed> <flags>` would train. Raises UserError where train.py refuses it."""
+    resumed = [override.removeprefix(RESUME_KEY).strip("'\"") for override in typed if override.startswith(RESUME_KEY)]
+    typed = [checks.normalize_int(override) for override in typed if not override.startswith(RESUME_KEY)]
+    is_multirun = has_flag(flags, "--multirun")
+    if resumed and resumed[-1] != "null":
+        folder = resolve_run(resumed[-1])
+        if is_sweep_dir(folder):
+            return _resumed_sweep(folder, typed)
+        if is_multirun:
+            raise UserError("--multirun resumes a sweep, and this directory holds one run", f"--multirun resume={folder}", "leave out --multirun")
+        return PlannedStart((_resumed_run(folder, typed),), is_sweep=False)
+    checks.check_overrides(typed)
+    if is_multirun:
+        return _new_sweep(typed)
+    checks.check_single_run(typed)
+    return PlannedStart((_new_run(typed),), is_sweep=False)
+
+
+def _new_run(typed: list[str]) -> PlannedRun:
+    tree = without_hydra(compose_tree(typed))
+    with translating_hydra_errors(typed):
+        initial_weights.adopt_model(tree, typed)
+        config = to_config(tree)
+    check_typed_are_read(typed, [config])
+    return PlannedRun(" ".join(typed) or "default settings", _checked(config), tuple(typed))
+
+
+def _resumed_run(folder: Path, typed: list[str], name: str = "") -> PlannedRun:
+    fields = RunMetadata.read(folder)
+    plan = resume.plan_resume(folder, typed, has_started=has_started(fields))
+    config = plan.config
+    if isinstance(fields.get("init_from"), str) and config.init_from == "auto":
+        config = dataclasses.replace(config, init_from=fields["init_from"])
+    done = fields.get("step")
+    return PlannedRun(name or f"resume={folder.name}", _checked(config), tuple(typed), done if isinstance(done, int) else 0, folder)
+
+
+def _checked(config: Config) -> Config:
+    """Return the config with its initial weights and its tokenizer. Raises UserError as the start of the run would."""
+    preflight.check_inputs(config)
+    initial_weights.check_init_from(config)
+    initial_weights.check_model(config)
+    return initial_weights.resolve_start(config)
+
+
+def _new_sweep(typed: list[str]) -> PlannedStart:
+    validation.check_hydra_overrides(typed)
+    hydra, plain = ([override for override in typed if is_hydra_override(override) is wanted] for wanted in (True, False))
+    listed, _, _ = grid.split_swept([*hydra, *plain])
+    tree = compose_tree(listed)
+    sweeper, _ = validation.hydra_options(tree)
+    params = [f"{key}={value}" for key, value in sweeper.params.items()]
+    shared, swept, is_finite = grid.split_swept([*hydra, *grid.merge_overrides(params, plain)], expand_ranges=sweeper.is_grid)
+    validation.check_sweep(tree, sweeper, is_finite)
+    composer = grid.PointComposer(shared, tree=tree)
+    points = sweeper.points(swept, tree.sweep.zip)
+    configs = validation.checked_configs(composer, points)
+    check_typed_are_read([*shared, *swept], configs or [composer.config({})])
+    if not points:
+        trials = getattr(sweeper, "n_trials", 1)
+        print_note(f"the sampler draws the values of {', '.join(swept)} later: each of its {trials} jobs is planned with the values of the other settings")
+        config = composer.config({})
+        return PlannedStart((PlannedRun("one trial", _checked(config), tuple(shared)),), is_sweep=True, trials=trials)
+    base = budget.smallest_step(configs)
+    budget.check_countable(configs, tree.sweep.match_budget, swept)
+    return PlannedStart(tuple(_job(composer, point, swept, base) for point in points), is_sweep=True)
+
+
+def _job(composer: grid.PointComposer, point: grid.GridPoint, swept: dict[str, list[str]], base: budget.StepSize) -> PlannedRun:
+    config = composer.config(point)
+    rule = budget.resolve_budget_rule(config.sweep.match_budget, swept)
+    derived = budget.matching_overrides(config, base, rule) | budget.evaluation_overrides(config)
+    with translating_hydra_errors([f"{key}={value}" for key, value in point.items()]):
+        final = to_config(composer.tree(point, derived))
+    values = tuple(f"{key}={value}" for key, value in (point | derived).items())
+    return PlannedRun(" ".join(f"{key}={value}" for key, value in point.items()), _checked(final), values)
+
+
+def _resumed_sweep(folder: Path, typed: list[str]) -> PlannedStart:
+    """Return the jobs that are not completed, and those that the typed values add."""
+    state = SweepState.open_readonly(folder)
+    runs = []
+    with config_snapshot.as_config_dir(folder) as conf:
+        additions = extend.parse_additions(state, typed, conf)
+        if additions:
+            extend.apply_additions(state, additions, conf)
+        session = SweepSession(state, conf)
+        for job in state.jobs:
+            name = " ".join(f"{key}={value}" for key, value in job.overrides.items())
+            if not job.needs_run:
+                continue
+            if has_started(RunMetadata.read(folder / job.name)):
+                runs.append(_resumed_run(folder / job.name, job.pending_overrides, name))
+                continue
+            config = to_config(session.composer.tree(job.overrides, session.derived_overrides(job)))
+            runs.append(PlannedRun(name, _checked(config), tuple(session.job_overrides(job))))
+    if not runs:
+        raise UserError("every job of this sweep is completed", f"resume={folder}", "add values of a swept key, or train.max_steps=N, to train on")
+    return PlannedStart(tuple(runs), is_sweep=True)

@@ -1,0 +1,140 @@
+"""Everything that the page of a run shows, read from its directory. A missing or damaged file leaves its part out and never raises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, resume_command
+from common.filesystem import open_regular
+from common.ownership.processes import is_alive
+from runner.checkpoint.atomic_dir import step_names
+from runner.reporting.metrics_reader import MAX_RECORDS, iter_records, read_override_list
+from runner.reporting.run_page.series import RunSeries, read_run_series
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.saved_config import load_saved_config
+
+MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
+MAX_WARNINGS = 40  # different ones, the newest
+LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
+WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
+
+
+@dataclass
+class RunReport:
+    folder: Path
+    fields: dict[str, Any]  # of run.json
+    is_running: bool
+    series: RunSeries
+    samples: dict[str, list[tuple[int, str]]]  # prompt -> (step, answer), in the order of steps
+    settings: list[tuple[str, str, bool]]  # key, value, whether an override set it or its group
+    overrides: list[str]
+    checkpoints: list[tuple[str, int]]  # name and bytes
+    warnings: list[str]
+    evaluations: list[dict[str, Any]]  # records of evaluations.jsonl
+    total_steps: int | None
+
+    @property
+    def status(self) -> str:
+        """Status of run.json; a run without its process is interrupted."""
+        status = str(self.fields.get("status") or "unknown")
+        return "interrupted" if status == "running" and not self.is_running else status
+
+    @property
+    def name(self) -> str:
+        return "/".join(self.folder.parts[-2:])
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.status in ("interrupted", "failed") and bool(self.checkpoints)
+
+    @property
+    def step(self) -> int:
+        """Newest logged step, or that of run.json."""
+        logged = [series.columns["step"][-1] or 0 for series in (self.series.train, self.series.eval) if len(series)]
+        recorded = self.fields.get("step")
+        return int(max([*logged, recorded if isinstance(recorded, int) else 0]))
+
+    @property
+    def resume_command(self) -> str:
+        return resume_command(self.folder)
+
+
+def read_run_report(folder: Path) -> RunReport:
+    fields = RunMetadata.read(folder)
+    settings, overrides = _settings(folder)
+    series = read_run_series(islice(iter_records(folder / "metrics.jsonl"), MAX_RECORDS))
+    return RunReport(
+        folder=folder,
+        fields=fields,
+        is_running=fields.get("status") == "running" and is_alive(fields),
+        series=series,
+        samples=_samples(folder / "samples.jsonl"),
+        settings=settings,
+        overrides=overrides,
+        checkpoints=[(name, _size(folder / "checkpoints" / name)) for name in step_names(folder / "checkpoints")],
+        warnings=_warnings(folder / "train.log"),
+        evaluations=[record for record in islice(iter_records(folder / "evaluations.jsonl"), 1000)],
+        total_steps=_total_steps(folder / "train.log"),
+    )
+
+
+def _samples(path: Path) -> dict[str, list[tuple[int, str]]]:
+    """Return the newest MAX_SAMPLE_STEPS answers to each prompt, cut to MAX_SAMPLE_CHARS."""
+    answers: dict[str, list[tuple[int, str]]] = {}
+    for record in islice(iter_records(path), MAX_RECORDS):
+        step, prompt, answer = record.get("step"), record.get("prompt"), record.get("answer")
+        if isinstance(step, int) and isinstance(prompt, str) and isinstance(answer, str) and (prompt in answers or len(answers) < MAX_SAMPLES):
+            answers.setdefault(prompt, []).append((step, answer[:MAX_SAMPLE_CHARS]))
+    return {prompt: found[-MAX_SAMPLE_STEPS:] for prompt, found in answers.items()}
+
+
+def _settings(folder: Path) -> tuple[list[tuple[str, str, bool]], list[str]]:
+    overrides = read_override_list(folder / ".hydra" / "overrides.yaml")
+    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    try:
+        config = load_saved_config(folder)
+    except (UserError, OSError, ValueError):
+        return [], overrides
+    values = [(key, value) for key, value in _flatten(config, "") if not key.startswith("hydra.")]
+    return [(key, value, any(key == name or key.startswith(f"{name}.") for name in typed)) for key, value in values], overrides
+
+
+def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of a checkpoint, by its manifest's files."""
+    try:
+        return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink())
+    except OSError:
+        return 0
+
+
+def _log_text(path: Path) -> str:
+    try:
+        fd, size = open_regular(path)
+        with open(fd, "rb") as log:
+            log.seek(max(0, size - LOG_TAIL_BYTES))
+            return log.read(LOG_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _warnings(path: Path) -> list[str]:
+    return [*dict.fromkeys(WARNING.findall(_log_text(path)))][-MAX_WARNINGS:]
+
+
+def _total_steps(path: Path) -> int | None:
+    """Return the number of steps that the newest progress line of train.log names."""
+    found = re.findall(r"^step \d+/(\d+) ", _log_text(path), re.MULTILINE)
+    return int(found[-1]) if found else None

@@ -1,0 +1,102 @@
+"""The columns of metrics.jsonl for the charts of a run, reduced to what a screen can show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.reporting.metrics_reader import finite_number
+
+MAX_POINTS = 2000  # of one kind of record on the page
+AXES = ("step", "tokens", "seconds")
+NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite"}
+Numbers = list[float | None]
+
+
+@dataclass
+class Series:
+    """Records of one kind: a column for each axis and field, all of one length. None: not logged, or not finite."""
+
+    columns: dict[str, Numbers] = field(default_factory=dict)
+    records: int = 0  # before the reduction
+
+    def __len__(self) -> int:
+        return len(self.columns.get("step", ()))
+
+    @property
+    def fields(self) -> list[str]:
+        return [name for name in self.columns if name not in AXES]
+
+    def last(self, name: str) -> float | None:
+        """Return the newest value of a field; None if it was not finite or there is none."""
+        column = self.columns.get(name) or [None]
+        return column[-1]
+
+    def lowest(self, name: str) -> tuple[float, float] | None:
+        """Return the lowest value of a field and its step."""
+        values = [(value, step or 0.0) for value, step in zip(self.columns.get(name, ()), self.columns.get("step", ()), strict=False) if value is not None]
+        return min(values, default=None)
+
+
+@dataclass
+class RunSeries:
+    train: Series
+    eval: Series
+    attempt_starts: list[float]  # step before which each attempt after the first began
+    nonfinite: dict[str, int]  # field -> records in which it was NaN or infinite
+
+
+def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
+    """Return the columns of the records of a metrics.jsonl. `time` begins at 0 in each attempt: `seconds` adds the attempts before."""
+    kinds: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
+    starts: list[float] = []
+    nonfinite: dict[str, int] = {}
+    for kind, record, is_new_attempt in _with_seconds(records):
+        if is_new_attempt and (kinds["train"] or kinds["eval"]):
+            starts.append(record["step"] or 0.0)
+        kinds[kind].append(record)
+        for name, value in record.items():
+            if value is None:
+                nonfinite[name] = nonfinite.get(name, 0) + 1
+    return RunSeries(_columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite)
+
+
+def _with_seconds(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, float | None], bool]]:
+    """Yield (kind, axes and numbers, whether its attempt is another than that of the record before) for each usable record."""
+    attempt, earlier, seconds, tokens = None, 0.0, 0.0, 0.0
+    for record in records:
+        kind, step = record.get("kind"), finite_number(record.get("step"))
+        if kind not in ("train", "eval") or step is None:
+            continue
+        is_new_attempt = record.get("attempt") != attempt
+        if is_new_attempt:
+            attempt, earlier, seconds = record.get("attempt"), earlier + seconds, 0.0
+        seconds = finite_number(record.get("time")) or seconds
+        tokens = finite_number(record.get("tokens")) or tokens
+        values: dict[str, float | None] = {"step": step, "tokens": tokens, "seconds": earlier + seconds}
+        for name, value in record.items():
+            if name not in NOT_DRAWN and (value is None or isinstance(value, int | float)):
+                values[str(name)] = finite_number(value)
+        yield str(kind), values, is_new_attempt
+
+
+def _columns(records: Sequence[Mapping[str, float | None]]) -> Series:
+    names = dict.fromkeys(name for record in records for name in record)
+    kept = choose_points([record.get("loss") for record in records], MAX_POINTS)
+    return Series({name: [records[index].get(name) for index in kept] for name in names}, len(records))
+
+
+def choose_points(values: Sequence[float | None], limit: int) -> list[int]:
+    """Return the indices of about `limit` points that show the same curve: first, last, and of each span the lowest, the highest and its first gap."""
+    if len(values) <= limit:
+        return list(range(len(values)))
+    size = math.ceil(len(values) / max(1, limit // 3))
+    chosen = {0, len(values) - 1}
+    for start in range(0, len(values), size):
+        span = range(start, min(start + size, len(values)))
+        finite = [(value, index) for index in span if (value := values[index]) is not None]
+        chosen.update((min(finite)[1], max(finite)[1]) if finite else ())
+        chosen.update([next(index for index in span if values[index] is None)] if len(finite) < len(span) else ())
+    return sorted(chosen)

@@ -1,0 +1,170 @@
+"""plan.py: sizes that are exact, activations that autograd really saves, alternatives by the same formula, and pages that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import UserError
+from data.store.truncation import measure_truncation
+from data.tokenize.block import RowStats
+from models.language_model import create_model
+from models.lora import add_lora
+from runner.config.compose import compose_config
+from runner.engine.config import Config
+from runner.engine.optim.groups import build_optimizer
+from runner.planning.activations import saved_per_layer
+from runner.planning.command import Planner
+from runner.planning.estimate import RunPlan, find_alternatives
+from runner.planning.facts.data import BatchShape
+from runner.planning.facts.model import layer_sizes, model_facts
+from runner.planning.memory import CPU_LIBRARIES, FP32, computation
+from runner.planning.report import plan_dict, plan_text, sweep_text
+from runner.planning.starts import planned_start
+from runner.planning.trial.start import remove_leftovers
+
+TINY = ["device=cpu", "init_from=scratch", "train.max_steps=4"]
+SMALL_MOE = ["model=minimind_moe", "model.hidden_size=32", "model.head_dim=8", "model.moe_intermediate_size=48", "model.num_hidden_layers=2"]
+
+
+@pytest.fixture(scope="module")
+def tiny_plan() -> RunPlan:
+    return Planner().plan(planned_start([*TINY, "train.batch_size=4"], []).runs[0])
+
+
+@pytest.mark.parametrize("overrides", [[], ["stage=lora"], ["stage=dpo"], SMALL_MOE], ids=["pretrain", "lora", "dpo", "moe"])
+def test_model_facts_are_those_of_the_model_and_of_its_optimizer(overrides: list[str]):
+    cfg = compose_config([*TINY, *overrides])
+    facts, model = model_facts(cfg), create_model(cfg.model)
+    if cfg.stage.lora is not None:
+        add_lora(model, cfg.stage.lora)
+    assert facts.parameters == sum(p.numel() for p in model.parameters())
+    assert facts.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert facts.reference == (facts.parameters if cfg.stage.needs_reference else 0)
+    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    optimizers.step(torch.zeros(()))
+    assert facts.optimizer_numbers(cfg.optimizer) == sum(tensor.numel() for tensor in optimizers.state_dict().values() if tensor.ndim)
+
+
+def test_active_parameters_of_a_mixture_are_those_of_the_chosen_experts():
+    cfg = compose_config([*TINY, *SMALL_MOE, "model.num_experts=4", "model.num_experts_per_tok=1"])
+    dense = compose_config([*TINY, *SMALL_MOE, "model.num_experts=1", "model.num_experts_per_tok=1"])
+    routers = 3 * cfg.model.num_hidden_layers * 32
+    assert model_facts(cfg).active == model_facts(dense).parameters + routers
+
+
+@pytest.mark.parametrize(
+    ("overrides", "packed"),
+    [([], False), (["precision=bf16"], True), (["stage=lora"], True), (["stage=lora", "precision=bf16"], False), (SMALL_MOE, True)],
+    ids=["fp32", "bf16", "lora", "lora_bf16", "moe"],
+)
+def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: list[str], packed: bool):
+    cfg = compose_config([*TINY, *overrides])
+    saved = [saved_bytes(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)), packed) for layers in (1, 2)]
+    formula = saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, packed), computation(cfg, model_facts(cfg), "cpu"))
+    assert formula == pytest.approx(saved[1] - saved[0], rel=0.03)
+
+
+def saved_bytes(cfg: Config, packed: bool) -> int:
+    """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of parameters."""
+    model, ids = create_model(cfg.model), torch.randint(0, 9, (4, 64))
+    if cfg.stage.lora is not None:
+        add_lora(model, cfg.stage.lora)
+    model.activation_checkpointing = "none"
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes: dict[int, int] = {}
+    alive: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        alive.append(tensor)  # its storage must not be used again
+        return tensor
+
+    documents = {"document_ids": torch.zeros(4, 64, dtype=torch.long), "position_ids": torch.arange(64).expand(4, 64)} if packed else {}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", enabled=cfg.precision.name == "bf16"):
+        model.train()(ids, labels=ids, lengths=torch.full((1 if packed else 4,), 64), reduction="sum", **documents)
+    return sum(sizes.values())
+
+
+def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
+    parts = tiny_plan.memory.parts
+    assert parts["weights"] == FP32 * tiny_plan.model.parameters
+    assert parts["optimizer"] == FP32 * tiny_plan.model.optimizer_numbers(tiny_plan.run.config.optimizer)
+    larger = Planner().plan(planned_start([*TINY, "train.batch_size=8"], []).runs[0])
+    assert larger.data.shape.numbers == 2 * tiny_plan.data.shape.numbers
+    assert larger.memory.parts["activations"] == pytest.approx(2 * parts["activations"], rel=0.1)
+    assert larger.memory.parts["weights"] == parts["weights"]
+
+
+def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
+    data = tiny_plan.data
+    assert (data.steps, data.micro_batches, data.sequences_per_step) == (4, 1, 4)
+    epochs = Planner().plan(planned_start([*TINY[:2], "train.batch_size=4", "train.epochs=2", "train.accumulation_steps=3"], []).runs[0]).data
+    assert epochs.micro_batches == 3 and epochs.run_tokens == 2 * epochs.tokens
+    assert epochs.steps == 2 * epochs.steps_per_epoch == 2 * -(-epochs.sequences // 12)
+
+
+def test_run_that_does_not_fit_gets_overrides_with_the_estimate_of_the_same_formula(tiny_plan: RunPlan):
+    machine = dataclasses.replace(tiny_plan.machine, memory=tiny_plan.memory.total - (8 << 20))
+    plan = dataclasses.replace(tiny_plan, machine=machine)
+    process = plan.memory.parts["process and data"] - CPU_LIBRARIES
+    plan.alternatives = find_alternatives(plan.run.config, plan.model, plan.data, machine, process, 1)
+    by_override = {alternative.overrides: alternative for alternative in plan.alternatives}
+    halved = by_override["train.batch_size=2 train.accumulation_steps=2"]
+    assert halved.fits and halved.memory < plan.memory.total
+    again = Planner().plan(planned_start([*TINY, *halved.overrides.split()], []).runs[0])
+    assert again.memory.total - again.memory.parts["process and data"] == halved.memory - process - CPU_LIBRARIES
+    assert {"precision=bf16", "train.activation_checkpointing=full"} <= by_override.keys()
+    text = plan_text(plan)
+    assert "does not fit" in text and halved.overrides.split()[0] in text
+
+
+def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
+    plan = dataclasses.replace(tiny_plan, notes=["a note " * 30])
+    plan.run = dataclasses.replace(plan.run, name="optimizer.lr=1e-4 " * 20)
+    assert max(map(len, plan_text(plan).splitlines())) <= 80
+    values = json.loads(json.dumps(plan_dict(plan)))
+    assert sum(values["memory"]["parts"].values()) == values["memory"]["total"] and values["fits"] and values["time"] is None
+
+
+def test_sweep_plans_every_point_with_the_settings_that_it_derives():
+    start = planned_start([*TINY, "train.batch_size=2,4"], ["--multirun"])
+    planner = Planner()
+    plans = [planner.plan(run) for run in start.runs]
+    assert [plan.data.steps for plan in plans] == [4, 2]  # the same tokens
+    assert {"train.batch_size=4", "train.max_steps=2"} <= set(plans[1].run.overrides)
+    text = sweep_text(plans, start.trials)
+    assert "total of 2 jobs" in text and max(map(len, text.splitlines())) <= 80
+    assert len(planner._models) == 1
+
+
+def test_plan_refuses_what_train_refuses_and_writes_nothing(tmp_path: Path):
+    for typed, flags in ((["train.batch_size=0"], []), (["optimizer.lr=1,2"], []), ([f"resume={tmp_path}/none"], []), (["data.path=none.jsonl"], [])):
+        with pytest.raises(UserError):
+            planned_start(typed, flags)
+
+
+def test_truncation_names_the_length_that_keeps_99_percent():
+    stats = RowStats(loss_tokens=50)
+    stats.count_lost(100, 150)
+    cut = measure_truncation([stats], 100)
+    assert (cut.lost, cut.total, cut.share) == (50, 100, 0.5) and 149 <= cut.limit <= 156
+    assert measure_truncation([RowStats(loss_tokens=50)], 100).limit == 100
+
+
+def test_leftovers_of_killed_plans_are_removed_and_those_of_living_ones_stay(tmp_path: Path):
+    dead, alive = (tmp_path / f"plan-{socket.gethostname()}-{pid}-x" for pid in (2**22 + 1, os.getpid()))
+    for folder in (dead, alive, tmp_path / "plan-another.machine-4194305-x"):
+        folder.mkdir()
+    remove_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "plan-another.machine-4194305-x"])

@@ -1,0 +1,42 @@
+"""plan.py as a command: steps that are really run, and nothing left of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_fixtures import TINY_RUN, Program
+
+pytestmark = pytest.mark.slow
+
+
+def plan_of(program: Program, *overrides: str) -> dict:
+    done = program(*overrides, "json=true", command="plan.py")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["runs"][0]
+
+
+def test_plan_times_real_steps_measures_their_memory_and_leaves_nothing(program: Program, checkout: Path, outputs: Path):
+    before = {path for path in checkout.rglob("*") if ".cache" not in path.parts and "__pycache__" not in path.parts}
+    plan = plan_of(program, "device=cpu", "init_from=scratch", "train.max_steps=4")
+    assert plan["time"]["timed_steps"] >= 1
+    assert all(plan["time"][name] > 0 for name in ("first_step_seconds", "step_seconds", "eval_seconds", "sample_seconds", "save_seconds", "total_seconds"))
+    assert plan["memory"]["total"] == pytest.approx(plan["time"]["peak_bytes"], rel=0.15)
+    assert plan["disk"]["checkpoint"] == pytest.approx(plan["time"]["checkpoint_bytes"], rel=0.05)
+    assert {path for path in checkout.rglob("*") if ".cache" not in path.parts and "__pycache__" not in path.parts} == before
+    assert not list(checkout.glob(".cache/plan-*"))
+
+
+def test_plan_of_a_resumed_run_counts_the_steps_that_are_left(program: Program, tmp_path: Path):
+    run = tmp_path / "run"
+    assert program(*TINY_RUN, "init_from=scratch", f"hydra.run.dir={run}").returncode == 0
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    plan = plan_of(program, f"resume={run}", "train.max_steps=6", "timing=false")
+    assert (plan["resumed_at"], plan["data"]["steps"], plan["time"]) == (2, 6, None)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
+
+
+def test_plan_refuses_settings_with_the_exit_code_of_train(program: Program):
+    refused = program("train.batch_size=0", command="plan.py")
+    assert refused.returncode == 2 and "train.batch_size must be at least 1" in refused.stderr

@@ -1,0 +1,136 @@
+"""report.html of a run: its numbers are those of metrics.jsonl, hostile text stays text, and whatever is missing leaves only its part out."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.reporting.run_page.live import LivePage
+from runner.reporting.run_page.page import run_text, write_run_page
+from runner.reporting.run_page.series import MAX_POINTS, choose_points, read_run_series
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
+
+
+def train(step: int, **fields: Any) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "tokens": 100 * step, "loss": 5 - step / 100, "lr": 1e-3, "time": float(step), "attempt": 1, **fields}
+
+
+def evaluation(step: int, loss: float, **fields: Any) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "tokens": 100 * step, "loss": loss, "perplexity": math.exp(loss), "time": float(step), "attempt": 1, **fields}
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], **fields: Any) -> Path:
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "overrides.yaml").write_text("- optimizer.lr=0.001\n")
+    (folder / ".hydra" / "config.yaml").write_text("optimizer:\n  lr: 0.001\n  betas: [0.9, 0.95]\nstage:\n  data_format: text\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "run.json").write_text(json.dumps({"status": "completed", "stage": "pretrain", "init_from": "scratch", "step": len(records), **fields}))
+    return folder
+
+
+def page_of(folder: Path) -> str:
+    return write_run_page(folder).read_text(encoding="utf-8")
+
+
+def chart_data(page: str) -> dict[str, Any]:
+    """Return the numbers that the scripts of the page draw."""
+    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
+
+
+def test_run_page_draws_the_numbers_of_metrics_jsonl(tmp_path: Path) -> None:
+    records = [*(train(step) for step in range(1, 41)), evaluation(20, 4.5), evaluation(40, 4.4)]
+    data = chart_data(page_of(write_run(tmp_path / "run", records)))
+    assert data["train"]["loss"] == [record["loss"] for record in records[:40]] and data["train"]["tokens"] == [100 * step for step in range(1, 41)]
+    assert (data["eval"]["step"], data["eval"]["loss"], data["reload"]) == ([20, 40], [4.5, 4.4], None)
+
+
+def test_run_page_runs_only_its_own_scripts_and_escapes_every_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1)], status="failed", error=HOSTILE, data=[{"file": HOSTILE, "schema": HOSTILE}], init_from=HOSTILE)
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 1, "prompt": HOSTILE, "answer": HOSTILE}) + "\n")
+    (folder / "train.log").write_text(f"warning: {HOSTILE}\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({**train(1), HOSTILE: 1.0}) + "\n")
+    page = page_of(folder)
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    assert len(scripts) == 2 and f"script-src {hashes}" in page and "default-src 'none'" in page
+    assert "<img" not in page and "alert(1)</script>" not in page and "\x1b" not in page and "\u202e" not in page
+    assert re.search(r"""(src|href)=["'](?!#)""", page) is None
+
+
+def test_run_page_leaves_gaps_where_a_loss_is_not_finite(tmp_path: Path) -> None:
+    records = [train(1), train(2, loss=None, nonfinite=["loss"]), train(3)]
+    page = page_of(write_run(tmp_path / "run", records))
+    assert chart_data(page)["train"]["loss"] == [4.99, None, 4.97] and "loss in 1 records" in page
+
+
+def test_run_page_adds_the_time_of_attempts_and_marks_where_they_began(tmp_path: Path) -> None:
+    records = [train(1, time=1.0), train(2, time=2.5), train(3, time=0.5, attempt=2)]
+    data = chart_data(page_of(write_run(tmp_path / "run", records)))
+    assert data["train"]["seconds"] == [1, 2.5, 3] and data["attempts"] == [3]
+
+
+def test_run_page_names_overfitting_truncation_and_warnings(tmp_path: Path) -> None:
+    data = [{"file": "a/rows.jsonl", "loss_tokens": 44, "lost_loss_tokens": 56}]
+    records = [train(30), evaluation(10, 2.0), evaluation(30, 2.5)]
+    folder = write_run(tmp_path / "run", records, data=data, export={"weights": "best"})
+    (folder / "train.log").write_text("warning: slow data\nstep 30/30 100.0% | loss 1\n")
+    text = run_text(folder)
+    assert "overfitting: the validation loss was lowest at step 10 (2.0000) and is 2.5000 now; model/ has the weights of the best evaluation" in text
+    assert "rows.jsonl: truncation removed 56 of 100 tokens with loss (56%); raise data.max_length" in text
+    assert "note: slow data" in text and "30 of 30" in text
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "samples.jsonl", "train.log", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+@pytest.mark.parametrize("content", [None, b"", b"\xff\x00{[", b"[1, 2]\n{}\n"])
+def test_run_page_is_written_whatever_is_missing_or_damaged(tmp_path: Path, name: str, content: bytes | None) -> None:
+    folder = write_run(tmp_path / "run", [train(1), evaluation(1, 2.0)])
+    if content is None:
+        (folder / name).unlink(missing_ok=True)
+    else:
+        (folder / name).write_bytes(content)
+    assert page_of(folder).endswith("</html>")
+
+
+def test_run_page_of_a_long_run_is_small_and_keeps_extremes(tmp_path: Path) -> None:
+    records = [train(step, loss=9.0 if step == 7_777 else 2.0, grad_norm=1.23456789, tokens_per_second=4321.1234567) for step in range(1, 20_001)]
+    page = page_of(write_run(tmp_path / "run", records))
+    data = chart_data(page)
+    assert 9.0 in data["train"]["loss"] and len(data["train"]["step"]) <= MAX_POINTS + 2 and len(page) < 1 << 20
+
+
+def test_points_of_a_curve_are_first_last_and_extremes() -> None:
+    values = [1.0] * 1000
+    values[501], values[502] = 9.0, -9.0
+    kept = choose_points([*values[:700], None, *values[701:]], 30)
+    assert {0, 501, 502, 700, 999} <= {*kept} and len(kept) <= 60
+
+
+def test_records_that_are_no_steps_are_left_out() -> None:
+    series = read_run_series([{"kind": "note", "step": 1}, {"kind": "train", "step": "2"}, {"kind": "train", "step": True}, train(3)])
+    assert series.train.columns["step"] == [3.0]
+
+
+def test_live_page_warns_once_and_never_raises(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    page = LivePage(lambda: tmp_path / "gone", lambda: None, warnings.append)
+    page.write()
+    page.write()
+    assert len(warnings) == 1 and warnings[0].startswith("report.html cannot be written: ")
+
+
+def test_live_page_writes_nothing_into_a_directory_of_another_process(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1)])
+
+    def check_owned() -> None:
+        raise RuntimeError("taken")
+
+    LivePage(lambda: folder, check_owned, lambda message: None).write()
+    assert not (folder / "report.html").exists()
