@@ -27,8 +27,10 @@ runner.planning > runner.planning.trial > runner.planning.facts
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
-runner.reporting.command > runner.reporting.leaderboard
+runner.reporting.command
+runner.reporting.sweep_results.leaderboard
 runner.reporting.sweep_page | runner.reporting.run_page
+runner.reporting.sweep_results
 runner.reporting
 runner.recovery
 runner.run_dir

@@ -104,8 +104,12 @@ def _live_page(state: TrainState, metadata: RunMetadata) -> Iterator[None]:
     state.logger.after_record = page.record_logged
     try:
         yield
-    finally:
+    except UserError:
+        raise  # a refused launch changes nothing in the directory
+    except BaseException:
         page.write()
+        raise
+    page.write()
 
 
 def _train_and_record(state: TrainState, metadata: RunMetadata, stop: StopFlag) -> float:

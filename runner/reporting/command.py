@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Optional
 
 from common.errors import UserError, print_safely
-from runner.reporting.leaderboard import LEADERBOARD_FILE, REPORT_FILE, leaderboard_text, resolve_sweep, update_report
 from runner.reporting.page_server import serve_page
 from runner.reporting.run_page.page import run_text, write_run_page
+from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE, leaderboard_text, resolve_sweep, update_report
 from runner.run_dir.resolve import is_sweep_dir, resolve_run
 
 

@@ -95,7 +95,7 @@ class SweepSession:
 
     def report(self) -> None:
         """Update the leaderboard and the page. A full disk does not end the sweep."""
-        from runner.reporting import leaderboard
+        from runner.reporting.sweep_results import leaderboard
 
         try:
             leaderboard.update_report(self.state.folder)
@@ -121,7 +121,7 @@ class SweepSession:
             state.set_status(status)
             self.report()
             if sys.stdout.isatty():
-                from runner.reporting import leaderboard
+                from runner.reporting.sweep_results import leaderboard
 
                 print(leaderboard.leaderboard_text(state.folder))
         print_safely(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")

@@ -26,7 +26,7 @@ IGNORED_SETTINGS = {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
         "final_eval_rows",
     },
-    "tracker": {"name", "console"},
+    "tracker": {"name", "page", "console"},
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
     "sweep": {"match_budget", "lr_scale", "zip"},

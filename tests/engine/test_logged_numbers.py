@@ -11,7 +11,7 @@ from engine_fixtures import DATA_FORMAT, example
 
 from runner.engine import evaluation, loop, step_metrics
 from runner.engine.loop import train
-from runner.reporting.metrics_reader import read_run_metrics
+from runner.reporting.sweep_results.metrics_reader import read_run_metrics
 
 STEP, SAVE, EVALUATION, SAMPLES = 1.0, 100.0, 1000.0, 10_000.0  # seconds on the clock of the test
 ROWS, VALIDATION_ROWS, BATCH, EPOCHS = 12, 6, 4, 2

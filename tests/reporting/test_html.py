@@ -14,8 +14,8 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from runner.reporting import page_template
-from runner.reporting.leaderboard import update_report
 from runner.reporting.sweep_page import page as html
+from runner.reporting.sweep_results.leaderboard import update_report
 
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
 ACTIVE_CONTENT = re.compile(r"<script|<img|<link|<iframe|javascript:|@import|url\((?!#)|\bon\w+=|src=", re.IGNORECASE)

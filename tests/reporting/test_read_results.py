@@ -11,11 +11,11 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from common.ownership.processes import process_id
-from runner.reporting import aggregate, results
-from runner.reporting.leaderboard import leaderboard_text, update_report
-from runner.reporting.metrics_reader import read_run_metrics
-from runner.reporting.read_results import read_sweep_results
-from runner.reporting.results import ResultRow
+from runner.reporting.sweep_results import aggregate, results
+from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
+from runner.reporting.sweep_results.metrics_reader import read_run_metrics
+from runner.reporting.sweep_results.read_results import read_sweep_results
+from runner.reporting.sweep_results.results import ResultRow
 
 LR = "optimizer.lr"
 

@@ -59,7 +59,7 @@ def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
 
 def test_tracker_none_has_no_settings_of_other_trackers() -> None:
     names = {name: {field.name for field in dataclasses.fields(TRACKERS.get(name))} for name in ("none", "swanlab")}
-    assert names == {"none": {"name", "console"}, "swanlab": {"name", "console", "project", "mode"}}
+    assert names == {"none": {"name", "page", "console"}, "swanlab": {"name", "page", "console", "project", "mode"}}
 
 
 def test_compose_selects_the_config_class_of_the_tracker() -> None:
@@ -91,7 +91,7 @@ def test_failing_tracker_costs_one_warning_and_no_step(
 ) -> None:
     monkeypatch.setattr(tracker_process, "CLOSE_TIMEOUT", 0.5)
     monkeypatch.setattr(tracker_process, "QUEUE_SIZE", 50)
-    logger = start_logger(tmp_path, ProgramTracker(name="program", console="plain", program=program))
+    logger = start_logger(tmp_path, ProgramTracker(name="program", page=False, console="plain", program=program))
     for step in range(1, 1001):  # more than the queue and the pipe of a hanging tracker hold
         logger.log("train", step, loss=1.0, filler=float(step))
     logger.finish("completed", {})
@@ -134,7 +134,7 @@ def read_swanlab_records(folder: Path) -> list:
 
 
 def offline_swanlab() -> TrackerConfig:
-    return TRACKERS.get("swanlab")(name="swanlab", console="plain", project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
+    return TRACKERS.get("swanlab")(name="swanlab", page=False, console="plain", project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
 
 
 def test_swanlab_offline_files_contain_what_was_logged(tmp_path: Path) -> None:

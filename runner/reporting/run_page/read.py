@@ -13,8 +13,8 @@ from common.errors import UserError, resume_command
 from common.filesystem import open_regular
 from common.ownership.processes import is_alive
 from runner.checkpoint.atomic_dir import step_names
-from runner.reporting.metrics_reader import MAX_RECORDS, iter_records, read_override_list
 from runner.reporting.run_page.series import RunSeries, read_run_series
+from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, iter_records, read_override_list
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
 

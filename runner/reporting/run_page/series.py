@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.reporting.metrics_reader import finite_number
+from runner.reporting.sweep_results.metrics_reader import finite_number
 
 MAX_POINTS = 2000  # of one kind of record on the page
 AXES = ("step", "tokens", "seconds")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.inference.best_job import parse_number, swept_sort_key
-from runner.reporting.columns import loss_text, point_label, swept_text, table_columns, with_note
-from runner.reporting.metrics_reader import LossPoint
 from runner.reporting.page_template import CSS, page_environment
-from runner.reporting.results import JobResult, ResultRow, SweepResults
 from runner.reporting.sweep_page import svg
+from runner.reporting.sweep_results.columns import loss_text, point_label, swept_text, table_columns, with_note
+from runner.reporting.sweep_results.metrics_reader import LossPoint
+from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
 
 if TYPE_CHECKING:
     import jinja2

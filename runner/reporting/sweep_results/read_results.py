@@ -13,10 +13,10 @@ from common.errors import Outcome
 from common.filesystem import read_json_object
 from common.ownership.processes import is_alive
 from runner.inference.best_job import SEED_KEY, model_score, parse_number
-from runner.reporting.aggregate import result_rows
-from runner.reporting.evaluations import current_evaluations
-from runner.reporting.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
-from runner.reporting.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
+from runner.reporting.sweep_results.aggregate import result_rows
+from runner.reporting.sweep_results.evaluations import current_evaluations
+from runner.reporting.sweep_results.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
+from runner.reporting.sweep_results.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
 

@@ -10,7 +10,7 @@ from typing import Any
 from common.paths import command_line
 from runner.config.overrides import is_storable
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
-from runner.reporting.metrics_reader import RunMetrics, read_override_list
+from runner.reporting.sweep_results.metrics_reader import RunMetrics, read_override_list
 
 LOSS_KINDS = ("validation", "training-rows", "training")  # of evaluations on validation data, on training rows, and of a training step
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 
 from runner.inference.best_job import SEED_KEY, point_of, swept_sort_key
-from runner.reporting.results import JOB_STATUSES, JobResult, MeanStd, ResultRow, ranking_problem
+from runner.reporting.sweep_results.results import JOB_STATUSES, JobResult, MeanStd, ResultRow, ranking_problem
 
 
 def result_rows(jobs: Iterable[JobResult], ranked_by: str) -> list[ResultRow]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.errors import UserError, print_note
 from runner.inference.evaluate import Record, record_results
-from runner.reporting.metrics_reader import finite_number
+from runner.reporting.sweep_results.metrics_reader import finite_number
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 
 SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")  # fields that make two records one evaluation

@@ -12,10 +12,10 @@ from common.filesystem import retry_disk, write_atomic_file
 from common.guarded_files import check_own_files
 from common.paths import outputs_dir
 from runner.inference.best_job import SEED_KEY, parse_number
-from runner.reporting.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
-from runner.reporting.read_results import read_sweep_results
-from runner.reporting.results import SweepResults
 from runner.reporting.sweep_page.page import sweep_page
+from runner.reporting.sweep_results.columns import Column, point_label, swept_text, table_columns, trained_value, with_note
+from runner.reporting.sweep_results.read_results import read_sweep_results
+from runner.reporting.sweep_results.results import SweepResults
 
 REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
