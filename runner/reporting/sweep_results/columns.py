@@ -13,7 +13,7 @@ from runner.inference.best_job import SEED_KEY, ModelScore
 from runner.reporting.sweep_results.aggregate import mean_std
 from runner.reporting.sweep_results.evaluations import evaluation_label, headline, results_of
 from runner.reporting.sweep_results.results import JobResult, MeanStd, ResultRow, SweepResults
-from runner.tracking.console import format_seconds
+from runner.tracking.console.numbers import format_seconds
 
 TERMINAL_EVALUATIONS, PAGE_EVALUATIONS = 3, 12  # evaluations with a column of their own; leaderboard.csv has all numbers of all
 

@@ -41,6 +41,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         jobs=jobs,
         ranked_by=ranked_by,
         rows=result_rows(jobs, ranked_by),
+        sweeper=str(sweep.get("sweeper") or "grid"),
         scaled_keys=_set_trained_values(folder, jobs, shared),
     )
 

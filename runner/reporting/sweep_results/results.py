@@ -116,6 +116,7 @@ class SweepResults:
     jobs: list[JobResult]
     ranked_by: str  # one of LOSS_KINDS
     rows: list[ResultRow]  # best first
+    sweeper: str = "grid"  # or optuna
     scaled_keys: list[str] = field(default_factory=list)  # keys that are not swept, but scaled per job: optimizer.lr by sweep.lr_scale
 
     @property
