@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from runner.reporting.curve_points import choose_points
 from runner.reporting.run_page.live import LivePage
 from runner.reporting.run_page.page import run_text, write_run_page
-from runner.reporting.run_page.series import MAX_POINTS, choose_points, read_run_series
+from runner.reporting.run_page.series import MAX_POINTS, read_run_series
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
 

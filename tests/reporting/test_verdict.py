@@ -41,7 +41,7 @@ def test_intervals_equal_a_calculation_by_hand() -> None:
 def test_verdict_calls_a_difference_inside_the_spread_no_winner(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, {"1e-4": [2.0, 2.2, 2.1], "5e-4": [2.05, 2.25, 2.15], "1e-3": [4.0, 4.2, 4.1]})
     assert [row.overrides[LR] for row in verdict.ties] == ["5e-4"]
-    assert verdict.certainty.startswith("no clear winner: 1 other point (optimizer.lr=5e-4) cannot be told from the best at 95 % over 3 seeds")
+    assert verdict.certainty.startswith("no clear winner: 1 other point (optimizer.lr=5e-4) does not differ from the best at 95 % over 3 seeds")
 
 
 def test_verdict_names_a_winner_outside_of_the_spread(tmp_path: Path) -> None:

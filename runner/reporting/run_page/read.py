@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ from common.errors import UserError, resume_command
 from common.filesystem import open_regular
 from common.ownership.processes import is_alive
 from runner.checkpoint.atomic_dir import step_names
+from runner.reporting.page_settings import flatten_settings
 from runner.reporting.run_page.series import RunSeries, read_run_series
 from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, iter_records, read_override_list
 from runner.run_dir.metadata import RunMetadata
@@ -100,16 +100,8 @@ def _settings(folder: Path) -> tuple[list[tuple[str, str, bool]], list[str]]:
         config = load_saved_config(folder)
     except (UserError, OSError, ValueError):
         return [], overrides
-    values = [(key, value) for key, value in _flatten(config, "") if not key.startswith("hydra.")]
+    values = [(key, value) for key, value in flatten_settings(config) if not key.startswith("hydra.")]
     return [(key, value, any(key == name or key.startswith(f"{name}.") for name in typed)) for key, value in values], overrides
-
-
-def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _size(folder: Path) -> int:

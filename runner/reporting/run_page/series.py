@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.reporting.curve_points import choose_points
 from runner.reporting.sweep_results.metrics_reader import finite_number
 
 MAX_POINTS = 2000  # of one kind of record on the page
@@ -86,17 +86,3 @@ def _columns(records: Sequence[Mapping[str, float | None]]) -> Series:
     names = dict.fromkeys(name for record in records for name in record)
     kept = choose_points([record.get("loss") for record in records], MAX_POINTS)
     return Series({name: [records[index].get(name) for index in kept] for name in names}, len(records))
-
-
-def choose_points(values: Sequence[float | None], limit: int) -> list[int]:
-    """Return the indices of about `limit` points that show the same curve: first, last, and of each span the lowest, the highest and its first gap."""
-    if len(values) <= limit:
-        return list(range(len(values)))
-    size = math.ceil(len(values) / max(1, limit // 3))
-    chosen = {0, len(values) - 1}
-    for start in range(0, len(values), size):
-        span = range(start, min(start + size, len(values)))
-        finite = [(value, index) for index in span if (value := values[index]) is not None]
-        chosen.update((min(finite)[1], max(finite)[1]) if finite else ())
-        chosen.update([next(index for index in span if values[index] is None)] if len(finite) < len(span) else ())
-    return sorted(chosen)

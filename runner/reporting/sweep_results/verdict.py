@@ -37,7 +37,7 @@ class SweepVerdict:
     winner: ResultRow | None  # None: no point is ranked
     job: JobResult | None  # of the winner: that with the lowest loss
     certainty: str  # a sentence: how sure it is that the winner is better than the others, or why there is none
-    ties: list[ResultRow] = field(default_factory=list)  # ranked points that cannot be told from the winner
+    ties: list[ResultRow] = field(default_factory=list)  # ranked points whose difference to the winner may be chance
     train_longer: str = ""  # command line that trains `job` further; empty where a resume would end at once
     repeat: str = ""  # command line that repeats the winner with three seeds; empty where the sweep has seeds
     edges: list[RangeEdge] = field(default_factory=list)
@@ -94,7 +94,7 @@ def _certainty(sweep: SweepResults, ranked: list[ResultRow], ties: list[ResultRo
         return f"{gap}; one seed per point: how much of that is chance is not known{suffix}"
     if ties:
         names = ", ".join(point_label(row.overrides) for row in ties[:3]) + (" ..." if len(ties) > 3 else "")
-        return f"no clear winner: {_count(ties, 'other point')} ({names}) cannot be told from the best at 95 % over {first.n} seeds{suffix}"
+        return f"no clear winner: {_count(ties, 'other point')} ({names}) {'does' if len(ties) == 1 else 'do'} not differ from the best at 95 % over {first.n} seeds{suffix}"
     return f"{gap}; better than every other point at 95 % over {first.n} seeds (Welch's t interval of each difference){suffix}"
 
 

@@ -1,0 +1,33 @@
+"""A page that is written again while what it shows goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+MAX_SHARE = 0.005  # of the time
+SECONDS_BETWEEN_PAGES = 5.0  # at least, between two pages
+
+
+class RepeatedPage:
+    """Calls `write_page` in at most MAX_SHARE of the time. What goes wrong is passed to `warn` once and never raised."""
+
+    def __init__(self, write_page: Callable[[], object], warn: Callable[[str], None]) -> None:
+        self._write_page, self._warn = write_page, warn
+        self._has_warned = False
+        self._due = 0.0  # monotonic time of the next page
+
+    def write_if_due(self) -> None:
+        if time.monotonic() >= self._due:
+            self.write()
+
+    def write(self) -> None:
+        begun = time.monotonic()
+        try:
+            self._write_page()
+        except Exception as error:  # the page only repeats what the other files hold: nothing that is wrong with it may end a training
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(f"report.html cannot be written: {type(error).__name__}: {error}")
+        ended = time.monotonic()
+        self._due = ended + max(SECONDS_BETWEEN_PAGES, (ended - begun) / MAX_SHARE)
