@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from common.errors import UserError
+from common.limits.patterns import match_patterns
 from models.layers.adapter import is_adaptable, is_transposed
 from models.layers.chunked_loss import LMHead
 
@@ -50,13 +50,15 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
         raise _error(layers, targets, f"{ALL_LINEAR} stands alone in stage.lora.targets")
     if not targets:
         raise _error(layers, targets, "stage.lora.targets is empty")
-    unknown = [target for target in targets if not any(_matches(target, path, layers) for path in layers.adaptable)]
+    matched = _matched_paths(layers, targets)
+    unknown = [target for target in targets if matched[target].isdisjoint(layers.adaptable)]
     if unknown:
         for target in unknown:
-            if reason := next((f"{path} {reason}" for path, reason in layers.refused.items() if _matches(target, path, layers)), None):
+            if reason := next((f"{path} {reason}" for path, reason in layers.refused.items() if path in matched[target]), None):
                 raise _error(layers, targets, f"stage.lora.targets has {target}, but {reason}")
         raise _error(layers, targets, f"unknown layers in stage.lora.targets: {', '.join(unknown)}")
-    return {path: layer for path, layer in layers.adaptable.items() if any(_matches(target, path, layers) for target in targets)}
+    named = set().union(*matched.values())
+    return {path: layer for path, layer in layers.adaptable.items() if path in named}
 
 
 def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
@@ -75,15 +77,19 @@ def short_names(layers: LinearLayers, paths: set[str]) -> list[str]:
     return sorted(names if named <= paths else paths)
 
 
-def _matches(target: str, path: str, layers: LinearLayers) -> bool:
-    if target == ALL_LINEAR:
-        return path in layers.adaptable and path not in layers.heads
-    if target.startswith(PATTERN):
+def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[str]]:
+    """Return the paths of layers, adaptable and refused ones, that each target names. Patterns may be those of a run or an adapter of others."""
+    paths = [*layers.adaptable, *layers.refused]
+    found = {target: {path for path in paths if path == target or path.endswith(f".{target}")} for target in targets}
+    if ALL_LINEAR in targets:
+        found[ALL_LINEAR] = set(layers.adaptable) - layers.heads
+    if patterns := [target for target in targets if target.startswith(PATTERN)]:
         try:
-            return re.fullmatch(target.removeprefix(PATTERN), path) is not None
-        except re.error as error:
-            raise UserError(f"{target} is no regular expression: {error}", f"stage.lora.targets=[{target}]", f"e.g. {PATTERN}.*(q|v)_proj") from error
-    return path == target or path.endswith(f".{target}")
+            rows = match_patterns([pattern.removeprefix(PATTERN) for pattern in patterns], paths)
+        except ValueError as error:
+            raise UserError(f"stage.lora.targets: {error}", f"stage.lora.targets={targets}", f"e.g. stage.lora.targets=['{PATTERN}.*(q|v)_proj']") from error
+        found |= {pattern: {path for path, is_match in zip(paths, row, strict=True) if is_match} for pattern, row in zip(patterns, rows, strict=True)}
+    return found
 
 
 def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:

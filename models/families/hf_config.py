@@ -151,7 +151,7 @@ def read_hf_config(raw: dict[str, Any], path: Path) -> Settings:
         "num_experts_per_tok": fields["num_experts_per_tok"] if is_moe else 1,
         "moe_intermediate_size": (fields.get("moe_intermediate_size") or fields["intermediate_size"]) if is_moe else 0,
         "norm_topk_prob": bool(fields.get("norm_topk_prob", True)) if is_moe else False,
-        "router_aux_loss_coef": fields["router_aux_loss_coef"] if is_moe else 0.0,
+        "router_aux_loss_coef": fields["router_aux_loss_coef"] if is_moe and fields.get("output_router_logits") is not False else 0.0,
     }
 
 

@@ -49,7 +49,7 @@ class TransformersConfig(ModelConfig):
     attention: str = field(
         metadata=CHANGES_ROUNDING
     )  # own (the kernels of this program), a kernel of transformers (sdpa, eager), or auto: own where it is exact
-    router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json
+    router_aux_loss_coef: Optional[float]  # weight of the load-balancing loss of experts; null: that of config.json, none if output_router_logits=false there
     path: Optional[str]  # model=transformers: folder, or owner/name[@revision] of the hub, of `config`, and of the weights unless init_from names others
 
     model_class = "models.transformers_adapter.model.TransformersModel"
@@ -75,6 +75,13 @@ class TransformersConfig(ModelConfig):
             message = f"the model has tables of {buffers / 2**30:,.1f} GiB besides its parameters, at most {MAX_BUFFER_BYTES >> 30} GiB are allowed"
             raise UserError(message, "model.config", f"correct max_position_embeddings in config.json, or {CHOOSE_ANOTHER}")
         return ModelSize(sum(parameter.numel() for parameter in parameters), len(parameters))
+
+    @property
+    def leaves_out_balance_loss(self) -> bool:
+        """Whether config.json has output_router_logits=false: transformers adds the load-balancing loss of experts only with true."""
+        text = self.config.get("text_config")
+        fields = self.config | (text if isinstance(text, dict) else {})
+        return self.router_aux_loss_coef is None and fields.get("output_router_logits") is False
 
     @property
     def has_dynamic_shapes(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.families.transformers import TransformersConfig
 from models.layers.mlp import expert_use, index_documents, load_balancing_loss
 
 TOP_K_FIELDS = ("num_experts_per_tok", "moe_k")  # of the config of transformers: experts that a token is routed to
@@ -28,16 +29,16 @@ class BalanceLoss:
     It is the loss of the engine's own experts (`models/layers/mlp.py`). `problem`: why there is none, None for a dense model or where there is one.
     """
 
-    def __init__(self, hf: Any, coefficient: float | None) -> None:
+    def __init__(self, hf: Any, cfg: TransformersConfig) -> None:
         config = hf.config.get_text_config(decoder=True)
         given = getattr(config, "router_aux_loss_coef", None)
-        self.coefficient = float(coefficient if coefficient is not None else given or 0.0)
+        self.coefficient = float(cfg.router_aux_loss_coef if cfg.router_aux_loss_coef is not None else given or 0.0)
         self.top_k = next((value for name in TOP_K_FIELDS if isinstance(value := getattr(config, name, None), int)), 0)
         self.logits: list[Tensor] = []  # (B * T, E) of each layer with experts
         self.is_recording = False
         self.index, routers = _routers(hf.base_model)
         self.has_experts = bool(routers)
-        self.problem = self._problem(hf, given)
+        self.problem = self._problem(hf, given, cfg.leaves_out_balance_loss)
         if self.is_active:
             for router in routers:
                 router.register_forward_hook(self._record)
@@ -46,13 +47,15 @@ class BalanceLoss:
     def is_active(self) -> bool:
         return self.has_experts and self.problem is None and self.coefficient > 0
 
-    def _problem(self, hf: Any, given: float | None) -> str | None:
+    def _problem(self, hf: Any, given: float | None, is_left_out: bool) -> str | None:
         if not self.has_experts:
             return None
         if not hasattr(sys.modules[type(hf).__module__], LOSS_FUNCTION) or not self.top_k:
             return f"transformers has none for {type(hf).__name__}"
         if given is None and not self.coefficient:
             return "config.json has no router_aux_loss_coef"
+        if is_left_out and self.coefficient:
+            return f"config.json has output_router_logits=false; model.router_aux_loss_coef={self.coefficient:g} adds it"
         return None
 
     @torch.compiler.disable

@@ -49,7 +49,7 @@ class TransformersModel(LanguageModel):
         for name, parameter in hf.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.kernels = Kernels(hf.config._attn_implementation, "none", chunked_loss=False)
-        self.balance = BalanceLoss(hf, cfg.router_aux_loss_coef)
+        self.balance = BalanceLoss(hf, cfg)
         self._checkpointing = "none"
         self._method: GenerationMethod | None = None  # of generation
         self._accepted = frozenset(inspect.signature(hf.forward).parameters)

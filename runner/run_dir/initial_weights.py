@@ -66,18 +66,29 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:
         settings[name] = composed.get(name)
     tree["model"] = settings
-    return f"{_model_source(Path(init_from))}{_describe_family(Path(init_from), settings['family'], family)}"
+    return f"{_model_source(Path(init_from))}{_describe_family(Path(init_from), settings, family)}"
 
 
-def _describe_family(source: Path, family: str, typed: str | None) -> str:
+def _describe_family(source: Path, settings: Mapping[str, Any], typed: str | None) -> str:
     """Return which of the two families that read folders of transformers computes the weights, and why; "" for weights of this program."""
+    family = settings["family"]
     if _model_source(source) != source or not source.is_dir() or family not in ("decoder", "transformers") or (source / RUN_FILE).exists():
         return ""
+    balance = _describe_balance(settings) if family == "decoder" else ""
     if typed is not None:
-        return f", computed by model.family={typed}"
+        return f", computed by model.family={typed}{balance}"
     if family == "decoder":
-        return ", computed by the decoder of this program; model.family=transformers chooses the class of transformers"
+        return f", computed by the decoder of this program{balance}; model.family=transformers chooses the class of transformers"
     return f", computed by the class of transformers: {why_transformers(source)}"
+
+
+def _describe_balance(settings: Mapping[str, Any]) -> str:
+    """Return whether the decoder trains experts with their load-balancing loss; "" for a dense model."""
+    if not settings["num_experts"]:
+        return ""
+    if coefficient := settings["router_aux_loss_coef"]:
+        return f" with the load-balancing loss times {coefficient:g}"
+    return " without load-balancing loss, as config.json has output_router_logits=false or no coefficient (model.router_aux_loss_coef=0.001 adds it)"
 
 
 def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:

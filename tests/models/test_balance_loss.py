@@ -24,10 +24,10 @@ EXPERTS = ("qwen3_moe", "olmoe", "granitemoe", "qwen3_next")
 families = pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERTS)])
 
 
-def model_of(folder: Path, is_packed: bool = True, **changes: Any) -> Any:
-    cfg = dataclasses.replace(read_model_config(folder, "transformers"), **changes)
+def model_of(folder: Path, is_packed: bool = True, family: str = "transformers", **changes: Any) -> Any:
+    cfg = dataclasses.replace(read_model_config(folder, family), **changes)
     model = create_model(cfg)
-    load_into(model, load_weights(folder, "transformers"), str(folder))
+    load_into(model, load_weights(folder, family), str(folder))
     model.kernels_description = model.prepare(is_packed)
     return model.train()
 
@@ -95,6 +95,24 @@ def test_balance_loss_of_micro_batches_is_that_of_one_batch_also_with_activation
         torch.testing.assert_close(gradients[1][key], gradient, rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("qwen3_moe", "decoder"), ("mixtral", "transformers"), *(pytest.param(name, "transformers", marks=pytest.mark.slow) for name in ("gpt_oss", "olmoe"))],
+)
+def test_balance_loss_is_added_if_transformers_adds_it(name: str, family: str, tmp_path: Path) -> None:
+    row = rows_of_documents()[0][None]
+    for is_added in (False, True):
+        write_family(tmp_path, name, router_aux_loss_coef=0.9, output_router_logits=is_added)
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(row, labels=row).loss
+        model = model_of(tmp_path, family=family, is_packed=False)
+        aux = model(row, lengths=torch.tensor([row.shape[1]])).aux_loss  # of all tokens, as in transformers
+        found = model(row[:, :-1], labels=row[:, 1:]).nll.mean() + (aux[0] if aux is not None else 0)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+        assert ("output_router_logits=false" in str(model.kernels_description)) == (family == "transformers" and not is_added)
+    cfg = dataclasses.replace(read_model_config(tmp_path, family), router_aux_loss_coef=0.5)
+    assert create_model(cfg)(row, lengths=torch.tensor([row.shape[1]])).aux_loss is not None
+
+
 @pytest.mark.parametrize(("name", "changes", "line"), [
     ("mixtral", {"router_aux_loss_coef": 0.0}, "no load-balancing loss: router_aux_loss_coef is 0"),
     pytest.param("deepseek_v3", {}, "no load-balancing loss: transformers has none for DeepseekV3ForCausalLM", marks=pytest.mark.slow),
@@ -106,7 +124,7 @@ def test_model_of_experts_without_balance_loss_reports_it(name: str, changes: di
 
 
 def test_balance_loss_with_another_definition_than_that_of_transformers_is_switched_off(tmp_path: Path) -> None:
-    write_family(tmp_path, "mixtral")
+    write_family(tmp_path, "mixtral", output_router_logits=True)
     model: Any = create_model(read_model_config(tmp_path, "transformers"))
     model.balance.top_k = 1
     assert "that of MixtralForCausalLM has another definition" in str(model.prepare(False))

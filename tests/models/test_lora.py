@@ -10,6 +10,7 @@ from tiny_models import EXPERTS, lora_config, max_difference, random_model, toke
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.limits import patterns
 from models.config import LoraConfig
 from models.decoder import Decoder
 from models.layers.adapter import LoraLinear
@@ -144,6 +145,15 @@ def test_lora_targets_name_layers_as_in_peft() -> None:
             adapted_paths(wrong)
     with pytest.raises(UserError, match="all-linear stands alone"):
         adapted_paths("all-linear", "lm_head")
+
+
+def test_lora_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run, or an adapter that is continued, of others has such a pattern."""
+    monkeypatch.setattr(patterns, "MATCH_SECONDS", 1)
+    with pytest.raises(UserError, match="takes more than 1 seconds"):
+        add_lora(random_model(), lora(targets=[r"re:((\w|\.)+)+!"]))
+    with pytest.raises(UserError, match="at most 1,000 are allowed"):
+        add_lora(random_model(), lora(targets=["re:" + "a" * 1001]))
 
 
 def test_lora_refuses_weights_of_stacked_experts_by_name() -> None:

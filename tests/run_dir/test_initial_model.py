@@ -141,7 +141,9 @@ def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_
 
 def test_choice_between_the_decoder_and_transformers_is_described_with_its_reason(llama: Callable[..., str]) -> None:
     for changes, described in (
-        ({}, "computed by the decoder of this program"),
+        ({}, "computed by the decoder of this program; model.family=transformers chooses"),
+        ({"model_type": "qwen3_moe", "output_router_logits": False}, "computed by the decoder of this program without load-balancing loss, as config.json has"),
+        ({"model_type": "qwen3_moe"}, "computed by the decoder of this program with the load-balancing loss times 0.001;"),
         ({"hidden_act": "gelu"}, "computed by the class of transformers: llama (LlamaForCausalLM) with hidden_act=gelu is not supported"),
     ):
         override = llama(**changes)
