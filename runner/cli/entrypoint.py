@@ -29,6 +29,7 @@ from runner.sweep.command import RunHydra, resume_sweep, start_sweep
 from runner.tracking.progress import ignore_broken_pipe
 
 EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
+LABEL_PREFIX = "run."  # name, tags and note
 QUOTED = re.compile(r"\A(['\"])(.*)\1\Z")
 RESUME_IN_COMP_LINE = re.compile(r" resume=(?:\\.|[^\\\s])+(?= )")
 
@@ -109,6 +110,13 @@ def _resume(folder: Path, extra: list[str], flags: list[str], run_hydra: RunHydr
     resume_run(folder, extra)
 
 
+def _label_run(metadata: RunMetadata, plan: resume.ResumePlan) -> None:
+    """Record another name, tags or note of a completed run; nothing is trained."""
+    with resume.persisting_overrides(plan) as config:
+        metadata.update(**vars(config.run))
+    print_safely(f"{metadata.folder}: {' '.join(plan.extra)} is recorded; the run stays complete at step {metadata.fields['step']}")
+
+
 def resume_run(folder: Path, extra: list[str]) -> None:
     """Train on in `folder` with the overrides `extra`, unless the run is completed and they change nothing."""
     from runner.launch.run import run
@@ -120,6 +128,8 @@ def resume_run(folder: Path, extra: list[str]) -> None:
             resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
             return print_safely(f"{folder}: already complete at step {metadata.fields['step']}")
+        if metadata.status == "completed" and all(override.startswith(LABEL_PREFIX) for override in extra):
+            return _label_run(metadata, plan)
         if metadata.status == "completed" and not any(override.startswith(EXTENDING_KEYS) for override in extra):
             step = metadata.fields["step"]
             message = f"the run is completed at step {step}, and the overrides add no step"

@@ -24,6 +24,7 @@ HYDRA_KEYS_REFUSED = {
 # Paths are taken literally, as a shell passes them, and made absolute: a run may be resumed from another directory.
 PATH_KEYS = ("data.path", "data.val_path", "data.tokenizer", "init_from", "model.path")
 OUTPUT_KEYS = ("data.cache", "hydra.run.dir", "hydra.sweep.dir")  # folders that may not exist yet
+TEXT_KEYS, TAGS_KEY = ("run.name", "run.note"), "run.tags"  # text of the user, taken literally, too
 SEARCHPATH_KEY, PLUGINS_KEY = "hydra.searchpath", "plugins"
 RESUME_KEY = "resume="  # not a setting: names the run or sweep to continue
 INTEGER_WITH_EXPONENT = re.compile(r"\d+(\.\d+)?e\+?\d+")  # 1e3
@@ -208,8 +209,20 @@ def plugins_of(typed: list[str]) -> list[str]:
     return [locate_plugin(str(getattr(name, "text", name))) for name in value]
 
 
+def literal_text(override: str, is_list: bool) -> str:
+    """Return `run.note=what's new (part 2), and why` quoted for Hydra. Of a name, commas separate the values of a sweep; one tag is a list of one."""
+    key, equals, value = override.partition("=")
+    if "${" in value:
+        raise UserError(f"{key} is text and takes no interpolation", override, "write it without ${")
+    if not equals or not value or value == "null" or value.startswith(("[", "choice(")) or (value[0] in "'\"" and value[-1:] == value[0]):
+        return override
+    if "," in value and key != "run.note":
+        return override
+    return f"{key}=[{hydra_quote(value)}]" if is_list else f"{key}={hydra_quote(value)}"
+
+
 def absolutize_path(override: str) -> str:
-    """Return the override with absolute paths, and with names of the user quoted for Hydra."""
+    """Return the override with absolute paths, and with names and text of the user quoted for Hydra."""
     key, equals, value = override.partition("=")
     if key == PLUGINS_KEY:
         return f"{PLUGINS_KEY}=[{','.join(map(quote_path, plugins_of([override])))}]"
@@ -217,4 +230,6 @@ def absolutize_path(override: str) -> str:
         return quote_columns(override)
     if key in OUTPUT_KEYS:
         return literal_output(override)
+    if key in TEXT_KEYS or key == TAGS_KEY:
+        return literal_text(override, is_list=key == TAGS_KEY)
     return literal_path(override) if key in PATH_KEYS and equals else override

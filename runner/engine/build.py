@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.paths import display_path
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
@@ -42,6 +43,7 @@ from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
 from runner.engine.state import TrainState, load_strict
+from runner.tracking.data_report import data_summary
 from runner.tracking.logger import RunLogger
 
 
@@ -233,24 +235,34 @@ def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, prec
 
 def run_summary(state: TrainState) -> dict[str, str]:
     """Return the header of the log, title -> text."""
-    cfg, pipeline, ranks, sequences = state.cfg, state.pipeline, state.dist.size, state.pipeline.train
-    micro_batches = math.ceil(math.ceil(state.loader.sampler.global_batch_size / ranks) / cfg.train.batch_size)
+    cfg, ranks = state.cfg, state.dist.size
     parameters, trainable = (sum(p.numel() for p in state.model.parameters() if p.requires_grad or not only) for only in (False, True))
-    if isinstance(sequences, PackedSequences):
-        fill = f"{len(sequences.rows) / len(sequences):.1f} examples each, {sequences.fill_ratio:.1%} filled"
-        batch_rows = f"packed sequences of {sequences.capacity} tokens ({fill})"
-    else:
-        batch_rows = f"examples of at most {cfg.data.max_length} tokens"
+    trained = "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
+    labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
+    threads = torch.get_num_threads()
     summary = {
-        "run": str(state.run_dir),
-        "stage": f"{cfg.stage.name}, weights from {cfg.init_from}",
-        "model": f"{cfg.model.name}, {parameters:,} parameters, {trainable:,} of them trainable",
+        "run": display_path(state.run_dir),
+        **{title: text for title, text in labels if text},
+        "stage": f"{cfg.stage.name}, weights from {cfg.init_from if cfg.init_from == 'scratch' else display_path(Path(cfg.init_from))}",
+        "model": f"{cfg.model.name}, {parameters:,} parameters, {trained}",
         **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
-        "vocab": f"{state.tokenizer.vocab_size:,} tokens, {cfg.data.tokenizer}",
-        "data": f"{', '.join(cfg.data.paths)}, {len(sequences.rows):,} rows" + (f", {pipeline.held_out:,} held out" if pipeline.held_out else ""),
-        "batch": f"{cfg.train.batch_size} {batch_rows} x {micro_batches} micro-batches" + (f" x {ranks} ranks" if ranks > 1 else ""),
-        "steps": f"{state.total_steps:,} ({state.loader.steps_per_epoch:,} per epoch)",
-        "device": f"{state.dist.device}, {cfg.precision.name}, {torch.get_num_threads()} threads, compile {state.compile_decision.reason}"
-        + (f", {cfg.distributed.name}" if ranks > 1 else ""),
+        "tokenizer": f"{state.tokenizer.vocab_size:,} tokens, {display_path(Path(cfg.data.tokenizer))}",
+        "data": data_summary(cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out),
+        "batch": batch_summary(state),
+        "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
+        "device": f"{state.dist.device}, {cfg.precision.name}, {threads} threads" + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
+        "compile": state.compile_decision.reason,
     }
-    return summary | ({"resumed": f"at step {state.progress.step} (attempt {state.attempt})"} if state.progress.step else {})
+    return summary | ({"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {})
+
+
+def batch_summary(state: TrainState) -> str:
+    """Return the rows of a step: micro-batch, accumulation and ranks."""
+    train, sequences, ranks, rows = state.cfg.train, state.pipeline.train, state.dist.size, state.loader.sampler.global_batch_size
+    if isinstance(sequences, PackedSequences):
+        kind = f"packed sequences of {sequences.capacity:,} tokens"
+        details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
+    else:
+        kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
+    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
+    return f"{train.batch_size} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.registry import Registry
 from common.settings import CHANGES_ROUNDING, CHANGES_TRAINING, IGNORED, check_at_least, check_choice
 from data.config import DataConfig
@@ -21,6 +21,8 @@ from runner.engine.optim.schedules import SCHEDULES, ScheduleConfig, check_warmu
 from runner.tracking.config import TRACKERS, TrackerConfig
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+TAG = re.compile(r"[\w.+:=-]+")
+MAX_NAME, MAX_NOTE, MAX_TAG, MAX_TAGS = 80, 500, 40, 20  # characters; number of tags
 # Sections whose class depends on a value in them: section -> (key of that value, registry of the classes)
 REGISTERED_SECTIONS: dict[str, tuple[str, Registry[Any]]] = {
     "model": ("family", MODELS),
@@ -66,6 +68,41 @@ class TrainConfig:
         check_at_least("train.keep_checkpoints", self.keep_checkpoints, 2, 3)  # a damaged one leaves one to resume from
         check_choice("train.activation_checkpointing", self.activation_checkpointing, ACTIVATION_CHECKPOINTING_MODES)
         check_choice("train.compile", self.compile, COMPILE_MODES)
+
+
+@dataclass
+class LabelConfig:
+    """What a person calls the run. It is text for pages and lists: no path, no folder and no identity of the run is made of it."""
+
+    ON_RESUME = "ignored"
+
+    name: str  # name of the run in pages and lists, at most 80 characters, no slash; hydra.run.dir=DIR places the run
+    tags: list[str]  # at most 20 tags of at most 40 characters: letters, digits, . _ - + : =
+    note: str  # one line about the run, at most 500 characters
+
+    def __post_init__(self) -> None:
+        for key, limit in (("name", MAX_NAME), ("note", MAX_NOTE)):
+            check_label(f"run.{key}", getattr(self, key), limit)
+        if {"/", "\\"} & set(self.name) or self.name.startswith((".", "~")):
+            fix = "a name without slashes; hydra.run.dir=DIR places the run in a folder"
+            raise UserError("run.name is a name and not a path: it has no slash and begins with no dot or ~", f"run.name={self.name}", fix)
+        if len(self.tags) > MAX_TAGS:
+            raise UserError(f"run.tags must have at most {MAX_TAGS} tags, got {len(self.tags)}", "run.tags", "leave some out")
+        for tag in self.tags:
+            check_label("run.tags", tag, MAX_TAG)
+            if not TAG.fullmatch(tag):
+                fix = "separate tags with commas in brackets: run.tags=[baseline,lr-search]"
+                raise UserError(f"a tag has letters, digits and . _ - + : = only, got {tag or 'an empty one'}", f"run.tags=[{tag}]", fix)
+
+
+def check_label(setting: str, text: str, limit: int) -> None:
+    """Raise UserError for a text that is too long, is more than one line, or that a file of a run may not hold."""
+    if len(text) > limit:
+        raise UserError(f"{setting} must have at most {limit} characters, got {len(text)}", setting, "shorten it")
+    if one_line(text) != text or "\t" in text:
+        raise UserError(f"{setting} must be one line without control characters", f"{setting}={text}", "leave them out")
+    if "${" in text:  # a stored override with an interpolation could read the environment when the run is resumed
+        raise UserError(f"{setting} must not hold ${{", f"{setting}={text}", "write it without the brace")
 
 
 @dataclass
@@ -123,6 +160,7 @@ class Config:
     distributed: DistributedConfig
     tracker: TrackerConfig
     train: TrainConfig
+    run: LabelConfig
     export: ExportConfig
     supervise: SuperviseConfig
     sweep: SweepConfig

@@ -35,7 +35,7 @@ def run(config: Config, metadata: RunMetadata) -> float:
             config = retry_disk(copy)
         sources = {"init_from": config.init_from, "tokenizer_source": config.data.tokenizer}
         fingerprints = compatibility_fingerprints(config, metadata.folder / RUN_TOKENIZER)
-        metadata.mark_running(stage=config.stage.name, fingerprints=fingerprints, **sources)
+        metadata.mark_running(stage=config.stage.name, model=config.model.name, fingerprints=fingerprints, **sources, **vars(config.run))
         if not torchrun.under_torchrun() and ((count := local_ranks.count_local_ranks(config)) > 1 or config.train.supervise):
             return local_ranks.train_on_ranks(config, metadata, count)
         with StopFlag(announces=True) as stop:

@@ -36,6 +36,10 @@ DEFAULT_METADATA: dict[str, Any] = {
     "inexact_because": [],
     "attempts": [],  # of each: when and how it ran, with what code, libraries, processor, ranks, threads and settings
     "degraded": None,  # message of a disk problem that training survives
+    "model": None,  # name of its architecture, for reports
+    "name": "",  # run.name, run.tags and run.note
+    "tags": [],
+    "note": "",
     "init_from": None,
     "tokenizer_source": None,  # folder that tokenizer/ was copied from
     "evaluation": None,  # what identifies the evaluation rows
@@ -49,7 +53,7 @@ DEFAULT_METADATA: dict[str, Any] = {
 # Types of the fields that are read again; None is allowed where the default is None, and for those that are absent at first
 FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
     "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
+    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
 }  # fmt: skip
 # What a launch may have written to its directory before it trains
 OWN_NAMES = {
