@@ -40,6 +40,7 @@ runner.inference.metrics > runner.inference
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
 runner.checkpoint | runner.tracking.trackers > runner.tracking
+runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
 """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from data.config import DataConfig
+from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
 from runner.tracking.data_report import describe_source, reading_notes, unused_columns
@@ -47,6 +48,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     from data.schemas.registry import missing_columns
     from data.sources.splits import resolve_data_files
     from data.store.truncation import truncation_warning
+    from runner.diagnostics.row_checks import check_rows
 
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
@@ -60,6 +62,10 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     if is_split:
         groups, held_out = split_validation(groups, cfg.data)
     groups, warnings = separate_validation(groups, held_out, cfg.data, is_split)
+    parts = [part for group in groups for part in group]
+    schemas = (part.store.metadata["encoding"]["schema"] for part in parts)
+    template = None if cfg.stage.data_format == "text" else tokenizer.chat_template
+    symptoms = check_rows([part.source for part in parts], schemas, [part.store.stats for part in parts], template)
     rows = mix_sources(groups, cfg.data.weights)
     train = to_sequences(rows, cfg, cfg.seed)
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
@@ -69,7 +75,13 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         train,
         to_sequences(val, cfg, seed=0) if val else None,
         files,
-        [*([truncated] if truncated else []), *warnings, *template_warnings, *missing_columns(sources)],
+        [
+            *([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []),
+            *(f"{warning}; {troubleshooting('test-in-training')}" for warning in warnings),
+            *(symptom.message for symptom in symptoms),
+            *template_warnings,
+            *missing_columns(sources),
+        ],
         [
             *tokenizer_notes,
             *data_files.notes,

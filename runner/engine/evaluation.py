@@ -10,6 +10,7 @@ import torch
 from common.errors import StopRequested
 from models.generate import generate
 from models.layers.ops import widest_float
+from runner.diagnostics.validation_interval import tiny_validation
 from runner.engine.device.heartbeat import enter
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.state import TrainState, announcing_failures, finite_or_none
@@ -55,20 +56,32 @@ def is_evaluation_due(state: TrainState) -> bool:
 def evaluate_loss(state: TrainState) -> dict[str, float]:
     """Return the means of the objective over the held-out rows, and its evaluation metrics."""
     with state.stop.working_on("after this evaluation batch, then saving"), ending_together(state):
-        count, sums = sum_losses(state)
+        count, sums, per_batch = sum_losses(state)
     state.check_stop()
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # the load-balancing loss of experts is a means of training
+    if state.progress.eval_loss is None and not state.pipeline.evaluates_training_rows:
+        warn_of_tiny_validation(state, per_batch)
     return means | state.objective.eval_metrics(means)
 
 
-def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return (items, sums of the objective) over this rank's share of the held-out rows."""
+def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[int, torch.Tensor]]) -> None:
+    """Warn if the loss over the validation rows is uncertain. `per_batch`: of this rank; every rank must call it."""
+    losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
+    ranks = state.dist.gather([[items for items, _ in per_batch], losses])
+    items, losses = ([number for rank in ranks for number in rank[column]] for column in (0, 1))
+    if symptom := tiny_validation(losses, items, state.pipeline.held_out, state.progress.step):
+        state.logger.warning(symptom.message)
+
+
+def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor], list[tuple[int, torch.Tensor]]]:
+    """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out rows."""
     assert state.val_loader
     state.model.eval()
     count = 0
     sums: dict[str, torch.Tensor] = {}
+    per_batch: list[tuple[int, torch.Tensor]] = []
     total = state.val_loader.steps_per_epoch
     with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
         for done, batches in enumerate(announcing_failures(steps, state.check_stop)):
@@ -79,12 +92,14 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor]]:
                 state.dist.arm_watchdog()
                 with state.precision.autocast():
                     parts = mask_dummy_batch(batch, state.objective.loss(state.model, batch.to(state.dist.device)))
-                count += state.objective.count(batch)
+                count += (items := state.objective.count(batch))
+                if items:  # not of a dummy batch
+                    per_batch.append((items, parts["loss"].detach()))
                 for name, part in parts.items():
                     wide = part.to(widest_float(part.device))
                     sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
     state.logger.show_evaluation(total, total)
-    return count, sums
+    return count, sums, per_batch
 
 
 @contextmanager

@@ -24,10 +24,12 @@ from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, announcing_failures
-from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush
+from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush, watch_numbers
 from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from data.batching.batch import Batch
     from runner.engine.objectives.objective import LossSums
 
@@ -84,6 +86,7 @@ def start_or_resume(state: TrainState) -> None:
     state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
     for warning in (*state.pipeline.warnings, *weaker_promises()):
         state.logger.warning(warning)
+    watch_numbers(state)
 
 
 def check_ranks_agree(state: TrainState) -> None:
@@ -149,6 +152,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     dist, objective, precision = state.dist, state.objective, state.precision
     rng_at_start = get_rng_state()
     sums: LossSums = {}
+    losses: list[Tensor] = []  # of each micro-batch
     try:
         state.wrapped.train()
         counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
@@ -162,6 +166,7 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
                 with precision.autocast():
                     parts = mask_dummy_batch(batch, objective.loss(state.wrapped, batch.to(dist.device)))
                 precision.backward(parts["loss"] / (items / dist.size))  # DDP and FSDP average gradients over ranks; the sum is needed
+            losses.append(parts["loss"].detach())
             for name, part in parts.items():
                 sums[name] = sums[name] + part.detach() if name in sums else part.detach()
         state.optimizers.set_lr(lr)
@@ -170,8 +175,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
         raise
     state.is_consistent = False  # until the step is counted and logged
     gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
-    names = [name for batch in batches for name in batch.names]
-    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, gradients)
+    names = [batch.names for batch in batches]
+    return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, losses, gradients)
 
 
 def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, throughput: Throughput) -> None:

@@ -62,12 +62,13 @@ class StepOutput(NamedTuple):
     """One step, on the device."""
 
     step: int
-    names: list[str]  # file:line of this rank's examples
+    names: list[list[str]]  # file:line of the examples of each of this rank's micro-batches
     items: int  # divisor of `sums`, over all ranks
     loss_tokens: int  # tokens with a label, over all ranks
     tokens: int  # all tokens computed, without padding, over all ranks
     examples: int  # over all ranks
     sums: LossSums  # of the objective, over this rank's micro-batches
+    losses: list[Tensor]  # () of each of them, summed over its items
     gradients: GradStats
 
 

@@ -6,15 +6,19 @@ Steps that are not finite are handled when they are fetched; their updates were 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from common.errors import DivergedError
 from common.filesystem import write_json
+from runner.diagnostics.monitor import watch_records
+from runner.diagnostics.symptoms import RunFacts, troubleshooting
 from runner.engine.state import StepOutput, TrainState, finite_or_none
 
 if TYPE_CHECKING:
@@ -41,6 +45,12 @@ class StepResult(NamedTuple):
         """Name of the first parameter with a gradient that is not finite on this rank."""
         gradients = self.output.gradients
         return next((name for name, norm in zip(gradients.names, gradients.norms.tolist(), strict=True) if not math.isfinite(norm)), None)
+
+    @property
+    def nonfinite_rows(self) -> list[str]:
+        """Names of the rows in micro-batches of this rank with a loss that is not finite; [] if only gradients are not."""
+        losses = torch.stack(self.output.losses).tolist()
+        return [name for names, loss in zip(self.output.names, losses, strict=True) if not math.isfinite(loss) for name in names]
 
 
 def fetch_results(state: TrainState, steps: list[StepOutput]) -> list[StepResult]:
@@ -81,17 +91,19 @@ def flush_steps(state: TrainState) -> list[StepResult]:
 def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
     """Warn, write diagnosis.json, and end the run if the limit is reached."""
     progress, output = state.progress, result.output
-    per_rank = state.dist.gather([output.names, result.first_nonfinite_parameter])
-    names = [name for names, _ in per_rank for name in names]
+    per_rank = state.dist.gather([list(chain(*output.names)), result.first_nonfinite_parameter, result.nonfinite_rows])
+    names = [name for *_, rows in per_rank for name in rows] or [name for rows, *_ in per_rank for name in rows]
+    parameter = next((parameter for _, parameter, _ in per_rank if parameter), None)
     where = f"step {output.step}, rows {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    state.logger.warning(f"loss {result.means['loss']}, gradient norm {result.grad_norm}: not finite, update skipped ({where}); see diagnosis.json")
+    numbers = f"loss {result.means['loss']}, gradient norm {result.grad_norm}"
+    state.logger.warning(f"{numbers}: not finite, update skipped ({where}; first in {parameter}); diagnosis.json has more; {troubleshooting('nan')}")
     if state.dist.is_rank_zero:
         diagnosis = {
             "step": output.step,
             "rows": names,
             "loss": finite_or_none(result.means["loss"]),
             "grad_norm": finite_or_none(result.grad_norm),
-            "first_parameter": next((parameter for _, parameter in per_rank if parameter), None),
+            "first_parameter": parameter,
             "scale": state.precision.loss_scale,
             "consecutive_nonfinite_steps": progress.consecutive_nonfinite_steps,
             "recent_losses": progress.recent_losses,
@@ -104,8 +116,27 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
         raise DivergedError(f"fp16 overflows even with loss scale {state.precision.loss_scale:g} ({where}); use precision=bf16 or a smaller optimizer.lr")
     if progress.consecutive_nonfinite_steps >= state.cfg.train.max_nonfinite_steps:
         raise DivergedError(
-            f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); use a smaller optimizer.lr, or check these rows"
+            f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); "
+            f"use a smaller optimizer.lr, or check these rows; {troubleshooting('nan')}"
         )
+
+
+def watch_numbers(state: TrainState) -> None:
+    """Let the logger warn, once each, of what the logged numbers say: docs/guide/troubleshooting.md. Records of earlier attempts count."""
+    if not state.dist.is_rank_zero:
+        return
+    cfg = state.cfg
+    facts = RunFacts(
+        total_steps=state.total_steps,
+        lr=cfg.optimizer.lr,
+        warmup_steps=cfg.schedule.warmup_steps,
+        grad_clip=cfg.optimizer.grad_clip,
+        num_workers=cfg.data.num_workers,
+        cores=os.cpu_count() or 1,
+        starts_from_weights=cfg.init_from != "scratch",
+        uniform_loss=state.objective.uniform_loss(cfg.model.vocab_size),
+    )
+    state.logger.watch_record = watch_records(facts, state.run_dir / "metrics.jsonl" if state.progress.step else None, state.logger.warning)
 
 
 class Throughput:

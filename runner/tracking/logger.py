@@ -35,6 +35,7 @@ class RunLogger:
         self.run_dir = run_dir
         self.check_run_dir: Callable[[], None] = lambda: None  # raises TrainingError if the run directory no longer belongs to this process
         self.after_record: Callable[[], None] = lambda: None  # called after each record of metrics.jsonl
+        self.watch_record: Callable[[Mapping[str, object]], None] = lambda record: None  # gets each record of metrics.jsonl, and may warn
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
@@ -96,6 +97,7 @@ class RunLogger:
         self._show(kind, step, values)
         if self._tracker is not None:
             self._tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
+        self.watch_record(record)
         self.after_record()
 
     def show_evaluation(self, done: int, total: int) -> None:

@@ -1,0 +1,139 @@
+"""Symptoms in the logged numbers of a run: each detector is a function of its history and its settings.
+
+The thresholds are chosen so that none of 49 healthy runs of this program (pretraining, SFT, LoRA and DPO on data/samples, AdamW and Muon,
+packed and not; 19 to 256 logged steps) has a symptom; the largest value among them is given with each.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from runner.diagnostics.history import RECENT, RunHistory
+from runner.diagnostics.symptoms import RunFacts, Symptom
+
+SPIKE_RISE, SPIKE_DEVIATIONS = 1.5, 6.0  # nats above the median of the records before (healthy: 1.1); robust standard deviations
+SPIKE_RECORDS, SPIKE_BEFORE, SPIKE_AFTER = 20, 10, 3  # records compared with, at least as many of them, and records after which it is seen to be over
+NORMAL_DEVIATION = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
+DIVERGING_RISE = 1.5  # nats of the level of the loss above its lowest (healthy: 1.0, adapters with one sequence per step)
+ABOVE_UNIFORM = 1.1  # times the loss of a uniform guess
+FLAT_RECORDS, FLAT_SHARE, FLAT_FALL = 20, 0.5, 0.02  # logged steps at least; of the run; fall of the level (healthy, at half of the run: 0.2)
+FLAT_EVAL_FALL, LEARNT_LOSS = 0.01, 0.5  # fall of the validation loss; a training loss that is small enough not to fall any more
+NOTHING_LEARNT = 0.95  # of the loss of a uniform guess, at half of a run from random weights (healthy: 0.75)
+UNTRAINED, EARLY_STEPS = 0.9, 10  # of the loss of a uniform guess, in the first steps from weights (healthy: 0.5)
+CLIPPED_SHARE, CLIPPED_TIMES, CLIPPED_MIN = 0.95, 10.0, 20  # norms above the limit; their median / the limit (healthy: 2.6); logged norms
+WAIT_SHARE, WAIT_SECONDS, WAIT_RECORDS = 0.3, 1.0, 5  # of the time of steps (healthy: 0.007); that were waited at least
+RISING_EVALS, OVERFITTING_RISE = 2, 1.02  # evaluations in a row above the best, the last by this factor (healthy: 1.008)
+
+Detector = Callable[[RunHistory, RunFacts], Symptom | None]
+
+
+def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    """One logged loss far above those before, and those after it are not: a loss that stays up is `diverging`."""
+    at = len(history.losses) - 1 - SPIKE_AFTER
+    before = history.losses[max(0, at - SPIKE_RECORDS) : max(0, at)]
+    if len(before) < SPIKE_BEFORE:
+        return None
+    usual = statistics.median(before)
+    deviation = NORMAL_DEVIATION * statistics.median(abs(loss - usual) for loss in before)
+    rise, after = history.losses[at] - usual, statistics.median(history.losses[at + 1 :][:SPIKE_AFTER])
+    if rise < max(SPIKE_RISE, SPIKE_DEVIATIONS * deviation) or after > usual + rise / 2:
+        return None
+    measured = f"loss {history.losses[at]:.2f} at step {history.steps[at]}, {usual:.2f} before it: a spike"
+    return Symptom("loss-spike", history.steps[at], measured, f"if they come back: optimizer.lr={facts.lr / 2:g}, or {_warmup(facts)}")
+
+
+def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    level = history.level()
+    if level is None:
+        return None
+    step, fix = history.steps[-1], f"optimizer.lr={facts.lr / 10:g} (now {facts.lr:g}), or {_warmup(facts)}"
+    if level > history.lowest_level + DIVERGING_RISE:
+        measured = f"the loss is {level:.2f} at step {step} and was {history.lowest_level:.2f} at step {history.lowest_step}: training diverges"
+        return Symptom("diverging", step, measured, fix)
+    if facts.uniform_loss is not None and level > ABOVE_UNIFORM * facts.uniform_loss:
+        measured = f"the loss is {level:.2f} at step {step}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
+        return Symptom("diverging", step, measured, fix)
+    return None
+
+
+def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    """The loss has hardly fallen in half of the run. Only of a loss in nats per token: others may stay while the model learns."""
+    level = history.level()
+    since = next((i for i, step in enumerate(history.steps[:1000]) if step > facts.warmup_steps), len(history.steps))
+    if level is None or facts.uniform_loss is None or len(history.losses) - since < FLAT_RECORDS or history.steps[-1] < FLAT_SHARE * facts.total_steps:
+        return None
+    first, step, fix = statistics.median(history.losses[since : since + RECENT]), history.steps[-1], f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})"
+    if not facts.starts_from_weights and NOTHING_LEARNT * facts.uniform_loss < level < ABOVE_UNIFORM * facts.uniform_loss:
+        measured = f"the loss is {level:.3f} after {step} of {facts.total_steps} steps, a uniform guess has {facts.uniform_loss:.3f}: nothing is learnt"
+        return Symptom("loss-flat", step, measured, fix)
+    evaluated = [loss for _, loss, _ in history.evaluations]
+    has_fallen = len(evaluated) > 1 and evaluated[-1] < (1 - FLAT_EVAL_FALL) * evaluated[0]
+    if has_fallen or level < LEARNT_LOSS or abs(first - level) > FLAT_FALL * first:
+        return None
+    measured = f"the loss has not fallen: {first:.3f} at step {history.steps[since]}, {level:.3f} at step {step} of {facts.total_steps}"
+    return Symptom("loss-flat", step, measured, fix)
+
+
+def high_initial_loss(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    """Weights that were trained begin with the loss of random ones: tokenizer, template or language differ from those of their training."""
+    if not (facts.starts_from_weights and facts.uniform_loss and len(history.losses) == 1 and history.steps[0] <= EARLY_STEPS):
+        return None
+    if (loss := history.losses[0]) < UNTRAINED * facts.uniform_loss:
+        return None
+    measured = f"the loss begins at {loss:.2f}, a uniform guess has {facts.uniform_loss:.2f}: the weights of init_from were not trained on data like this"
+    return Symptom("high-initial-loss", history.steps[0], measured, "compare tokenizer and template: runner/rows.py with the same overrides shows the rows")
+
+
+def always_clipped(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    """Norms somewhat above the limit are usual. Far above it the length of every update is that of the limit, whatever the gradient is."""
+    norms = history.grad_norms
+    if not facts.grad_clip or len(norms) < CLIPPED_MIN:
+        return None
+    share, middle = sum(norm > facts.grad_clip for norm in norms) / len(norms), statistics.median(norms)
+    if share < CLIPPED_SHARE or middle < CLIPPED_TIMES * facts.grad_clip:
+        return None
+    measured = (
+        f"{share:.0%} of the last {len(norms)} logged gradients were clipped, their median norm {middle:.3g} is {middle / facts.grad_clip:.0f} times the limit"
+    )
+    return Symptom("always-clipped", history.steps[-1] if history.steps else 0, measured, f"optimizer.lr={facts.lr / 2:g}, or optimizer.grad_clip={middle:.2g}")
+
+
+def data_wait(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    if history.train_records <= WAIT_RECORDS or history.waited < max(WAIT_SECONDS, WAIT_SHARE * history.seconds):
+        return None
+    share = history.waited / history.seconds
+    measured = f"{share:.0%} of the training time waits for data ({history.waited:.1f} of {history.seconds:.1f} s, data.num_workers={facts.num_workers})"
+    workers = min(max(2, 2 * facts.num_workers), max(2, facts.cores))
+    fix = f"data.num_workers={workers}" if workers > facts.num_workers else "every core has a worker: data.packing=best_fit, or a larger model"
+    return Symptom("slow-data", history.steps[-1] if history.steps else 0, measured, fix)
+
+
+def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    if len(history.evaluations) <= RISING_EVALS:
+        return None
+    best_step, best, train_then = min(history.evaluations, key=lambda evaluation: evaluation[1])
+    newest = history.evaluations[-RISING_EVALS:]
+    step, loss, train_now = newest[-1]
+    if newest[0][0] <= best_step or loss < OVERFITTING_RISE * best or train_then is None or train_now is None or train_now >= train_then:
+        return None
+    measured = (
+        f"the validation loss was best at step {best_step} ({best:.3f}) and is {loss:.3f} at step {step}, "
+        f"the training loss fell from {train_then:.3f} to {train_now:.3f}: overfitting"
+    )
+    return Symptom("overfitting", step, measured, f"train.max_steps={best_step}, or train.patience={RISING_EVALS} ends the run then; more data helps")
+
+
+def _warmup(facts: RunFacts) -> str:
+    return f"schedule.warmup_steps={max(10, 2 * facts.warmup_steps, facts.total_steps // 20)}"
+
+
+OF_STEPS: dict[str, Detector] = {
+    "loss-spike": loss_spike,
+    "diverging": diverging,
+    "loss-flat": loss_flat,
+    "high-initial-loss": high_initial_loss,
+    "always-clipped": always_clipped,
+    "slow-data": data_wait,
+}
+OF_EVALUATIONS: dict[str, Detector] = {"overfitting": overfitting}

@@ -1,0 +1,63 @@
+"""Numbers of metrics.jsonl as the detectors read them. Memory: about 100 bytes for each logged step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from runner.diagnostics.symptoms import Record
+
+RECENT = 5  # logged losses whose median counts as the level of the loss
+CLIPPED_RECORDS = 50  # newest gradient norms that are kept
+
+
+@dataclass
+class RunHistory:
+    steps: list[int] = field(default_factory=list)  # of `losses`
+    losses: list[float] = field(default_factory=list)  # finite ones
+    grad_norms: deque[float] = field(default_factory=lambda: deque(maxlen=CLIPPED_RECORDS))
+    evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, validation loss, level of the training loss then)
+    lowest_level: float = math.inf  # of the training loss, so far
+    lowest_step: int = 0
+    train_records: int = 0
+    seconds: float = 0.0  # of training, without the first record
+    waited: float = 0.0  # seconds of them that waited for data
+    _tokens: float = 0.0  # of the newest record
+
+    def add(self, record: Record) -> None:
+        """Add a record; fields that are missing or of another type are left out."""
+        step, loss = record.get("step"), _finite(record.get("loss"))
+        if not isinstance(step, int):
+            return
+        if record.get("kind") == "eval" and loss is not None:
+            self.evaluations.append((step, loss, self.level()))
+        elif record.get("kind") == "train":
+            self._add_step(step, loss, record)
+
+    def _add_step(self, step: int, loss: float | None, record: Record) -> None:
+        self.train_records += 1
+        tokens, speed, wait = (_finite(record.get(name)) for name in ("tokens", "tokens_per_second", "data_wait"))
+        if self.train_records > 1 and tokens and speed and wait is not None:  # the first steps also start workers and compile
+            seconds = max(0.0, tokens - self._tokens) / speed
+            self.seconds += seconds
+            self.waited += seconds * wait
+        self._tokens = tokens or self._tokens
+        if (norm := _finite(record.get("grad_norm"))) is not None:
+            self.grad_norms.append(norm)
+        if loss is None:
+            return
+        self.steps.append(step)
+        self.losses.append(loss)
+        level = self.level()
+        if level is not None and level < self.lowest_level:
+            self.lowest_level, self.lowest_step = level, step
+
+    def level(self) -> float | None:
+        """Return the median of the newest RECENT losses, None before there are as many."""
+        return statistics.median(self.losses[-RECENT:]) if len(self.losses) >= RECENT else None
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
