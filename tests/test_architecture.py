@@ -39,7 +39,7 @@ runner.inference.export.formats > runner.inference.export | runner.inference.har
 runner.inference.metrics > runner.inference
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
-runner.checkpoint | runner.tracking.trackers > runner.tracking
+runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
@@ -65,7 +65,7 @@ THIRD_PARTY = {
     "runner.engine": {"torch", "numpy"},
     "runner.checkpoint": {"torch", "numpy", "safetensors"},
     "runner.tracking": {"rich"},
-    "runner.tracking.trackers": {"swanlab"},
+    "runner.tracking.trackers": {"swanlab", "tensorboard", "wandb"},
     "data": {"torch", "tokenizers", "numpy", "jinja2", "pyarrow", "datasets", "huggingface_hub", "charset_normalizer"},
     "models": {"torch", "safetensors", "transformers", "huggingface_hub", "bitsandbytes"},
     "common": {"yaml"},  # imported where YAML is parsed

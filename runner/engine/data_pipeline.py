@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.paths import display_path
 from data.config import DataConfig
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
@@ -53,8 +54,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
     data_files = resolve_data_files(cfg.data.paths, cfg.data.val_path, cfg.data.read_options)
-    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer) for source in group] for group in data_files.train]
-    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer) for source in data_files.validation]
+    groups = [[tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group] for group in data_files.train]
+    held_out = [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     files = [describe_source(part) for group in [*groups, held_out] for part in group]
     truncated = truncation_warning((part.store.stats for group in groups for part in group), cfg.data.max_length, cfg.model.max_position_embeddings)
@@ -126,14 +127,14 @@ def encoding_config(cfg: Config, tokenizer: Tokenizer) -> EncodingConfig:
     )
 
 
-def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer) -> WeightedSource:
-    """Return the file as token ids, from the cache if it was tokenized before."""
+def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer, console: str) -> WeightedSource:
+    """Return the file as token ids, from the cache if it was tokenized before. `console`: tracker.console."""
     from data.batching.mixture import WeightedSource
     from data.schemas.registry import schema_of_source
     from data.store.cache import load_or_build
 
     encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
-    with ProgressMeter(f"tokenizing {source.name}") as progress:
+    with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
         store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout)
     check_row_stats(store.stats, source, data)
     return WeightedSource(source, store)
@@ -212,7 +213,7 @@ def to_sequences(rows: RowSource, cfg: Config, seed: int) -> SequenceSource:
 
     if cfg.data.packing == "none":
         return UnpackedSequences(rows)
-    with ProgressMeter("packing") as progress:
+    with ProgressMeter("packing", cfg.tracker.console) as progress:
         return PackedSequences(rows, cfg.data.max_length * sequences_per_row(cfg.stage.data_format), Path(cfg.data.cache), seed, progress)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
 
@@ -85,7 +87,7 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor], list[tu
     total = state.val_loader.steps_per_epoch
     with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
         for done, batches in enumerate(announcing_failures(steps, state.check_stop)):
-            state.logger.show_evaluation(done, total)
+            state.logger.show_activity("validation", done, total, "batches")
             for batch in batches:
                 state.check_stop()
                 enter("in an evaluation", state.progress.step)
@@ -98,7 +100,7 @@ def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor], list[tu
                 for name, part in parts.items():
                     wide = part.to(widest_float(part.device))
                     sums[name] = sums[name] + wide if name in sums else wide  # fetched once, at the end
-    state.logger.show_evaluation(total, total)
+    state.logger.show_activity("validation", total, total, "batches")
     return count, sums, per_batch
 
 
@@ -138,11 +140,14 @@ def generate_sample_ids(state: TrainState) -> list[list[int]]:
         stop_ids = template.stop_ids
         prompts = [template.encode_prompt([{"role": "user", "content": prompt}]) for prompt in cfg.train.sample_prompts]
 
-    def check_stop_of_rank() -> None:
-        if state.stop():
-            raise StopRequested
+    tokens = itertools.count()
+    check_stop = state.check_stop if state.dist.sharded else partial(check_stop_of_rank, state)
 
-    return generate(
+    def before_token() -> None:
+        check_stop()
+        state.logger.show_activity("samples", next(tokens), cfg.train.sample_tokens * len(prompts), "tokens at most")
+
+    answers = generate(
         state.model,
         prompts,
         max_new_tokens=cfg.train.sample_tokens,
@@ -153,5 +158,12 @@ def generate_sample_ids(state: TrainState) -> list[list[int]]:
         stop_ids=stop_ids,
         generator=torch.Generator(state.dist.device).manual_seed(SAMPLE_SEED + state.progress.step),
         # Only ranks that share every forward pass certainly generate the same number of tokens; the others agree at the end.
-        before_token=state.check_stop if state.dist.sharded else check_stop_of_rank,
+        before_token=before_token,
     )
+    state.logger.show_activity("samples", 1, 1, "")
+    return answers
+
+
+def check_stop_of_rank(state: TrainState) -> None:
+    if state.stop():
+        raise StopRequested

@@ -24,7 +24,7 @@ from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, announcing_failures
-from runner.engine.step_metrics import StepResult, Throughput, flush_steps, should_flush, watch_numbers
+from runner.engine.step_metrics import StepResult, Throughput, flush_steps, peak_memory, should_flush, watch_numbers
 from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
@@ -78,12 +78,15 @@ def start_or_resume(state: TrainState) -> None:
         attempt=state.attempt,
         run_config=dataclasses.asdict(state.cfg),
         resume_at=state.log_position,
-        tracker_id=state.tracker_id,
+        tracker_id=state.tracker_id or state.run_record().get("fields", {}).get("id"),
         proof=state.log_proof,
+        first_step=state.progress.step,
+        first_tokens=state.progress.tokens,
     )
     if recovered:
         state.update_metadata(recovered=recovered)
-    state.logger.info("\n".join([data_table(state.pipeline.files), *state.pipeline.notes]))
+    for text in (data_table(state.pipeline.files), *state.pipeline.notes):
+        state.logger.info(text)
     for warning in (*state.pipeline.warnings, *weaker_promises()):
         state.logger.warning(warning)
     watch_numbers(state)
@@ -190,6 +193,7 @@ def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, th
         "grad_norm": result.grad_norm,
         **throughput.read(),
         "save_stall": state.checkpoints.take_stall(),
+        "peak_memory": peak_memory(state.dist.device),
     }
     if state.precision.uses_loss_scaling:
         metrics |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}

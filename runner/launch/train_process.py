@@ -24,8 +24,9 @@ from runner.reporting.run_page.live import LivePage
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
-from runner.run_dir.saved_config import reject_interpolations
-from runner.tracking.next_commands import next_commands
+from runner.run_dir.saved_config import load_overrides, reject_interpolations
+from runner.tracking.next_commands import commands_after_divergence, commands_to_continue, next_commands
+from runner.tracking.run_end import NextCommand, RunEnd
 
 # gloo, NCCL and their stores raise a plain RuntimeError when a peer dies or does not come; only its text tells
 PEER_TIMEOUT_TEXTS = ("Timed out waiting", "Wait timeout", "wait timeout", "Timeout waiting for key", "collective operation timeout")
@@ -190,23 +191,49 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     }
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
-    state.logger.finish(
-        Outcome.FAILED if outcome == Outcome.DIVERGED else outcome,
-        {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {}),
-    )
+    shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
+    is_job = is_sweep_dir(state.run_dir.parent)
+    state.logger.finish(Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, None if is_job else _run_end(state, metadata, outcome, metrics))
     counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}  # 0: nothing was loaded
     metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
-    if outcome == Outcome.COMPLETED and not is_sweep_dir(state.run_dir.parent):
-        with suppress(OSError):  # e.g. the current directory was deleted; the run is complete
-            state.logger.info(_next_commands(state))
 
 
-def _next_commands(state: TrainState) -> str:
-    train, stage, paths = state.cfg.train, state.cfg.stage, state.cfg.data.paths
-    longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
-    return next_commands(
-        state.run_dir, stage.name, stage.data_format, Path(paths[0]) if len(paths) == 1 else None, longer=None if state.stopped_early else longer
+def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics: dict[str, Any]) -> RunEnd:
+    """Return what the last lines of the run say."""
+    from runner.engine.step_metrics import peak_memory
+    from runner.reporting.run_page.page import PAGE_FILE
+
+    export = metadata.fields.get("export") if outcome == Outcome.COMPLETED else None
+    return RunEnd(
+        step=state.progress.step,
+        total_steps=state.total_steps,
+        tokens=state.progress.tokens,
+        loss_tokens=state.progress.loss_tokens,
+        metrics=metrics,
+        run_dir=state.run_dir,
+        checkpoint=metadata.fields.get("checkpoint"),
+        model=f"{export['weights']} weights, step {export['step']:,}" if export else None,
+        page=state.run_dir / PAGE_FILE if state.cfg.tracker.page else None,
+        peak_memory=peak_memory(state.dist.device),
+        memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
+        commands=_next_commands(state, metadata, outcome),
     )
+
+
+def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -> tuple[NextCommand, ...]:
+    train, stage, paths = state.cfg.train, state.cfg.stage, state.cfg.data.paths
+    has_checkpoint = metadata.fields.get("checkpoint") is not None
+    try:
+        if outcome == Outcome.DIVERGED:
+            overrides = load_overrides(metadata.folder)
+            return commands_after_divergence(state.run_dir, state.cfg.optimizer.lr, overrides, can_resume=has_checkpoint and not state.finished)
+        if outcome != Outcome.COMPLETED:
+            return commands_to_continue(state.run_dir, has_checkpoint)
+        longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
+        path = Path(paths[0]) if len(paths) == 1 else None
+        return next_commands(state.run_dir, stage.name, stage.data_format, path, longer=None if state.stopped_early else longer)
+    except (OSError, UserError):  # e.g. the current directory or .hydra/ was deleted; the run has ended as it has
+        return ()
 
 
 def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import re
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from common.errors import UserError
+from common.errors import UserError, did_you_mean, one_line
 from common.registry import Registry
-from runner.tracking.console import CONSOLE_MODES
+from common.settings import check_choice
+from runner.tracking.console.modes import CONSOLE_MODES
 
-TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers")
+TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
+MODES = ("auto", "online", "offline")
+PROJECT = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb accept
 
 
 @TRACKERS.register("none")
@@ -18,6 +25,7 @@ class TrackerConfig:
     """Settings of all trackers, and the config of `tracker=none`. An external tracker extends it with its own settings and `command()`."""
 
     ON_RESUME = "ignored"
+    HAS_PROJECTS: ClassVar[bool] = True  # whether the tracker reads `project` and `mode`, if it has them
 
     name: str  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
     page: bool  # write report.html of the run while it trains, in at most 0.5 % of its time
@@ -35,6 +43,47 @@ class TrackerConfig:
 
     def check_installed(self) -> None:
         """Raise UserError if a package that the tracker needs is not installed."""
+
+    def selected(self) -> list[TrackerConfig]:
+        """Return the settings of each tracker that the run reports to."""
+        return [] if self.name == "none" else [self]
+
+
+@dataclass
+class ExternalTrackerConfig(TrackerConfig):
+    """Settings of trackers that can be combined. `project` and `mode` are those of each service among them."""
+
+    also: list[str]  # further trackers of the run, e.g. [tensorboard]
+    project: str  # project of SwanLab and wandb
+    mode: str  # of SwanLab and wandb: auto (online if there is an API key and the server answers, otherwise offline), online or offline
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("tracker.mode", self.mode, MODES)
+        if not PROJECT.fullmatch(self.project):
+            message = f"tracker.project must be 1 to 100 letters, digits or _-+., got {one_line(self.project)!r}"
+            raise UserError(message, f"tracker.project={self.project}", "e.g. tracker.project=training")
+        names = [name for name in TRACKERS.names() if name != "none"] if self.also else []
+        for name in self.also:
+            if name not in names:
+                fix = did_you_mean(name, names, "e.g. tracker.also=[tensorboard]")
+                raise UserError(f"tracker.also must name trackers out of {', '.join(names)}, got {name}", f"tracker.also=[{name}]", fix)
+        name, count = Counter([self.name, *self.also]).most_common(1)[0]
+        if count > 1:
+            raise UserError(f"tracker.also names the tracker {name} a second time", f"tracker={self.name} tracker.also=[{','.join(self.also)}]", "name it once")
+
+    def selected(self) -> list[TrackerConfig]:
+        return [self, *map(self._further, self.also)]
+
+    def _further(self, name: str) -> TrackerConfig:
+        """Return the settings of a tracker in `also`: the same as here, and its own defaults."""
+        cls: Any = TRACKERS.get(name)
+        shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls) if hasattr(self, field.name)}
+        required = (field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is dataclasses.MISSING)
+        if missing := next((key for key in required if key not in shared), None):
+            fix = f"give {missing} a default in {cls.__name__}"
+            raise UserError(f"the tracker {name} needs the setting {missing}, which tracker={self.name} does not have", f"tracker.also=[{name}]", fix)
+        return cls(**shared | {"name": name} | ({"also": []} if "also" in shared else {}))
 
 
 def require_package(name: str, extra: str) -> None:

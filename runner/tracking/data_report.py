@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.paths import display_path
+from runner.tracking.console.layout import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest
+
 if TYPE_CHECKING:
     from data.batching.mixture import WeightedSource
     from data.sources.files import Source
@@ -20,8 +23,10 @@ DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, f
     "bad": lambda file: sum(file["bad"].values()),
     "tokens": lambda file: file["tokens"],
     "with loss": lambda file: file["loss_tokens"],
-    "loss cut off": lambda file: file["lost_loss_tokens"],
+    "cut off": lambda file: file["lost_loss_tokens"],
 }
+ALWAYS_SHOWN = ("read", "kept", "tokens", "with loss")
+MIN_NAME_WIDTH = 12  # cells of a file's name
 
 
 def describe_source(part: WeightedSource) -> dict[str, Any]:
@@ -53,16 +58,33 @@ def _listed(names: list[str], limit: int) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit:,} more" if len(names) > limit else "")
 
 
+def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_out: int) -> str:
+    """Return what there is to train on, `rows` and `held_out`, and what data.max_length costs in all `files`."""
+    tokens, loss_tokens, lost = (sum(file[key] for file in files) for key in ("tokens", "loss_tokens", "lost_loss_tokens"))
+    cut = f"{lost / (loss_tokens + lost):.1%} cut off" if lost else "none cut off"
+    held = f", {held_out:,} held out" if held_out else ", none held out"
+    named = _listed([display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES)
+    return f"{named}\n{rows:,} rows{held}; {tokens:,} tokens in all files, {loss_tokens:,} with loss, {cut}"
+
+
 def data_table(files: list[dict[str, Any]]) -> str:
-    """Return a text table: one line per file, then the reasons for dropped and bad rows."""
-    header = ["rows of", "schema", *DATA_COLUMNS]
-    table = [header, *([Path(file["file"]).name, file["schema"], *(f"{count(file):,}" for count in DATA_COLUMNS.values())] for file in files)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-    lines = [
-        "  ".join(f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}" for column, (cell, width) in enumerate(zip(line, widths, strict=True)))
-        for line in table
-    ]
+    """Return a text table: one line per file, then the reasons for dropped and bad rows. Columns that are 0 for every file are left out.
+
+    A table that is wider than LINE_WIDTH becomes a paragraph for each file.
+    """
+    columns = {name: [count(file) for file in files] for name, count in DATA_COLUMNS.items()}
+    columns = {name: values for name, values in columns.items() if name in ALWAYS_SHOWN or any(values)}
+    numbers = [[f"{values[row]:,}" for values in columns.values()] for row in range(len(files))]
+    table = [["rows of", "schema", *columns], *(["", file["schema"], *cells] for file, cells in zip(files, numbers, strict=True))]
+    is_number = [False, False, *[True] * len(columns)]
+    room = max(MIN_NAME_WIDTH, LINE_WIDTH - widest(table_lines(table, is_number)) + len("rows of"))
+    for line, file in zip(table[1:], files, strict=True):
+        line[0] = shorten_middle(Path(file["file"]).name, room)
+    lines = table_lines(table, is_number)
+    if widest(lines) > LINE_WIDTH:
+        texts = [", ".join(f"{cell} {name}" for name, cell in zip(columns, cells, strict=True)) for cells in numbers]
+        lines = labelled_lines_of([(line[0], f"{file['schema']}: {text}") for line, file, text in zip(table[1:], files, texts, strict=True)])
     for file in files:
         for kind in ("dropped", "bad"):
             lines += [f"  {kind} {count:,}: {reason} (first: {file['first_seen'][reason]})" for reason, count in file[kind].items()]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Logger of a run: metrics.jsonl (source of truth), samples.jsonl, train.log, the console and an external tracker."""
+"""Logger of a run: metrics.jsonl (source of truth), samples.jsonl, train.log, the console and external trackers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.errors import LostRunDirError, TrainingError, strip_control
 from common.filesystem import describe_disk_error, retry_disk
 from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console import BAR_FIELDS, MetricValues, format_seconds, format_values, open_console
+from runner.tracking.console.layout import LINE_WIDTH, labelled_lines
+from runner.tracking.console.modes import open_console
+from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof
-from runner.tracking.tracker_process import TrackerProcess
+from runner.tracking.run_end import RunEnd, finite_json
+from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
 
 MAX_UNWRITTEN_BYTES = 1 << 20  # of lines for train.log that are kept while the disk refuses them
 
@@ -39,11 +43,16 @@ class RunLogger:
         self.tracker_id: str | None = None  # saved in checkpoints, so that a resumed run continues the same record
         self._config, self._is_rank_zero = config, is_rank_zero
         self._console = open_console(config.console if is_rank_zero else "quiet")
-        command = config.command() if is_rank_zero else None
-        self._tracker = TrackerProcess(command, run_dir / config.name / "tracker.log", self.info, self.warning) if command else None
+        self._trackers: list[tuple[TrackerConfig, TrackerProcess]] = []
+        for tracker in config.selected() if is_rank_zero else ():
+            if command := tracker.command():
+                self._trackers.append((tracker, TrackerProcess(command, run_dir / tracker.name, self.info, self.warning)))
         self._files: dict[str, JsonlLog] = {}
         self._lock = threading.RLock()  # the tracker reports from its own thread
         self._total_steps, self._attempt = 0, 1
+        self.warnings = 0  # so far
+        self._tokens = self._first_tokens = 0  # as of the newest logged step, and of the start of this attempt
+        self._training_seconds = 0.0  # of the logged steps, as tokens_per_second measures them
         self._started = time.monotonic()
         self._first_logged: tuple[int, float] | None = None  # (step, seconds) of the first logged step: start of the measurement for the eta
         self._validation = ""
@@ -60,8 +69,10 @@ class RunLogger:
         resume_at: dict[str, int] | None,
         tracker_id: str | None,
         proof: LogProof | None = None,
+        first_step: int = 0,
+        first_tokens: int = 0,
     ) -> list[str]:
-        """Open the files and print `header`. `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
+        """Open the files and print `header`; `first_step`, `first_tokens`: what is done already. `resume_at` is the result of `position()` at the checkpoint being resumed; None: a new run.
 
         Records after that position are moved to `metrics.attempt<N>.jsonl` and `samples.attempt<N>.jsonl`, so that no step is in a file twice.
         Returns a message for each file that is not what `proof`, the checkpoint, knows of it; it is also printed.
@@ -69,19 +80,22 @@ class RunLogger:
         if not self._is_rank_zero:
             return []
         self._total_steps, self._attempt, self._started = total_steps, attempt, time.monotonic()
+        self._tokens = self._first_tokens = first_tokens
         for name in ("metrics", "samples"):
             self._files[name] = retry_disk(partial(JsonlLog, self.run_dir / f"{name}.jsonl", (resume_at or {}).get(name, 0), attempt, proof))
-        width = max((len(key) for key in header), default=0)
-        self.info("\n".join(f"{key:<{width}}  {value}" for key, value in header.items()))
+        rows = {key: strip_control(str(value)) for key, value in header.items()}
+        event = {"run": str(self.run_dir), "step": first_step, "total_steps": total_steps, "attempt": attempt, "header": rows}
+        with self._lock:
+            self._append_to_log("\n".join(labelled_lines(rows)))
+            self._console.start(labelled_lines(rows, self._console.width), event)
         recovered = [file.recovered for file in self._files.values() if file.recovered]
         for message in recovered:
             self.warning(message)
-        if self._tracker is not None:
+        if self._trackers:
             self.tracker_id = tracker_id or secrets.token_hex(8)
-            name = "/".join(self.run_dir.absolute().parts[-2:])
-            folder, settings = str(self.run_dir / self._config.name), dataclasses.asdict(self._config)
-            self._tracker.start(folder=folder, name=name, id=self.tracker_id, settings=settings, config=run_config)
-        self._console.start(total_steps)
+            about = {"id": self.tracker_id, "config": run_config, "history": resume_at, **describe_experiment(self.run_dir, run_config)}
+            for config, tracker in self._trackers:
+                tracker.start(folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about)
         return recovered
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
@@ -94,28 +108,33 @@ class RunLogger:
         if nonfinite:
             record["nonfinite"] = nonfinite
         self._append("metrics", record)
-        self._show(kind, step, values)
-        if self._tracker is not None:
-            self._tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
+        self._measure(values)
+        self._show(record, values)
+        for _, tracker in self._trackers:
+            tracker.log(kind, step, {name: value for name, value in values.items() if value is not None})
         self.watch_record(record)
         self.after_record()
 
-    def show_evaluation(self, done: int, total: int) -> None:
-        """Show on the console that `done` of `total` batches of an evaluation are done."""
+    def show_activity(self, name: str, done: int, total: int, unit: str) -> None:
+        """Show on the console that `done` of `total` units of something between two steps are done, from 0 to all of them."""
         if self._is_rank_zero:
             with self._lock:
-                self._console.show_evaluation(done, total)
+                self._console.show_activity(name, done, total, unit)
 
     def samples(self, step: int, samples: list[dict[str, str]]) -> None:
         """Record generated text, each `{"prompt": ..., "answer": ...}`; on the console control characters are escaped."""
         if not self._is_rank_zero:
             return
         for sample in samples:
-            self._append("samples", {"step": step, **sample, "attempt": self._attempt})
+            record: dict[str, object] = {"step": step, **sample, "attempt": self._attempt}
+            self._append("samples", record)
             prompt, answer = (sample[key].replace("\n", "\\n") for key in ("prompt", "answer"))
-            self.info(f"sample at step {step}: {prompt} -> {answer}")
-        if self._tracker is not None:
-            self._tracker.samples(step, samples)
+            line = strip_control(f"sample at step {step}: {prompt} -> {answer}")
+            with self._lock:
+                self._append_to_log(line)
+                self._console.show_sample(record, line)
+        for _, tracker in self._trackers:
+            tracker.samples(step, samples)
 
     def info(self, message: str) -> None:
         """Write a message to the console and train.log."""
@@ -126,7 +145,13 @@ class RunLogger:
                 self._console.print(text)
 
     def warning(self, message: str) -> None:
-        self.info(f"warning: {message}")
+        """Write a warning to the console and train.log, and count it for the end of the run."""
+        if self._is_rank_zero:
+            with self._lock:
+                self.warnings += 1
+                text = strip_control(message)
+                self._append_to_log(f"warning: {text}")
+                self._console.warn(text)
 
     def position(self) -> dict[str, int]:
         """Return the length of each file in bytes, all synced: `resume_at` of `start()`. Raises OSError while a record cannot be written."""
@@ -153,37 +178,65 @@ class RunLogger:
         except OSError as error:
             raise TrainingError(f"the last records of the run's logs could not be written: {describe_disk_error(error, self.run_dir)}") from error
 
-    def finish(self, status: str, summary: Mapping[str, object]) -> None:
-        """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker."""
+    def finish(self, status: str, summary: Mapping[str, object], end: RunEnd | None = None) -> None:
+        """Close everything. `status`: completed, interrupted or failed. `summary["error"]`, if given, is passed to the tracker.
+
+        `end`: what the last lines say of the run besides, and which commands come next; None: one line with `summary`.
+        """
         if not self._is_rank_zero:
             return
-        self._console.stop()
-        values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in summary.items())
-        self.info(" | ".join([f"{status} after {format_seconds(self._elapsed())}", *values]))
+        with self._lock:
+            self._console.stop()
+            self._print_end(status, summary, end)
         if self._unwritten_lines:
             with suppress(OSError, TrainingError):  # the console has the same lines
                 retry_disk(self._write_lines)
-        if self._tracker is not None and self.tracker_id is not None:
-            self._tracker.finish(status, str(summary.get("error", "")))
+        if self.tracker_id is not None:
+            finish_trackers((tracker for _, tracker in self._trackers), status, str(summary.get("error", "")))
         for file in self._files.values():
             file.close()
         self._files = {}
 
+    def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
+        first = f"{status} after {format_seconds(self._elapsed())}"
+        event = {"status": status, "seconds": round(self._elapsed(), 3), **{name: finite_json(value) for name, value in summary.items()}}
+        if end is None:
+            values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in summary.items())
+            line = strip_control(" | ".join([first, *values]))
+            self._append_to_log(line)
+            return self._console.end([line], event)
+        end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
+        self._append_to_log("\n".join([first, *end.lines(LINE_WIDTH)]))
+        self._console.end([first, *end.lines(self._console.width)], event | end.event())
+
+    def _measure(self, values: MetricValues) -> None:
+        """Add the steps since the last record to the mean of tokens_per_second."""
+        tokens, rate = values.get("tokens"), values.get("tokens_per_second")
+        if tokens is not None and rate:
+            self._training_seconds += (tokens - self._tokens) / rate
+            self._tokens = int(tokens)
+
+    def _mean_rate(self) -> float | None:
+        """Return the tokens per second of all logged steps of this attempt, without saves, evaluation and samples."""
+        return (self._tokens - self._first_tokens) / self._training_seconds if self._training_seconds > 0 else None
+
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def _show(self, kind: str, step: int, values: MetricValues) -> None:
+    def _show(self, record: dict[str, Any], values: MetricValues) -> None:
+        step: int = record["step"]
         prefix = f"step {step}/{self._total_steps} {100 * step / max(1, self._total_steps):.1f}%"
-        if kind == "eval":
+        if record["kind"] == "eval":
             loss = values.get("loss")
             self._validation = "" if loss is None else f"val {loss:.2f}@{step}"
-            return self.info(f"{prefix} | validation | {format_values(values, '')}")
-        eta = self._eta(step)
-        line = f"{prefix} | {format_values(values, self._validation)}{eta}"
-        numbers = format_values({name: values[name] for name in BAR_FIELDS if name in values}, "") + eta
+            line, numbers = f"{prefix} | validation | {format_values(values, '')}", ""
+        else:
+            eta = self._eta(step)
+            line = f"{prefix} | {format_values(values, self._validation)}{eta}"
+            numbers = format_values({name: values[name] for name in BAR_FIELDS if name in values}, "") + eta
         with self._lock:
             self._append_to_log(line)
-            self._console.show_step(step, line, numbers)
+            self._console.show_record(record, line, numbers)
 
     def _eta(self, step: int) -> str:
         if self._first_logged is None:

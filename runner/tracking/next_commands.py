@@ -1,33 +1,54 @@
-"""The last lines of a completed run: where its model is, and the commands that come next."""
+"""The commands that come next after a run, as they are typed where this process was started."""
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from common.paths import REPO_ROOT, command_line_here, display_path
+from runner.tracking.run_end import NextCommand
 
 STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}  # of evaluate.py, by data format
 NEXT_STAGES = {"pretrain": ("sft", ""), "sft": ("dpo", "stage=dpo_lora, or stage=lora")}  # stage -> (the next one, other choices)
+LR_KEY = "optimizer.lr="
+DIVERGED_LR_DIVISOR = 3  # of the learning rate that is proposed after divergence
 SAMPLES = REPO_ROOT / "data" / "samples"
 
 
-def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path | None, longer: str | None) -> str:
-    """Return the lines that a completed run ends with.
+def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path | None, longer: str | None) -> tuple[NextCommand, ...]:
+    """Return what to type after a completed run.
 
     `data_path`: the training file, None for several; `longer`: the override that trains further, None if a resumed run would end at once.
     """
-    run = display_path(run_dir)
-    evaluation = f"data.path={_validation_file(data_path)}", f"metric={STAGE_METRICS[data_format]}"
-    commands: list[tuple[tuple[str, ...], str]] = [(("chat", f"run={run}"), ""), (("evaluate", f"run={run}", *evaluation), "")]  # (command, comment)
+    run = f"run={display_path(run_dir)}"
+    commands = [_command("chat", "talk to it", run)]
+    commands.append(_command("evaluate", "measure it", run, f"data.path={_validation_file(data_path)}", f"metric={STAGE_METRICS[data_format]}"))
     if stage in NEXT_STAGES:
         next_stage, others = NEXT_STAGES[stage]
         own = () if data_path is not None and data_path.parent == SAMPLES else ("data=own", "data.path=FILE")
-        commands.append((("train", f"stage={next_stage}", f"init_from={run}", *own), f"or {others}" if others else ""))
+        purpose = f"train the next stage{f', or {others}' if others else ''}"
+        commands.append(_command("train", purpose, f"stage={next_stage}", f"init_from={display_path(run_dir)}", *own))
     if longer is not None:
-        commands.append((("train", f"resume={run}", longer), "train longer"))
-    lines = [f"{shlex.join([*command_line_here(name), *overrides])}{f'  # {comment}' if comment else ''}" for (name, *overrides), comment in commands]
-    return "\n".join([f"model  {display_path(run_dir / 'model')}", *(f"{'' if i else 'next':<7}{line}" for i, line in enumerate(lines))])
+        commands.append(_command("train", "train longer", f"resume={display_path(run_dir)}", longer))
+    return (*commands, _command("export", "write it for other programs", run, "to=FOLDER", "format=gguf"))
+
+
+def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextCommand, ...]:
+    """Return what to type after a run that was stopped or has failed."""
+    purpose = "continue from the checkpoint" if has_checkpoint else "start again: nothing is saved yet"
+    return (_command("train", purpose, f"resume={display_path(run_dir)}"),)
+
+
+def commands_after_divergence(run_dir: Path, lr: float, overrides: list[str], can_resume: bool) -> tuple[NextCommand, ...]:
+    """Return what to type after a run that has diverged, with a smaller learning rate. `overrides`: those of the run; `can_resume`: from a checkpoint."""
+    smaller = f"{LR_KEY}{lr / DIVERGED_LR_DIVISOR:.2g}"
+    others = [override for override in overrides if not override.lstrip("+").startswith(LR_KEY)]
+    again = _command("train", "start again with a smaller learning rate", *others, smaller)
+    resume = _command("train", "or continue from the newest checkpoint with it", f"resume={display_path(run_dir)}", smaller)
+    return (again, resume) if can_resume else (again,)
+
+
+def _command(name: str, purpose: str, *overrides: str) -> NextCommand:
+    return NextCommand((*command_line_here(name), *overrides), purpose)
 
 
 def _validation_file(data_path: Path | None) -> str:

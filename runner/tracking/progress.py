@@ -8,112 +8,99 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, Self
 
 from common.errors import strip_control
-from runner.tracking.console import format_seconds
+from runner.tracking.console.bar import TaskBar
+from runner.tracking.console.layout import is_live_terminal
+from runner.tracking.console.numbers import format_seconds
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
+DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two of its lines where stderr is no terminal
 
 
-class ProgressMeter:
-    """Prints the progress of a long preparation to stderr: called with (bytes done, bytes in total, rows done). Below two seconds it prints nothing."""
+class TaskProgress:
+    """How far a long task is, on stderr: a bar on a terminal, otherwise a line now and then. A task below DELAY shows nothing."""
 
-    DELAY, INTERVAL = 2.0, 10.0  # seconds before the first line, and between two lines where stderr is no terminal
-
-    def __init__(self, title: str, stream: TextIO | None = None) -> None:
-        self._title, self._stream = strip_control(title), stream or sys.stderr
+    def __init__(self, title: str, mode: str = "auto") -> None:
+        """`mode`: tracker.console of the run; `quiet` shows nothing."""
+        self.title, self.unit, self.done, self.total = strip_control(title), "", 0, 0
+        self._mode = mode
+        self._bar: TaskBar | None = None
         self._started = self._printed = time.monotonic()
 
-    def __enter__(self) -> ProgressMeter:
+    def begin(self, unit: str, total: int) -> None:
+        """Begin to count `total` of `unit`, e.g. rows."""
+        self.unit, self.done, self.total = unit, 0, total
+        self._started = self._printed = time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self.title, unit, total)
+
+    def advance(self, done: int, count: str | None = None) -> None:
+        """Show that `done` of the total are done; `count` is printed instead of these numbers."""
+        self.done = done
+        now = time.monotonic()
+        seconds = now - self._started
+        if self._mode == "quiet" or (self._bar is None and seconds < DELAY):
+            return
+        if self._mode == "rich" or (self._mode in ("auto", "json") and is_live_terminal(sys.stderr)):
+            self._bar = self._bar or TaskBar(self.title, self.unit, self.total, sys.stderr)
+            self._bar.update(done, count or f"{done:,}/{self.total:,} {self.unit}")
+        elif now - self._printed >= INTERVAL or self._printed == self._started:
+            self._printed = now
+            eta = format_seconds(seconds / done * max(0, self.total - done)) if done else "?"
+            print(f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'} ({self._share()}), eta {eta}", file=sys.stderr, flush=True)
+
+    def _share(self) -> str:
+        return f"{min(100, 100 * self.done / max(self.total, 1)):.0f}%"
+
+    def hide(self) -> None:
+        """Remove the bar, so that results can be printed in its place."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> Self:
         return self
 
-    def __call__(self, done: int, total: int, rows: int) -> None:
-        now, terminal = time.monotonic(), self._stream.isatty()
-        seconds = now - self._started
-        if seconds < self.DELAY or (not terminal and now - self._printed < self.INTERVAL and self._printed > self._started):
-            return
-        self._printed = now
-        share = min(done / max(total, 1), 1.0)
-        eta = format_seconds(seconds / share - seconds) if share else "?"
-        line = f"{self._title}: {100 * share:.0f}%, {rows:,} rows, {rows / seconds:,.0f} rows/s, eta {eta}"
-        print(f"\r{line}\x1b[K" if terminal else line, end="" if terminal else "\n", file=self._stream, flush=True)
-
     def __exit__(self, *error: object) -> None:
-        if self._stream.isatty() and self._printed > self._started:
-            print(file=self._stream)
+        self.hide()
+
+
+class ProgressMeter(TaskProgress):
+    """The progress of a preparation that reads a file: called with (bytes done, bytes in total, rows done)."""
+
+    def __call__(self, done: int, total: int, rows: int) -> None:
+        self.total = total
+        self.advance(done, f"{rows:,} rows, {rows / max(time.monotonic() - self._started, 1e-9):,.0f} rows/s")
 
 
 def _never_listen() -> AbstractContextManager[Callable[[], bool]]:
     return nullcontext(lambda: False)
 
 
-class EvaluationProgress:
-    """How far an evaluation is, on stderr: a bar on a terminal, otherwise a line now and then. `should_stop()`: whether the user has asked to end it.
+class EvaluationProgress(TaskProgress):
+    """How far an evaluation is. `should_stop()`: whether the user has asked to end it.
 
     `listen` opens what receives that request; it is entered by the first `begin` and left at the end of the block, before and after which Ctrl-C
     ends the command at once.
     """
 
-    DELAY, INTERVAL = 2.0, 10.0  # seconds before the first line, and between two lines where stderr is no terminal
-
     def __init__(self, title: str, listen: Callable[[], AbstractContextManager[Callable[[], bool]]] | None = None) -> None:
-        self.title, self._listen = strip_control(title), listen or _never_listen
-        self.unit, self.done, self.total, self.is_stopped = "", 0, 0, False
+        super().__init__(title)
+        self._listen = listen or _never_listen
+        self.is_stopped = False
         self._stop: Callable[[], bool] | None = None
-        self._bar: Progress | None = None
         self._stack = ExitStack()
-        self._started = self._printed = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._stop = self._bar = None
 
     def begin(self, unit: str, total: int) -> None:
-        """Begin to count `total` of `unit`, e.g. rows."""
-        self.unit, self.done, self.total = unit, 0, total
-        self._started = self._printed = time.monotonic()
+        super().begin(unit, total)
         if self._stop is None:
             self._stop = self._stack.enter_context(self._listen())
-        if sys.stderr.isatty():
-            self._bar = self._bar or self._open_bar()
-            self._bar.reset(self._bar.task_ids[0], total=total, description=self.title, unit=unit)
 
-    def _open_bar(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        title = TextColumn("{task.description}", markup=False, table_column=Column(overflow="ellipsis", no_wrap=True, max_width=24))
-        bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=4))
-        count = TextColumn("{task.completed:,.0f}/{task.total:,.0f} {task.fields[unit]}", table_column=Column(no_wrap=True))
-        console = Console(file=sys.stderr, highlight=False)
-        opened = self._stack.enter_context(Progress(title, bar, count, TimeRemainingColumn(), console=console, refresh_per_second=4, expand=True))
-        opened.add_task(self.title, total=self.total, unit=self.unit)
-        return opened
-
-    def advance(self, done: int) -> None:
-        """Show that `done` of the total are done."""
-        self.done = done
-        if self._bar is not None:
-            return self._bar.update(self._bar.task_ids[0], completed=done)
-        now = time.monotonic()
-        seconds = now - self._started
-        if seconds >= self.DELAY and (now - self._printed >= self.INTERVAL or self._printed == self._started) and not sys.stderr.isatty():
-            self._printed = now
-            eta = format_seconds(seconds / done * (self.total - done)) if done else "?"
-            share = 100 * done / max(self.total, 1)
-            print(f"{self.title}: {done:,} of {self.total:,} {self.unit} ({share:.0f}%), eta {eta}", file=sys.stderr, flush=True)
-
-    def hide(self) -> None:
-        """Leave the bar as it is, so that results can be printed below it."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+        self._stop = None
 
     def should_stop(self) -> bool:
         self.is_stopped = self.is_stopped or (self._stop is not None and self._stop())

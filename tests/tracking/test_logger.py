@@ -11,7 +11,8 @@ import pytest
 
 from common.errors import strip_control
 from runner.tracking.config import TrackerConfig
-from runner.tracking.console import PlainConsole, RichConsole
+from runner.tracking.console.bar import BarConsole
+from runner.tracking.console.plain import PlainConsole
 from runner.tracking.logger import RunLogger
 from runner.tracking.progress import EvaluationProgress
 
@@ -127,7 +128,7 @@ def test_console_prints_plain_lines_into_a_pipe(tmp_path: Path, capsys: pytest.C
 def test_progress_bar_has_the_numbers_of_the_log_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[tuple[int, str, str]] = []
     logger = start_logger(tmp_path, console="plain")
-    monkeypatch.setattr(logger._console, "show_step", lambda *step: shown.append(step))
+    monkeypatch.setattr(logger._console, "show_record", lambda record, *text: shown.append((record["step"], *text)))
     logger.log("train", 7, epoch=0, loss_tokens=99, tokens=120, loss=3.4567, lr=4.9e-4, grad_norm=0.812, tokens_per_second=41_249.0)
     logger.finish("completed", {})
     [(step, line, numbers)] = shown
@@ -161,13 +162,18 @@ def test_plain_console_survives_missing_encodings_and_closed_streams() -> None:
     PlainConsole(closed).print("no reader")
 
 
+def start_bar(stream: io.StringIO, total_steps: int) -> BarConsole:
+    console = BarConsole(stream)
+    console.start([], {"step": 0, "total_steps": total_steps})
+    return console
+
+
 def test_rich_console_shrinks_the_bar_and_not_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     stream = io.StringIO()
-    console = RichConsole(stream)
-    console.start(20_000)
+    console = start_bar(stream, 20_000)
     numbers = "loss 3.412 | lr 4.9e-04 | 41.2k tok/s | eta 00:18:20"
-    console.show_step(5000, f"step 5000/20000 25.0% | {numbers}", numbers)
+    console.show_record({"kind": "train", "step": 5000}, f"step 5000/20000 25.0% | {numbers}", numbers)
     console.print("validation")
     console.stop()
     assert numbers in stream.getvalue() and "5000/20000 " in stream.getvalue() and "validation" in stream.getvalue()
@@ -176,26 +182,24 @@ def test_rich_console_shrinks_the_bar_and_not_the_numbers(monkeypatch: pytest.Mo
 def test_console_shows_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     seconds = iter([0.0, 4.0, 11.0, 12.0, 22.0, 40.0])
-    monkeypatch.setattr("runner.tracking.console.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("runner.tracking.console.plain.time.monotonic", lambda: next(seconds))
     lines = io.StringIO()
     plain = PlainConsole(lines)
     for done in range(6):
-        plain.show_evaluation(done, 5)
+        plain.show_activity("validation", done, 5, "batches")
     assert lines.getvalue() == "validation: 2 of 5 batches\nvalidation: 4 of 5 batches\n"
     monkeypatch.undo()
-    stream = io.StringIO()
-    rich = RichConsole(stream)
-    rich.start(20)
-    rich.show_step(5, "", "loss 3.4")
-    rich.show_evaluation(2, 5)
-    assert rich._bar is not None and rich._bar.tasks[0].fields["numbers"] == "validation 2/5"
-    rich.show_evaluation(5, 5)
+    rich = start_bar(io.StringIO(), 20)
+    rich.show_record({"kind": "train", "step": 5}, "", "loss 3.4")
+    rich.show_activity("validation", 2, 5, "batches")
+    assert rich._bar is not None and rich._bar.tasks[0].fields["numbers"] == "validation 2/5 batches"
+    rich.show_activity("validation", 5, 5, "batches")
     assert rich._bar.tasks[0].fields["numbers"] == "loss 3.4"
     rich.stop()
 
 
 def test_evaluation_progress_prints_lines_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds = iter([0.0, 1.0, 3.0, 5.0, 14.0])
+    seconds = iter([0.0, 0.0, 1.0, 3.0, 5.0, 14.0])
     monkeypatch.setattr("runner.tracking.progress.time.monotonic", lambda: next(seconds))
     with EvaluationProgress("perplexity") as progress:
         progress.begin("rows", 4000)

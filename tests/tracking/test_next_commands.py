@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import resume_command
 from common.paths import REPO_ROOT
-from runner.tracking.next_commands import SAMPLES, next_commands
+from runner.tracking.next_commands import SAMPLES, commands_after_divergence, commands_to_continue, next_commands
+from runner.tracking.run_end import NextCommand
 
 RUN = REPO_ROOT / "outputs" / "2026-11-21" / "10-00-00"
 
@@ -21,14 +22,20 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: sys.executable)
 
 
+def typed(commands: tuple[NextCommand, ...]) -> list[str]:
+    return [shlex.join(command.words) for command in commands]
+
+
 def test_next_commands_of_a_run_on_the_sample() -> None:
-    assert next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8").splitlines() == [
-        "model  outputs/2026-11-21/10-00-00/model",
-        "next   python runner/chat.py run=outputs/2026-11-21/10-00-00",
-        "       python runner/evaluate.py run=outputs/2026-11-21/10-00-00 data.path=data/samples/sft_val.jsonl metric=exact_match",
-        "       python runner/train.py stage=dpo init_from=outputs/2026-11-21/10-00-00  # or stage=dpo_lora, or stage=lora",
-        "       python runner/train.py resume=outputs/2026-11-21/10-00-00 train.epochs=8  # train longer",
+    commands = next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8")
+    assert typed(commands) == [
+        "python runner/chat.py run=outputs/2026-11-21/10-00-00",
+        "python runner/evaluate.py run=outputs/2026-11-21/10-00-00 data.path=data/samples/sft_val.jsonl metric=exact_match",
+        "python runner/train.py stage=dpo init_from=outputs/2026-11-21/10-00-00",
+        "python runner/train.py resume=outputs/2026-11-21/10-00-00 train.epochs=8",
+        "python runner/export.py run=outputs/2026-11-21/10-00-00 to=FOLDER format=gguf",
     ]
+    assert commands[2].purpose.endswith("or stage=dpo_lora, or stage=lora") and commands[3].purpose == "train longer"
 
 
 @pytest.mark.parametrize(
@@ -43,25 +50,38 @@ def test_next_commands_of_a_run_on_the_sample() -> None:
     ],
 )
 def test_next_commands_fit_the_stage(stage: str, data_format: str, metric: str, next_stage: str | None) -> None:
-    lines = next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20").splitlines()
-    assert metric in lines[2] and lines[-1].endswith("train.max_steps=20  # train longer")
-    assert [part for line in lines for part in line.split() if part.startswith("stage=")][:1] == ([next_stage] if next_stage else [])
+    lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20"))
+    assert metric in lines[1] and lines[-2].endswith("train.max_steps=20")
+    assert [part for line in lines for part in line.split() if part.startswith("stage=")] == ([next_stage] if next_stage else [])
 
 
 def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_none(tmp_path: Path) -> None:
-    lines = next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None).splitlines()
-    assert "data.path=FILE metric=perplexity" in lines[2] and lines[3].endswith("data=own data.path=FILE") and len(lines) == 4  # no resume after early stopping
+    lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None))
+    assert "data.path=FILE metric=perplexity" in lines[1] and lines[2].endswith("data=own data.path=FILE")
+    assert not [line for line in lines if "resume=" in line]  # no resume after early stopping
     (tmp_path / "my texts_val.jsonl").touch()
-    assert f"'data.path={tmp_path}/my texts_val.jsonl'" in next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None)
+    assert f"'data.path={tmp_path}/my texts_val.jsonl'" in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None))[1]
 
 
 def test_next_commands_name_this_python_and_this_checkout_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
-    chat = next_commands(tmp_path / "a run", "sft", "chat", None, None).splitlines()[1].removeprefix("next")
-    assert shlex.split(chat) == [sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run"]
+    assert next_commands(tmp_path / "a run", "sft", "chat", None, None)[0].words == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
-    assert next_commands(tmp_path / "run", "sft", "chat", None, None).splitlines()[1] == "next   lm-chat run=run"
+    assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None))[0] == "lm-chat run=run"
+
+
+def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rate() -> None:
+    overrides = ["stage=sft", "optimizer.lr=0.03", "data.path=my texts.jsonl"]
+    again, resume = commands_after_divergence(RUN, 0.03, overrides, can_resume=True)
+    assert again.words[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.01")
+    assert resume.words[2:] == ("resume=outputs/2026-11-21/10-00-00", "optimizer.lr=0.01")
+    assert commands_after_divergence(RUN, 0.03, overrides, can_resume=False) == (again,)
+
+
+def test_commands_to_continue_say_whether_something_is_saved() -> None:
+    (saved,), (new,) = commands_to_continue(RUN, True), commands_to_continue(RUN, False)
+    assert saved.words == new.words == (*saved.words[:2], "resume=outputs/2026-11-21/10-00-00") and saved.purpose != new.purpose
 
 
 def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.limits.memory import machine_memory
+from common.limits.memory import machine_memory, peak_resident_bytes
 from common.paths import outputs_dir
 
 
@@ -50,15 +48,6 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Return the largest memory of this process so far (VmHWM of Linux)."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-        return int(lines["VmHWM"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _existing(path: Path) -> Path:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.filesystem import read_bounded, write_json
+from common.limits.memory import peak_resident_bytes
 from common.plugins import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch.train_process import config_from_json
-from runner.planning.facts.machine import peak_resident_bytes
 from runner.run_dir.lock import MAX_JSON_BYTES
 
 if TYPE_CHECKING:

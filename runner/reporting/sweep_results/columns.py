@@ -12,6 +12,7 @@ from typing import Any
 from runner.inference.best_job import SEED_KEY, ModelScore
 from runner.reporting.sweep_results.aggregate import mean_std
 from runner.reporting.sweep_results.evaluations import evaluation_label, headline, results_of
+from runner.reporting.sweep_results.intervals import mean_interval
 from runner.reporting.sweep_results.results import JobResult, MeanStd, ResultRow, SweepResults
 from runner.tracking.console.numbers import format_seconds
 
@@ -29,12 +30,12 @@ class Column:
     csv: Callable[[Any], Any] = lambda value: value  # the value in leaderboard.csv: a number, text or None
     is_number: bool = True  # aligned to the right
     in_terminal: bool = True
-    only_for: str = ""  # shown only where rows are ranked by this kind of loss
+    only_for: str = ""  # shown only where rows are ranked by this kind of loss; `seeds`: only where seeds are swept
 
 
 def table_columns(sweep: SweepResults) -> list[Column]:
     """Return the columns shown for `sweep`, with {loss} filled in."""
-    columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by)]
+    columns = [column for column in COLUMNS if column.only_for in ("", sweep.ranked_by, "seeds" * sweep.has_seeds)]
     fill = {"loss": sweep.ranked_by}
     filled = [Column(**{**vars(column), "key": column.key.format(**fill).replace("-", "_"), "title": column.title.format(**fill)}) for column in columns]
     position = next(index for index, column in enumerate(filled) if column.key == "loss_tokens")
@@ -82,6 +83,11 @@ def loss_text(value: MeanStd | str | None) -> str:
     if not isinstance(value, MeanStd):
         return value or ""
     return _format_loss(value.mean) if value.deviation is None else f"{_format_loss(value.mean)} ± {_format_loss(value.deviation)} ({value.n})"
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """Return Student's t interval of a mean over seeds, e.g. `2.3436 to 2.3476`."""
+    return "" if interval is None else f"{_format_loss(interval[0])} to {_format_loss(interval[1])}"
 
 
 def evaluated_text(value: MeanStd | None) -> str:
@@ -159,6 +165,7 @@ def _per_job(text: Callable[[JobResult], str]) -> Callable[[ResultRow], str]:
 
 COLUMNS = [
     Column("loss", "loss of model/", lambda row: row.score if row.model or row.members else None, loss_text, _mean),
+    Column("loss_interval", "95 % interval", lambda row: mean_interval(row.score) if row.score else None, interval_text, interval_text, only_for="seeds"),
     Column("weights", "weights", lambda row: row.model, _weights_text, _weights_text, is_number=False),
     Column("final_{loss}_loss", "final {loss} loss", _final, loss_text, _mean),
     Column("final_{loss}_loss_deviation", "", _final, csv=_deviation),

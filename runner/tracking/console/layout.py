@@ -1,0 +1,114 @@
+"""Text that fits a width in cells: a Chinese character takes two. Labelled lines with indented continuation, tables, and commands that can be copied."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO
+
+LINE_WIDTH = 80  # cells, of files and pipes
+MIN_WIDTH, MAX_WIDTH = 40, 120  # of a terminal
+CONTINUED = " \\"  # at the end of a line of a shell command that goes on
+ELLIPSIS = "..."
+DUMB_TERMINALS = ("", "dumb", "unknown")  # values of TERM: no cursor movement
+
+
+def is_live_terminal(stream: TextIO) -> bool:
+    """Return whether lines of `stream` can be drawn again: it is a terminal that knows control codes."""
+    return stream.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS
+
+
+def has_colours() -> bool:
+    """Return whether colours are allowed (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR")
+
+
+def cell_width(text: str) -> int:
+    """Return the number of terminal cells of `text`: two for a wide character, none for a combining one."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(character: str) -> int:
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def pad(text: str, width: int, is_number: bool = False) -> str:
+    """Return `text` filled up with spaces to `width` cells, on the left for a number."""
+    spaces = " " * (width - cell_width(text))
+    return spaces + text if is_number else text + spaces
+
+
+def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> list[str]:
+    """Return the lines of `text`, the first after `first`, the others after `indent`. Only spaces are broken: a path can be copied, and is longer than
+    `width` where it has to be."""
+    lines, line, has_word = [], first, False
+    for word in text.split(" "):
+        if has_word and cell_width(line) + 1 + cell_width(word) > width:
+            lines.append(line)
+            line, has_word = indent, False
+        line, has_word = (f"{line} {word}" if has_word else line + word), True
+    return [*lines, line.rstrip()]
+
+
+def labelled_lines(rows: Mapping[str, object], width: int = LINE_WIDTH) -> list[str]:
+    """Return `label  value` for each row, values in one column and wrapped below each other. A line break in a value begins another line."""
+    return labelled_lines_of(list(rows.items()), width)
+
+
+def labelled_lines_of(rows: Sequence[tuple[str, object]], width: int = LINE_WIDTH) -> list[str]:
+    """The same for labels that may occur twice."""
+    column = max((cell_width(label) for label, _ in rows), default=0) + 2
+    lines: list[str] = []
+    for label, value in rows:
+        first = pad(label, column)
+        for part in str(value).split("\n"):
+            lines += wrap_text(part, first, " " * column, width)
+            first = " " * column
+    return lines
+
+
+def command_lines(words: Sequence[str], comment: str, width: int) -> list[str]:
+    """Return a shell command in lines of at most `width` cells where its words allow it; all but the last end with a backslash, so that it can be copied."""
+    lines, line = [], ""
+    for word in map(shlex.quote, words):
+        longer = f"{line} {word}" if line else word
+        if line and cell_width(longer) > width - len(CONTINUED):
+            lines.append(line + CONTINUED)
+            longer = f"  {word}"
+        line = longer
+    remark = f"  # {comment}" if comment else ""
+    if remark and cell_width(line + remark) > width:
+        return [f"# {comment}", *lines, line]
+    return [*lines, line + remark]
+
+
+def shorten_middle(text: str, width: int) -> str:
+    """Return `text` with an ellipsis in its middle if it has more than `width` cells; the end, e.g. of a file name, stays longest."""
+    if cell_width(text) <= width:
+        return text
+    head, tail = "", ""
+    room = width - len(ELLIPSIS)
+    for character in text:
+        if cell_width(head + character) > room // 3:
+            break
+        head += character
+    for character in reversed(text):
+        if cell_width(head + character + tail) > room:
+            break
+        tail = character + tail
+    return head + ELLIPSIS + tail
+
+
+def table_lines(table: Sequence[Sequence[str]], is_number: Sequence[bool]) -> list[str]:
+    """Return the rows of `table` with aligned columns, two spaces between them."""
+    widths = [max(map(cell_width, cells)) for cells in zip(*table, strict=True)]
+    return ["  ".join(map(pad, row, widths, is_number)).rstrip() for row in table]
+
+
+def widest(lines: Iterable[str]) -> int:
+    """Return the cells of the widest line."""
+    return max(map(cell_width, lines), default=0)

@@ -1,0 +1,96 @@
+"""The last lines of a run: its numbers in a table, where its files are, and the commands that come next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import strip_control
+from common.paths import display_path
+from runner.tracking.console.layout import command_lines, labelled_lines
+from runner.tracking.console.numbers import format_rate, format_size
+
+INDENT = "  "  # of the commands
+
+
+@dataclass(frozen=True)
+class NextCommand:
+    """A command to type: `python runner/chat.py run=DIR`, with what it is for."""
+
+    words: tuple[str, ...]
+    purpose: str
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """What the end of a run shows. Fields that are None have no line."""
+
+    step: int
+    total_steps: int
+    tokens: int
+    loss_tokens: int
+    metrics: Mapping[str, float | None]  # `metrics` of run.json
+    run_dir: Path
+    checkpoint: str | None  # its name
+    model: str | None  # which weights are in model/
+    page: Path | None  # report.html
+    peak_memory: int | None  # bytes
+    memory_of: str = "process"  # or the GPU
+    commands: tuple[NextCommand, ...] = ()
+    warnings: int = 0
+    tokens_per_second: float | None = None
+
+    def lines(self, width: int) -> list[str]:
+        """Return the table and the commands in lines of `width` cells."""
+        rows = {label: strip_control(text) for label, text in self._rows().items()}
+        lines = labelled_lines(rows, width) + (["next"] if self.commands else [])
+        for command in self.commands:
+            lines += [strip_control(INDENT + line) for line in command_lines(command.words, command.purpose, width - len(INDENT))]
+        return lines
+
+    def event(self) -> dict[str, Any]:
+        """Return the same as JSON values."""
+        files = {"run": self.run_dir, "page": self.page, "model": self.run_dir / "model" if self.model else None}
+        return {
+            **{name: getattr(self, name) for name in ("step", "total_steps", "tokens", "loss_tokens", "tokens_per_second", "warnings")},
+            "peak_memory": self.peak_memory,
+            **{name: None if path is None else str(path) for name, path in files.items()},
+            "checkpoint": None if self.checkpoint is None else str(self._checkpoint_dir()),
+            "next": [list(command.words) for command in self.commands],
+        }
+
+    def _rows(self) -> dict[str, str]:
+        rows = {"steps": f"{self.step:,} of {self.total_steps:,}", "tokens": f"{self.tokens:,}, {self.loss_tokens:,} of them with loss"}
+        rows |= {} if self.tokens_per_second is None else {"tokens/s": f"{format_rate(self.tokens_per_second)} in training steps"}
+        rows |= {label: text for label, text in self._loss_rows().items() if text}
+        rows |= {} if self.peak_memory is None else {"peak memory": f"{format_size(self.peak_memory)}, {self.memory_of}"}
+        rows |= {} if self.checkpoint is None else {"checkpoint": display_path(self._checkpoint_dir())}
+        rows |= {} if self.model is None else {"model": f"{display_path(self.run_dir / 'model')} ({self.model})"}
+        rows |= {} if self.page is None else {"page": display_path(self.page)}
+        rows |= {} if not self.warnings else {"warnings": f"{self.warnings:,}, in {display_path(self.run_dir / 'train.log')}"}
+        return rows
+
+    def _loss_rows(self) -> dict[str, str]:
+        values = self.metrics
+        best, last = _loss_text(values.get("best_val_loss")), _loss_text(values.get("val_loss"))
+        where = f" at step {values['best_step']:,}" if values.get("best_step") is not None else ""
+        return {
+            "training loss": _loss_text(values.get("loss")),
+            "validation loss": f"{best} (best{where}), {last or 'not finite'} (last)" if best else last,
+            "loss of training rows": _loss_text(values.get("training_rows_loss")),
+        }
+
+    def _checkpoint_dir(self) -> Path:
+        return self.run_dir / "checkpoints" / (self.checkpoint or "")
+
+
+def _loss_text(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def finite_json(value: object) -> object:
+    """Return a JSON value: None for a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
