@@ -141,6 +141,10 @@ def check_not_renamed(key: str, value: str) -> None:
 
 
 def _check_options(group: str, value: str, options: list[str]) -> None:
+    if value.startswith("["):
+        first, *others = value.strip("[]").split(",")
+        fix = f"tracker={first} 'tracker.also=[{','.join(others)}]'" if group == "tracker" and others else f"{group}={first}"
+        raise UserError(f"{group} takes the name of one option, got a list", f"{group}={value}", fix)
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
             hint = did_you_mean(option, options, "")

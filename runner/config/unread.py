@@ -80,6 +80,12 @@ RULES = (
         "e.g. train.save_every=100, or leave it out",
     ),
     Rule(
+        ("tracker.project", "tracker.mode"),
+        lambda config: not any(tracker.HAS_PROJECTS for tracker in config.tracker.selected()),
+        "the selected trackers write files only and have no projects",
+        "e.g. tracker.also=[wandb], or leave it out",
+    ),
+    Rule(
         ("data.max_bad_fraction",),
         lambda config: config.data.on_bad_row == "error",
         "data.on_bad_row=error stops at the first bad row",

@@ -20,7 +20,8 @@ def check_inputs(config: Config) -> None:
     torchrun.check_world(config.distributed)
     if config.train.supervise and torchrun.under_torchrun():
         raise UserError("train.supervise=true starts the ranks itself, and torchrun has started them", "train.supervise=true", TORCHRUN_RESTARTS)
-    config.tracker.check_installed()
+    for tracker in config.tracker.selected():
+        tracker.check_installed()
     check_data(config.data, config.stage.data_format)
 
 

@@ -73,9 +73,9 @@ class ExternalTrackerConfig(TrackerConfig):
             raise UserError(f"tracker.also names the tracker {name} a second time", f"tracker={self.name} tracker.also=[{','.join(self.also)}]", "name it once")
 
     def selected(self) -> list[TrackerConfig]:
-        return [self, *map(self._further, self.also)]
+        return [self, *map(self._config_of, self.also)]
 
-    def _further(self, name: str) -> TrackerConfig:
+    def _config_of(self, name: str) -> TrackerConfig:
         """Return the settings of a tracker in `also`: the same as here, and its own defaults."""
         cls: Any = TRACKERS.get(name)
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(cls) if hasattr(self, field.name)}

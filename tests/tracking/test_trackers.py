@@ -1,22 +1,31 @@
-"""Trackers: the registry, processes that fail without stopping training, and SwanLab's own files read back."""
+"""Trackers: their settings, the messages of their processes, and processes that fail without stopping training."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from common.errors import UserError
 from runner.config.compose import compose_config
+from runner.config.overrides import check_overrides
+from runner.config.unread import check_typed_are_read
 from runner.tracking import tracker_process
 from runner.tracking.config import TRACKERS, TrackerConfig, require_package
 from runner.tracking.logger import RunLogger
-from runner.tracking.tracker_process import TrackerProcess
+from runner.tracking.tracker_process import TrackerProcess, describe_experiment, finish_trackers
+from runner.tracking.trackers import program
+from runner.tracking.trackers.program import choose_mode, read_history, read_start
 
 ROOT = Path(__file__).parents[2]
 FAILS = "import sys; sys.stdin.readline(); raise RuntimeError('no account')"
@@ -32,6 +41,10 @@ class ProgramTracker(TrackerConfig):
         return [sys.executable, "-c", self.program] if self.program else ["./no-such-program"]
 
 
+def offline_tracker(name: str, *also: str) -> TrackerConfig:
+    return TRACKERS.get(name)(name=name, page=False, console="plain", also=[*also], project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
+
+
 def start_logger(folder: Path, config: TrackerConfig, is_rank_zero: bool = True) -> RunLogger:
     logger = RunLogger(folder, config, is_rank_zero)
     logger.start({"run": str(folder)}, total_steps=20, attempt=1, run_config={"seed": 1}, resume_at=None, tracker_id=None)
@@ -44,11 +57,9 @@ def log_steps(logger: RunLogger, steps: range) -> None:
 
 
 def test_registry_lists_the_tracker_modules_without_importing_them() -> None:
-    code = (
-        "import sys; from runner.tracking.config import TRACKERS; print(TRACKERS.names()); assert not {'torch', 'swanlab', 'urllib.request'} & set(sys.modules)"
-    )
+    code = "import sys; from runner.tracking.config import TRACKERS; print(TRACKERS.names()); assert not {'torch', 'swanlab', 'tensorboard', 'wandb', 'urllib.request'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "['none', 'swanlab']"
+    assert done.stdout.strip() == "['none', 'swanlab', 'tensorboard', 'wandb']"
 
 
 def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
@@ -59,7 +70,7 @@ def test_registry_refuses_an_unknown_tracker_and_suggests_a_known_one() -> None:
 
 def test_tracker_none_has_no_settings_of_other_trackers() -> None:
     names = {name: {field.name for field in dataclasses.fields(TRACKERS.get(name))} for name in ("none", "swanlab")}
-    assert names == {"none": {"name", "page", "console"}, "swanlab": {"name", "page", "console", "project", "mode"}}
+    assert names == {"none": {"name", "page", "console"}, "swanlab": {"name", "page", "console", "also", "project", "mode"}}
 
 
 def test_compose_selects_the_config_class_of_the_tracker() -> None:
@@ -69,6 +80,46 @@ def test_compose_selects_the_config_class_of_the_tracker() -> None:
         compose_config(["tracker=none", "tracker.project=letters"])
 
 
+@pytest.mark.parametrize(
+    ("changed", "message", "fix"),
+    [
+        ({"also": ["tensorbord"]}, "must name trackers out of swanlab, tensorboard, wandb, got tensorbord", "did you mean tensorboard?"),
+        ({"also": ["none"]}, "got none", ""),
+        ({"also": ["tensorboard", "wandb"]}, "names the tracker wandb a second time", "name it once"),
+        ({"project": "a/b"}, "letters, digits", "tracker.project=training"),
+        ({"project": ""}, "letters, digits", "tracker.project=training"),
+        ({"mode": "onlin"}, "must be one of auto, online, offline", "did you mean online?"),
+    ],
+)
+def test_wrong_tracker_settings_are_refused_with_what_to_type(changed: dict, message: str, fix: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        dataclasses.replace(offline_tracker("wandb"), **changed)
+    assert fix in caught.value.fix
+
+
+def test_list_of_options_is_refused_with_the_setting_for_further_trackers() -> None:
+    with pytest.raises(UserError, match="takes the name of one option, got a list") as caught:
+        check_overrides(["tracker=[tensorboard,wandb]"])
+    assert caught.value.fix == "tracker=tensorboard 'tracker.also=[wandb]'"
+
+
+def test_project_of_trackers_without_projects_is_refused() -> None:
+    config: Any = SimpleNamespace(tracker=offline_tracker("tensorboard"))
+    with pytest.raises(UserError, match="tracker.project is not read"):
+        check_typed_are_read(["tracker=tensorboard", "tracker.project=letters"], [config])
+    config.tracker = offline_tracker("tensorboard", "wandb")
+    check_typed_are_read(["tracker=tensorboard", "tracker.project=letters"], [config])
+
+
+def test_further_trackers_share_project_and_mode() -> None:
+    trackers = compose_config(["tracker=tensorboard", "tracker.also=[wandb,swanlab]", "tracker.project=letters", "tracker.mode=offline"]).tracker.selected()
+    assert [(tracker.name, vars(tracker)["project"], vars(tracker)["mode"], vars(tracker)["also"]) for tracker in trackers] == [
+        ("tensorboard", "letters", "offline", ["wandb", "swanlab"]),
+        ("wandb", "letters", "offline", []),
+        ("swanlab", "letters", "offline", []),
+    ]
+
+
 def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
     with pytest.raises(UserError, match="not installed") as caught:
         require_package("no_such_package", extra="swanlab")
@@ -76,7 +127,7 @@ def test_missing_tracker_package_is_refused_with_its_install_command() -> None:
 
 
 def test_logger_on_other_ranks_writes_nothing_and_starts_no_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = start_logger(tmp_path, offline_swanlab(), is_rank_zero=False)
+    logger = start_logger(tmp_path, offline_tracker("swanlab"), is_rank_zero=False)
     log_steps(logger, range(1, 3))
     logger.samples(2, [{"prompt": "p", "answer": "a"}])
     logger.warning("not printed")
@@ -96,89 +147,168 @@ def test_failing_tracker_costs_one_warning_and_no_step(
         logger.log("train", step, loss=1.0, filler=float(step))
     logger.finish("completed", {})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 1000
-    assert capsys.readouterr().out.count("warning: tracker:") == 1
+    assert capsys.readouterr().out.count("warning: tracker program:") == 1
 
 
 def test_tracker_whose_folder_is_a_link_is_not_started(tmp_path: Path) -> None:
     messages: list[str] = []
     (tmp_path / "outside").mkdir()
     (tmp_path / "program").symlink_to("outside")
-    process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "program" / "tracker.log", messages.append, messages.append)
+    process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "program", messages.append, messages.append)
     process.start()
-    process.finish("completed", "")
+    finish_trackers([process], "completed", "")
     assert "a link is not followed" in messages[0] and not any((tmp_path / "outside").iterdir())
 
 
 def test_tracker_warning_contains_the_reason_of_the_tracker(tmp_path: Path) -> None:
     messages: list[str] = []
-    process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "tracker.log", messages.append, messages.append)
+    process = TrackerProcess([sys.executable, "-c", FAILS], tmp_path / "program", messages.append, messages.append)
     process.start(name="run")
-    process.finish("completed", "")
+    finish_trackers([process], "completed", "")
     assert len(messages) == 1 and "RuntimeError: no account" in messages[0]
 
 
-def read_swanlab_records(folder: Path) -> list:
-    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
-    from swanlab.sdk.internal.core_python.store import DataStoreReader
-
-    (path,) = (folder / "swanlab").glob("run-*/*.swanlab")
-    reader = DataStoreReader()
-    reader.open(path)
-    records = []
-    for content in reader:
-        record = Record()
-        record.ParseFromString(content)
-        records.append(record)
-    reader.close()
-    return records
+def test_two_trackers_get_the_same_messages_in_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = "import sys, json; start = sys.stdin.readline(); open(json.loads(start)['folder'] + '/got', 'w').write(start + sys.stdin.read())"
+    both = [ProgramTracker(name=name, page=False, console="plain", program=copies) for name in ("first", "second")]
+    monkeypatch.setattr(ProgramTracker, "selected", lambda self: both)
+    logger = start_logger(tmp_path, both[0])
+    log_steps(logger, range(1, 4))
+    logger.finish("completed", {})
+    first, second = ([json.loads(line) for line in (tmp_path / name / "got").read_text().splitlines()] for name in ("first", "second"))
+    assert first[1:] == second[1:] and first[0]["id"] == second[0]["id"] == logger.tracker_id
+    assert [message.get("step") for message in first] == [None, 1, 2, 3, None]
 
 
-def offline_swanlab() -> TrackerConfig:
-    return TRACKERS.get("swanlab")(name="swanlab", page=False, console="plain", project="test", mode="offline")  # type: ignore[call-arg]  # fields of the subclass
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; sys.stdin.readline()\nwhile True: print('x' * 5000, flush=True)", "prints more than 20 lines"),
+        ("import sys; sys.stdin.readline()\nwhile True: sys.stderr.write('x' * 100_000)", "exited with code"),
+    ],
+    ids=["console", "disk"],
+)
+def test_tracker_that_writes_without_end_is_stopped(program: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_process, "MAX_FILE_BYTES", 1 << 20)
+    monkeypatch.setattr(tracker_process, "_last_line", lambda path: "")
+    shown: list[str] = []
+    warnings: list[str] = []
+    process = TrackerProcess([sys.executable, "-c", program], tmp_path / "flood", shown.append, warnings.append)
+    process.start(name="run")
+    finish_trackers([process], "completed", "")
+    assert len(warnings) == 1 and reason in warnings[0]
+    assert len(shown) <= 20 and (tmp_path / "flood" / "tracker.log").stat().st_size <= 1 << 20
 
 
-def test_swanlab_offline_files_contain_what_was_logged(tmp_path: Path) -> None:
-    pytest.importorskip("swanlab")
-    logger = start_logger(tmp_path, offline_swanlab())
-    log_steps(logger, range(1, 6))
-    logger.log("eval", 5, loss=float("nan"), perplexity=12.5)
-    logger.samples(5, [{"prompt": "你好", "answer": "a made-up answer"}])
-    logger.finish("failed", {"error": "the loss is not finite"})
-    records = read_swanlab_records(tmp_path)
-    losses = {record.scalar.step: record.scalar.value.number for record in records if record.HasField("scalar") and record.scalar.key == "train/loss"}
-    assert losses == {step: 3.0 / step for step in range(1, 6)}
-    keys = {record.scalar.key for record in records if record.HasField("scalar")}
-    assert keys == {"train/epoch", "train/tokens", "train/loss", "train/lr", "eval/perplexity"}
-    (text,) = (tmp_path / "swanlab").glob("run-*/media/text/*.txt")
-    assert text.read_text() == "a made-up answer"
-    assert records[0].start.id == logger.tracker_id
-    (finish,) = (record.finish for record in records if record.HasField("finish"))
-    assert finish.error == "the loss is not finite" and "CRASHED" in str(finish)
+def test_tracker_that_starts_children_ends_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_process, "CLOSE_TIMEOUT", 0.5)
+    messages: list[str] = []
+    program = "import subprocess, time; child = subprocess.Popen(['sleep', '600']); print(child.pid, flush=True); time.sleep(600)"
+    process = TrackerProcess([sys.executable, "-c", program], tmp_path / "tree", messages.append, messages.append)
+    process.start(name="run")
+    while not messages:
+        time.sleep(0.01)
+    finish_trackers([process], "completed", "")
+    assert "did not finish in time" in messages[1]
+    stat = Path(f"/proc/{messages[0]}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
 
-TRAINER = """
-import os, signal, sys, time
-from pathlib import Path
-from test_trackers import log_steps, offline_swanlab, start_logger
-folder = Path(sys.argv[1])
-log_steps(start_logger(folder, offline_swanlab()), range(1, 21))
-while "swanlab: offline" not in (folder / "train.log").read_text():
-    time.sleep(0.05)
-time.sleep(0.5)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def start_message(**changed: object) -> dict:
+    about = {"name": "n", "group": "", "tags": [], "note": "", "stage": "sft"}
+    settings = {"name": "wandb", "project": "p", "mode": "offline"}
+    return {"folder": "/run/wandb", "id": "abc", "settings": settings, "config": {}, "history": None, **about, **changed}
 
 
-@pytest.mark.slow
-def test_swanlab_record_is_complete_after_a_kill_of_the_trainer(tmp_path: Path) -> None:
-    """Inside the training process SwanLab would leave an empty file: it writes its buffer only when it finishes."""
-    pytest.importorskip("swanlab")
-    path = [str(ROOT), str(Path(__file__).parent)]
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}{TRAINER}", str(tmp_path)], check=False, timeout=120)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not any(path.stat().st_size for path in tmp_path.glob("swanlab/run-*/*.swanlab")):
-        time.sleep(0.1)
-    time.sleep(0.2)
-    records = read_swanlab_records(tmp_path)
-    assert sum(record.HasField("scalar") and record.scalar.key == "train/loss" for record in records) == 20
-    assert "CRASHED" in str(next(record.finish for record in records if record.HasField("finish")))
+def test_texts_of_a_run_reach_a_service_without_control_characters_and_short_enough() -> None:
+    config = {"data": {"path": ["a\x1b[2J", "\udc80"]}, "lr": float("inf")}
+    experiment = read_start(start_message(name="a\x00b\u202ec" + "x" * 500, tags=["t\x1b" + "y" * 100, "same", "same", ""], note="n\n\x07", config=config))
+    assert experiment.name.startswith("a\\x00b\\u202ec") and len(experiment.name) == 128
+    assert experiment.tags[1:] == ["same"] and experiment.tags[0].startswith("t\\x1b") and len(experiment.tags[0]) == 64
+    assert experiment.note == "n\n\\x07"
+    assert experiment.config == {"data": {"path": ["a\\x1b[2J", "\\udc80"]}, "lr": "inf"}
+
+
+def test_id_of_a_run_folder_never_becomes_a_path() -> None:
+    assert read_start(start_message(id="3211f00290a0f39d")).id == "3211f00290a0f39d"
+    hostile = read_start(start_message(id="../../outside")).id
+    assert hostile.isalnum() and hostile == read_start(start_message(id="../../outside")).id
+
+
+def test_jobs_of_a_sweep_have_its_group(tmp_path: Path) -> None:
+    job = tmp_path / "11-22" / "10-00" / "optimizer.lr=1e-4"
+    job.mkdir(parents=True)
+    assert describe_experiment(job, {})["group"] == ""
+    (job.parent / "sweep.json").write_text("{}")
+    config = {"run": {"name": "letters", "tags": ["a"], "note": "why"}, "stage": {"name": "sft"}}
+    about = {"group": "11-22/10-00", "tags": ["a"], "note": "why", "stage": "sft"}
+    assert describe_experiment(job, config) == {"name": "letters optimizer.lr=1e-4", **about}
+    assert describe_experiment(job, {})["name"] == "optimizer.lr=1e-4"
+    assert describe_experiment(job.parent, config)["name"] == "letters"
+
+
+def test_mode_auto_is_online_only_with_a_key_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str, timeout: float) -> None:
+        raise OSError("no network")
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert choose_mode("auto", None, "https://host", "WANDB_MODE") == ("offline", "no API key")
+    assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", "https://host does not answer")
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: None)
+    assert choose_mode("auto", "key", "https://host", "WANDB_MODE")[0] == "online"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert choose_mode("auto", "key", "https://host", "WANDB_MODE") == ("offline", "WANDB_MODE=offline")
+    assert choose_mode("online", None, "https://host", "WANDB_MODE")[0] == "online"
+
+
+def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_path: Path) -> None:
+    records = [
+        {"kind": "train", "step": 1, "loss": 2.0, "time": 0.1, "attempt": 1},
+        {"kind": "train", "step": 2, "loss": None, "lr": 1, "nonfinite": ["loss"], "time": 0.2, "attempt": 1},
+        {"kind": "eval", "step": 2, "loss": 1.5, "time": 0.3, "attempt": 1},
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records) + "damaged\n[]\n"
+    (tmp_path / "metrics.jsonl").write_text(text + json.dumps({"kind": "train", "step": 3, "loss": 1.0}) + "\n")
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n')
+    message = start_message(folder=str(tmp_path / "wandb"), history={"metrics": len(text), "samples": 1000})
+    messages = list(read_history(read_start(message)))
+    assert [(message["event"], message["step"]) for message in messages] == [("log", 1), ("samples", 1), ("log", 2), ("log", 2)]
+    assert [message["numbers"] for message in messages if message["event"] == "log"] == [{"loss": 2.0}, {"lr": 1}, {"loss": 1.5}]
+    assert [sample["prompt"] for sample in messages[1]["samples"]] == ["p\\x07", "q"]
+
+
+def test_program_finishes_as_failed_when_the_trainer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed trainer sends no `finish`: its end of the pipe is closed."""
+    calls: list[tuple] = []
+
+    class Log:
+        location, history_from = "there", None
+
+        def __init__(self, experiment: program.Experiment) -> None:
+            calls.append(("open", experiment.id))
+
+        def log(self, *message: object) -> None:
+            calls.append(message)
+
+        def finish(self, *message: object) -> None:
+            calls.append(message)
+
+    (tmp_path / "wandb").mkdir()
+    lines = [start_message(folder=str(tmp_path / "wandb")), {"event": "log", "kind": "train", "step": 1, "numbers": {"loss": 1.0}}]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(line) + "\n" for line in lines)))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(program.os, "nice", lambda niceness: None)
+    monkeypatch.setattr(program.signal, "alarm", lambda seconds: None)
+    program.run_program(Log)
+    assert calls == [("open", "abc"), ("train", 1, {"loss": 1.0}), ("failed", "the training process ended without a final message")]
+
+
+def test_link_in_the_folder_of_a_tracker_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "latest-run").symlink_to(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(start_message(folder=str(tmp_path / "wandb"))) + "\n"))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(program.os, "nice", lambda niceness: None)
+    with pytest.raises(UserError, match="no link is followed"):
+        program.run_program(lambda experiment: pytest.fail("opened"))

@@ -1,42 +1,23 @@
-"""SwanLab tracker: its settings, and the process that reads a run's messages on stdin and forwards them to SwanLab.
+"""SwanLab tracker: its settings, and the program that writes a run to SwanLab.
 
-SwanLab writes its buffer only when it finishes, so a trainer that is killed would leave an unreadable file; this process sees the end
+SwanLab writes its buffer only when it finishes, so a trainer that is killed would leave an unreadable file; the program sees the end
 of its stdin instead and finishes the record as crashed.
 """
 
 from __future__ import annotations
 
-import json
-import signal
 import sys
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
-from runner.tracking.config import TRACKERS, TrackerConfig, require_package
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
+from runner.tracking.trackers.program import Experiment, choose_mode, remove_records, run_program
 
-if TYPE_CHECKING:
-    import swanlab
-
-MODES = ("auto", "online", "offline")
-PROBE_TIMEOUT = 3  # seconds
-FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
-SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
+STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
 
 
 @TRACKERS.register("swanlab")
 @dataclass
-class SwanlabConfig(TrackerConfig):
-    project: str  # SwanLab project
-    mode: str  # auto (online if an API key and the server are available, otherwise offline), online or offline
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode not in MODES:
-            raise UserError(f"tracker.mode must be one of {', '.join(MODES)}, got {self.mode}", f"tracker.mode={self.mode}", "e.g. tracker.mode=auto")
-
+class SwanlabConfig(ExternalTrackerConfig):
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", __spec__.name]  # -P: this file must not be imported as `swanlab`
 
@@ -44,61 +25,46 @@ class SwanlabConfig(TrackerConfig):
         require_package("swanlab", extra="swanlab")
 
 
-def choose_mode(requested: str, api_key: str | None, api_host: str) -> tuple[str, str]:
-    """Return (mode, reason). `auto` is online only if a key exists and the server answers: SwanLab itself waits 16 s and then raises."""
-    if requested != "auto":
-        return requested, f"tracker.mode={requested}"
-    if not api_key:
-        return "offline", "no API key"
-    try:
-        urllib.request.urlopen(api_host, timeout=PROBE_TIMEOUT)
-    except urllib.error.HTTPError:
-        pass  # an HTTP error is an answer, too
-    except OSError:
-        return "offline", f"{api_host} does not answer"
-    return "online", "API key found"
+class SwanlabLog:
+    def __init__(self, experiment: Experiment) -> None:
+        import swanlab
 
+        settings = swanlab.Settings(
+            interactive=False,
+            log_dir=str(experiment.folder),
+            terminal=swanlab.Settings.Terminal(proxy_type="none"),
+            # Off: SwanLab would record the command, packages and load of this process as those of the run.
+            probe=swanlab.Settings.Probe(monitor=False, requirements=False, git=False, runtime=False),
+        )
+        mode, reason = choose_mode(experiment.mode, settings.api_key, settings.api_host, "SWANLAB_MODE")
+        offline = experiment.old_records("run-*-*")
+        self.history_from = 0 if mode == "offline" or offline else None
+        remove_records(offline)
+        self._run = swanlab.init(
+            project=experiment.project,
+            name=experiment.name,
+            id=experiment.id,
+            resume="allow",
+            group=experiment.group or None,
+            tags=experiment.tags,
+            description=experiment.note or None,
+            job_type=experiment.stage or None,
+            config=experiment.config,
+            mode=mode,
+            settings=settings,
+        )
+        self.location = f"{mode} ({reason}), {self._run.url if mode == 'online' else self._run.dir}"
 
-def open_experiment(start: dict[str, Any]) -> tuple[swanlab.Run, str]:
-    """Return (SwanLab run, console line with mode and location)."""
-    import swanlab
+    def log(self, kind: str, step: int, numbers: dict[str, float]) -> None:
+        self._run.log({f"{kind}/{name}": value for name, value in numbers.items()}, step=step)
 
-    settings = swanlab.Settings(
-        interactive=False,
-        log_dir=start["folder"],
-        terminal=swanlab.Settings.Terminal(proxy_type="none"),
-        # Off: SwanLab would record the command, packages and load of this process as those of the run.
-        probe=swanlab.Settings.Probe(monitor=False, requirements=False, git=False, runtime=False),
-    )
-    mode, reason = choose_mode(start["settings"]["mode"], settings.api_key, settings.api_host)
-    project = start["settings"]["project"]
-    run = swanlab.init(project=project, name=start["name"], id=start["id"], resume="allow", config=start["config"], mode=mode, settings=settings)
-    return run, f"swanlab: {mode} ({reason}), {run.url if mode == 'online' else run.dir}"
+    def samples(self, step: int, samples: list[dict[str, str]]) -> None:
+        answers, prompts = [sample["answer"] for sample in samples], [sample["prompt"] for sample in samples]
+        self._run.log_text(key="samples", data=answers, caption=prompts, step=step)
 
-
-def forward(run: swanlab.Run, message: dict[str, Any]) -> None:
-    if message["event"] == "log":
-        run.log({f"{message['kind']}/{name}": value for name, value in message["numbers"].items()}, step=message["step"])
-    else:
-        samples = message["samples"]
-        run.log_text(key="samples", data=[sample["answer"] for sample in samples], caption=[sample["prompt"] for sample in samples], step=message["step"])
-
-
-def forward_stdin() -> None:
-    console = sys.stdout
-    sys.stdout = sys.stderr  # SwanLab's own output goes to the log file; what this process prints to `console` is shown by the run
-    run, location = open_experiment(json.loads(sys.stdin.readline()))
-    print(location, file=console, flush=True)
-    status, error = "failed", "the training process ended without a final message"
-    for line in sys.stdin:
-        message = json.loads(line)
-        if message["event"] == "finish":
-            status, error = message["status"], message["error"]
-            break
-        forward(run, message)
-    signal.alarm(FINISH_TIMEOUT)
-    run.finish(SWANLAB_STATES[status], error=error or None)
+    def finish(self, status: str, error: str) -> None:
+        self._run.finish(STATES[status], error=error or None)
 
 
 if __name__ == "__main__":
-    forward_stdin()
+    run_program(SwanlabLog)

@@ -1,0 +1,97 @@
+"""Write a finished run, or the jobs of a sweep, to a tracker: `report.py to=NAME`. The files are offline ones; nothing is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from common.errors import TrainingError, UserError, print_safely
+from common.filesystem import open_regular
+from common.ownership.processes import is_alive
+from runner.config.compose import compose_config
+from runner.run_dir.metadata import RunMetadata
+from runner.run_dir.naming import find_runs
+from runner.run_dir.resolve import is_sweep_dir
+from runner.run_dir.saved_config import load_saved_config
+from runner.tracking.config import TRACKERS, ExternalTrackerConfig
+from runner.tracking.tracker_process import TrackerProcess, describe_experiment
+
+REPLAY_SECONDS = 600.0  # one run; a million records take TensorBoard and SwanLab less
+STATUS = {"completed": "completed", "interrupted": "interrupted", "running": "interrupted"}  # others: failed
+
+
+def is_tracker(name: str) -> bool:
+    """Return whether `to=name` names a tracker, and not a file."""
+    return name in TRACKERS.names() and name != "none"
+
+
+def replay(folder: Path, name: str) -> None:
+    """Write the run in `folder`, or each job of the sweep, to the tracker `name`, and print where it is. What an earlier replay wrote is replaced.
+
+    Raises UserError if the run still trains or has logged nothing, TrainingError if the tracker fails.
+    """
+    config = compose_config([f"tracker={name}"]).tracker
+    assert isinstance(config, ExternalTrackerConfig)
+    config.check_installed()
+    runs = sorted(find_runs(folder)) if is_sweep_dir(folder) else [folder]
+    logged = [run for run in runs if any(_log_sizes(run).values())]
+    if not logged:
+        raise UserError("nothing has been logged there yet", f"run={folder}", "run=last, or sweep=last")
+    for run in logged:
+        fields = RunMetadata.read(run)
+        if fields.get("status") == "running" and is_alive(fields):
+            raise UserError(f"{run} still trains", f"to={name}", f"wait for its end; tracker={name} follows a run while it trains")
+    for run in logged:
+        replay_run(run, config)
+    if len(logged) < len(runs):
+        print_safely(f"{len(runs) - len(logged)} jobs have logged nothing and are left out")
+
+
+def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
+    """Write one run to its tracker, with the id that it has there already or the id of the run."""
+    fields, saved = RunMetadata.read(run), load_saved_config(run)
+    status = STATUS.get(str(fields.get("status")), "failed")
+    warnings: list[str] = []
+    settings = dataclasses.asdict(dataclasses.replace(config, mode="offline", project=_project(saved) or config.project))
+    tracker = TrackerProcess(config.command() or [], run / config.name, print_safely, warnings.append)
+    tracker.start(
+        folder=str(run.absolute() / config.name),
+        settings=settings,
+        id=str(fields.get("tracker_id") or fields.get("id") or run.name),
+        config=_plain(saved),
+        history=_log_sizes(run),
+        is_replay=True,
+        **describe_experiment(run, saved),
+    )
+    tracker.finish(status, str(fields.get("error") or ""))
+    if not tracker.wait(time.monotonic() + REPLAY_SECONDS):
+        reason = re.sub(r" \(training continues;.*", "", warnings[0]) if warnings else f"it failed; {run / config.name / 'tracker.log'} has the cause"
+        raise TrainingError(f"{run} could not be written: {reason}")
+
+
+def _log_sizes(run: Path) -> dict[str, int]:
+    return {name: _size(run / f"{name}.jsonl") for name in ("metrics", "samples")}
+
+
+def _size(path: Path) -> int:
+    try:
+        fd, size = open_regular(path)
+    except OSError:
+        return 0
+    with open(fd, "rb"):
+        return size
+
+
+def _project(saved: dict[str, Any]) -> str | None:
+    """Return the project that the run was logged to while it trained."""
+    section = saved.get("tracker")
+    project = section.get("project") if isinstance(section, dict) else None
+    return project if isinstance(project, str) else None
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run without those of Hydra."""
+    return {name: value for name, value in config.items() if name != "hydra"}
