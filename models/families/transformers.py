@@ -132,12 +132,17 @@ def _exact_positions(text: Any) -> int:
 
 
 def _unread_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json that the configuration class does not declare. Some models read head_dim without."""
+    """Return the fields of config.json that the configuration class does not declare, without those that it computes itself with the same value
+    (intermediate_size of Mamba). Some models read head_dim without."""
     from transformers import CONFIG_MAPPING
 
     cls = CONFIG_MAPPING[config["model_type"]]
     known = {field.name for field in dataclasses.fields(cls)} | {"head_dim", *cls.attribute_map, *ROPE_FIELDS, *NO_INFLUENCE, *UNREAD_FIELDS}
-    return {name: value for name, value in config.items() if name not in known and value is not None and not name.startswith("_")}
+    unread = {name: value for name, value in config.items() if name not in known and value is not None and not name.startswith("_")}
+    if not unread:
+        return {}
+    computed = create_hf_config({name: value for name, value in config.items() if name not in unread}, "model.config")
+    return {name: value for name, value in unread.items() if getattr(computed, name, None) != value}
 
 
 def create_hf_config(config: dict[str, Any], where: str) -> Any:

@@ -17,11 +17,20 @@ from transformers.utils import logging
 from models.layers.attention import AttentionMask, attention
 
 IMPLEMENTATION = "lm_runner"
+MARKER = "lm_runner_marker"  # attention that only says that it is called
 DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # probabilities of attention dropout in configs of transformers
 
 
 class UnsupportedAttentionError(Exception):
     """A model asks for something that the kernels of this program do not compute."""
+
+
+class AttentionCalledError(Exception):
+    """A layer calls the attention MARKER."""
+
+
+def _report_call(*_: Any, **__: Any) -> tuple[Tensor, None]:
+    raise AttentionCalledError
 
 
 def own_attention(
@@ -77,4 +86,6 @@ def register_attention() -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     AttentionInterface.register(IMPLEMENTATION, own_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, own_mask)
+    AttentionInterface.register(MARKER, _report_call)
+    for name in (IMPLEMENTATION, MARKER):
+        AttentionMaskInterface.register(name, own_mask)

@@ -18,7 +18,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
 from common.errors import UserError
 from models.layers.chunked_loss import LMHead
-from models.transformers_adapter.attention import IMPLEMENTATION, UnsupportedAttentionError
+from models.transformers_adapter.attention import IMPLEMENTATION, MARKER, AttentionCalledError, UnsupportedAttentionError
 
 MASKS: Any = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
@@ -34,7 +34,7 @@ WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")  # of the config of t
 # How documents are separated: by position_ids alone, by a mask (B, 1, T, T), or by a mask for each type of layer.
 PACKING_METHODS = ("positions", "mask", "layer_masks")
 # What a class of transformers raises for arguments or kernels that it does not compute: refusals, no positions (state-space models), no types of layers.
-UNSUPPORTED = (UnsupportedAttentionError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
+UNSUPPORTED = (UnsupportedAttentionError, AttentionCalledError, ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,12 @@ class Kernels:
     attention: str  # attn_implementation of transformers
     packing: str  # one of PACKING_METHODS, or none: packed rows would differ from single ones
     chunked_loss: bool  # the loss comes from the last hidden state and the weight of the output layer; False: from the model's logits
+    is_called: bool = True  # whether layers of the model call `attention`; those of state-space models and of Bloom compute without
 
     def describe(self) -> str:
         """Return what was found, for the log."""
         attention = "attention of this program" if self.attention == IMPLEMENTATION else f"attention of transformers ({self.attention})"
+        attention = attention if self.is_called else "the layers of its class"
         loss = "chunked loss" if self.chunked_loss else "loss from the model's own logits"
         packed = {"positions": "", "mask": " with a mask", "layer_masks": " with a mask for each type of layer"}
         rows = "packed rows are not exact" if self.packing == "none" else f"packed rows are exact{packed[self.packing]}"
@@ -125,7 +127,7 @@ def _choose(probe: Probe, attention: str) -> Kernels:
     candidates = {"auto": (IMPLEMENTATION, probe.hf.config._attn_implementation), "own": (IMPLEMENTATION,)}.get(attention, (attention,))
     for implementation in candidates:
         if probe.has_exact_attention(implementation):
-            kernels = Kernels(implementation, "none", probe.has_plain_head())
+            kernels = Kernels(implementation, "none", probe.has_plain_head(), probe.calls_attention())
             exact = (method for method in PACKING_METHODS if probe.packs_exactly(replace(kernels, packing=method)))
             return replace(kernels, packing=next(exact, "none") if probe.shows_leaks() else "none")
     raise UserError(
@@ -178,6 +180,18 @@ class Probe:
             return self._agrees(self._padded())
         except UNSUPPORTED:
             return False
+
+    def calls_attention(self) -> bool:
+        """Return whether a layer calls the attention that is set."""
+        implementation = self.hf.config._attn_implementation
+        try:
+            self.hf.set_attn_implementation(MARKER)
+            self._log_probs(self.rows[0][None])
+        except UNSUPPORTED as error:
+            return isinstance(error, AttentionCalledError)
+        finally:
+            self.hf.set_attn_implementation(implementation)
+        return False
 
     def has_plain_head(self) -> bool:
         """Return whether the logits are the output of the last layer for the last hidden state: some families scale, cap or bias them afterwards.

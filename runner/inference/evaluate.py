@@ -23,8 +23,10 @@ from common.filesystem import read_json_object
 from common.guarded_files import check_own_files, open_append
 from common.registry import Registry
 from common.settings import check_at_least
+from runner.diagnostics.symptoms import troubleshooting
+from runner.diagnostics.training_overlap import training_overlap
 from runner.inference.evaluation_data import EvaluationData, EvaluationSet
-from runner.inference.load import LoadedModel, load_trained
+from runner.inference.load import LoadedModel, checkpoint_dir, load_trained, run_of_checkpoint
 from runner.tracking.progress import EvaluationProgress
 
 if TYPE_CHECKING:
@@ -95,16 +97,19 @@ class EvaluateConfig:
 
 
 def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: Callable[[Path, Record], None] | None = None) -> MetricResults:
-    """Evaluate the model in `folder`; print the result as JSON and append it to `folder/evaluations.jsonl`, or give it to `record`.
+    """Evaluate the model in `folder`; print the result as JSON and append it to evaluations.jsonl in `records_dir(folder)`, or give it to `record`.
 
     Where the user stops (`listen`), the result over the rows so far is printed and not recorded. Raises KeyboardInterrupt then.
     """
     import torch
 
-    check_own_files(folder, (EVALUATIONS_FILE,))
+    check_own_files(records_dir(folder), (EVALUATIONS_FILE,))
     with EvaluationProgress(cfg.metric, listen) as progress:
         examples = open_evaluation_set(cfg.data, cfg.metric, progress)  # before the weights are read, which takes longer
         trained = load_trained(folder, cfg.device)
+        if overlap := training_overlap([source for source, _ in examples.files], trained.data_settings.get("path")):
+            measured = f"{overlap.rows:,} of {overlap.total:,} rows are training rows of this run, too (first: {overlap.first})"
+            print_note(f"warning: {measured}: the result is too good; {troubleshooting('test-in-training')}")
         with torch.inference_mode():
             results = METRICS.get(cfg.metric).compute(trained, examples, cfg)
     files = [source.name for source, _ in examples.files]
@@ -117,17 +122,26 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: C
     return results
 
 
+def records_dir(folder: Path) -> Path:
+    """Return where evaluations of the model in `folder` are recorded: of a checkpoint its run, as retention deletes checkpoints; else `folder`."""
+    return run_of_checkpoint(checkpoint_dir(folder)) or folder
+
+
 def exported_weights(folder: Path) -> Record:
-    """Return which weights `model/` of a run holds, e.g. {"weights": "best", "step": 400}; {} without a run."""
+    """Return which weights `model/` of a run holds, e.g. {"weights": "best", "step": 400}, of a checkpoint its name and step; {} without a run."""
+    from runner.checkpoint.format import step_of
+
+    if run_of_checkpoint(checkpoint := checkpoint_dir(folder)):
+        return {"weights": checkpoint.name, "step": step_of(checkpoint.name)}
     export = read_json_object(folder / "run.json").get("export")
     return {name: export.get(name) for name in ("weights", "step")} if isinstance(export, dict) else {}
 
 
 def record_results(folder: Path, record: Record) -> None:
-    """Print the results of an evaluation as JSON and append them to `folder/evaluations.jsonl`."""
+    """Print the results of an evaluation as JSON and append them to evaluations.jsonl in `records_dir(folder)`."""
     line = json.dumps(record, ensure_ascii=False)
     print(_printable(record), flush=True)
-    with open_append(folder / EVALUATIONS_FILE) as file:
+    with open_append(records_dir(folder) / EVALUATIONS_FILE) as file:
         file.write(f"{line}\n".encode())
 
 

@@ -61,6 +61,12 @@ def adopt_model(tree: MutableMapping[str, Any], typed: list[str], conf: Path = C
         return None
     family = tree["model"]["family"] if "model.family" in keys else None
     composed, settings = dict(tree["model"]), dict(_model_settings(Path(init_from), family))
+    if family not in (None, settings["family"]):
+        run = _model_source(Path(init_from))
+        fix = f"leave it out; or export the weights: python runner/export.py run={run} to=NEW format=hf, then init_from=NEW model.family={family}"
+        raise UserError(
+            f"model.family={family} does not compute the weights of this run, which are those of {settings['family']}", f"model.family={family}", fix
+        )
     if composed["family"] == settings["family"] and settings.keys() <= composed.keys():  # not those of the default model, where model.family is typed
         settings = composed | settings  # a setting that is newer than the run keeps its default
     for name in {key.split(".")[1] for key in keys if key.startswith("model.")}:

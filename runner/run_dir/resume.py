@@ -23,8 +23,8 @@ from common.paths import CONF_DIR, workspace_dir
 from common.plugins import check_imported
 from runner.config import overrides, schema
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
-from runner.config.hydra_errors import translating_hydra_errors
-from runner.engine.config import Config
+from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors
+from runner.engine.config import REGISTERED_SECTIONS, Config
 from runner.run_dir import config_snapshot, saved_config
 from runner.run_dir.lock import unusable_error
 from runner.run_dir.metadata import RunMetadata
@@ -55,6 +55,7 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     register_configs()
     parsed = _parse_extra(folder, extra)
     saved = saved_config.reject_interpolations(saved_config.load_saved_config(folder), "", folder / saved_config.CONFIG_FILE)
+    _check_sections_exist(folder, parsed, saved)
     if any(override.key_or_group == overrides.PLUGINS_KEY for override in parsed):
         saved["plugins"] = overrides.plugins_of(extra)
     check_imported(saved.get("plugins") or [])
@@ -95,6 +96,30 @@ def _parse_extra(folder: Path, extra: list[str]) -> list[Override]:
         if key in FIXED_KEYS:
             raise UserError(f"{key} cannot change in a run", typed, f"start a new run with init_from={folder}")
     return parsed
+
+
+def _check_sections_exist(folder: Path, parsed: list[Override], saved: dict[str, Any]) -> None:
+    """Raise UserError for an override that the class of a fixed section does not have: another class, or keys of a section that is null in this run."""
+    for override in parsed:
+        key, typed = override.key_or_group, str(override.input_line)
+        section, *names = key.split(".")
+        if section not in FIXED_KEYS or not isinstance(value := saved.get(section), dict):
+            continue
+        choice = REGISTERED_SECTIONS[section][0] if section in REGISTERED_SECTIONS else None
+        if names == [choice] and override.value() != value.get(choice):
+            fix = f"leave it out; or a new run from an exported folder: python runner/export.py run={folder} to=NEW format=hf, then init_from=NEW {typed}"
+            raise UserError(
+                f"{key} cannot change in a run, it is {value.get(choice)}", typed, fix if section == "model" else f"start a new run with init_from={folder}"
+            )
+        for i, name in enumerate(names[:-1], start=1):
+            value = value.get(name, {}) if isinstance(value, dict) else {}
+            if value is None:
+                null = ".".join([section, *names[:i]])
+                raise UserError(
+                    f"{null} is null in this run, and {section} cannot change",
+                    typed,
+                    f"start a new run with init_from={folder}: {OPTIONAL_SECTIONS.get(null, null)}",
+                )
 
 
 def _effective_overrides(folder: Path, parsed: list[Override]) -> tuple[list[str], list[str]]:

@@ -45,6 +45,7 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
 
         from runner.serving.app import create_app
         from runner.serving.generation import GenerationQueue
+        from runner.serving.header_deadline import HeaderDeadlineProtocol
     except ModuleNotFoundError as error:
         raise UserError(
             f"serve.py needs the package {error.name}", "python runner/serve.py", 'pip install "lm-runner[serve]", or pip install fastapi uvicorn'
@@ -67,7 +68,9 @@ def serve(cfg: ServeConfig, folder: Path) -> None:
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "proxy_headers": False}
     try:
-        Server(uvicorn.Config(app, http="h11", ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=3, **options)).run(sockets=[listener])
+        Server(uvicorn.Config(app, http=HeaderDeadlineProtocol, ws="none", limit_concurrency=MAX_CONNECTIONS, timeout_graceful_shutdown=3, **options)).run(
+            sockets=[listener]
+        )
     finally:
         generation.close()
 

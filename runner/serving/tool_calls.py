@@ -12,7 +12,8 @@ from data.tokenize.chat_template import ChatTemplate
 from runner.serving.protocol import ApiError
 
 OPENING_TAG = "<tool_call>"
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+OPENING = re.compile(r"<tool_call>\s*(?=\{)")
+CLOSING = re.compile(r"\}\s*</tool_call>")
 
 
 def check_tools(template: ChatTemplate) -> None:
@@ -25,19 +26,27 @@ def check_tools(template: ChatTemplate) -> None:
 
 
 def split_tool_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text outside of calls, and the calls as OpenAI returns them. What is no valid call stays text."""
+    """Return the text outside of calls, and the calls as OpenAI returns them. What is no valid call stays text.
+
+    An answer is read once: time is linear in its length, whatever tags it repeats.
+    """
     calls: list[dict[str, Any]] = []
+    rest, position = [], 0
+    while (opening := OPENING.search(text, position)) and (closing := CLOSING.search(text, opening.end())):
+        call = _parse_call(text[opening.end() : closing.start() + 1])
+        rest.append(text[position : closing.end() if call is None else opening.start()])
+        calls += [] if call is None else [call]
+        position = closing.end()
+    rest.append(text[position:])
+    return ("".join(rest).strip() or None) if calls else text, calls
 
-    def take(found: re.Match[str]) -> str:
-        try:
-            call = parse_json(found[1])
-        except ValueError:
-            return found[0]
-        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-            return found[0]
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-        calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-        return ""
 
-    rest = TOOL_CALL.sub(take, text)
-    return (rest.strip() or None) if calls else text, calls
+def _parse_call(text: str) -> dict[str, Any] | None:
+    try:
+        call = parse_json(text)
+    except ValueError:
+        return None
+    if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        return None
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

@@ -17,10 +17,11 @@ from command_fixtures import TINY_RUN, Call
 
 from common.errors import UserError
 from data.tokenize.chat_template import ChatTemplate
-from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, register_metric
+from runner.inference.evaluate import METRICS, EvaluateConfig, evaluate, exported_weights, register_metric
 from runner.inference.evaluation_data import EvaluationData
 from runner.inference.load import LoadedModel, load_trained
 from runner.inference.metrics.exact_match import generate_answers
+from runner.reporting.sweep_results.evaluations import record_everywhere
 
 TEXTS = ["Ludo lives in Sarro.", "托洛最喜欢棕色。", "The opposite of loud is quiet, and the opposite of north is south.", "é 🙂"]
 
@@ -210,6 +211,19 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
     results = evaluate(evaluate_config("perplexity", data), hf_folder)
     last = json.loads((hf_folder / "evaluations.jsonl").read_text().splitlines()[-1])
     assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_evaluation_of_a_checkpoint_is_recorded_in_its_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000040"
+    for folder in (checkpoint, tmp_path / "run" / ".hydra"):
+        folder.mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "config.yaml").write_text("seed: 0\n")
+    (checkpoint.parent / "best").write_text(checkpoint.name)
+    for folder in (checkpoint, checkpoint.parent / "best"):
+        record_everywhere(folder, {"metric": "perplexity", **exported_weights(folder)})
+    lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == 2 * [{"metric": "perplexity", "weights": "step-00000040", "step": 40}]
+    assert list(checkpoint.iterdir()) == []
 
 
 @pytest.mark.parametrize("metric, rows", [("perplexity", 6), ("exact_match", 6), ("conversation", 3)])

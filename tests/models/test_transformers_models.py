@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers_families import FAMILIES, random_family, write_family
 
 from common.errors import UserError
-from models.families.transformers import _without_unread, create_hf_config
+from models.families.transformers import TransformersConfig, _without_unread, create_hf_config
 from models.formats.json_files import read_model_config
 from models.formats.load import load_into, load_model, load_weights
 from models.formats.save import save_model
@@ -121,6 +121,17 @@ def test_transformers_model_is_probed_with_windows_that_its_rows_exceed() -> Non
     model = random_family("gpt_oss", sliding_window=64, num_local_experts=2, num_experts_per_tok=1)
     model.prepare(is_packed=True)
     assert (model.kernels.packing, model.hf.config.sliding_window) == ("layer_masks", 64)
+
+
+def test_transformers_model_reports_which_attention_is_really_called() -> None:
+    for name, line in (("mamba2", "with the layers of its class,"), ("gpt_neox", "with attention of this program,")):
+        assert line in str(random_family(name, **FAMILIES[name].changes).prepare(is_packed=False))
+
+
+def test_field_of_config_json_that_the_class_computes_itself_is_not_warned_of() -> None:
+    mamba = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
+    for width, count in ((64, 0), (48, 1)):
+        assert len(TransformersConfig.from_hf_config(mamba | {"intermediate_size": width}, Path("config.json")).training_warnings()) == count
 
 
 def test_experts_of_transformers_are_not_compiled_by_auto() -> None:

@@ -156,6 +156,8 @@ def test_model_of_a_run_is_the_one_that_it_recorded(tmp_path: Path) -> None:
     for source in (run, run / "checkpoints" / "step-00000100"):
         model = decoder(f"init_from={source}", "stage=sft")
         assert (model.rope_theta, model.hidden_size, model.name) == (123.0, 64, "mine")
+    with pytest.raises(UserError, match="model.family=transformers does not compute the weights of this run, which are those of decoder"):
+        decoder(f"init_from={run}", "stage=sft", "model.family=transformers")
     with pytest.raises(UserError, match="model.rope_theta=1000000.0, in the weights 123.0"):
         decoder(f"init_from={run}", "model=tiny", "model.hidden_size=64")
 

@@ -171,3 +171,16 @@ def test_saved_overrides_of_hydra_are_ignored(run: Path) -> None:
     path.write_text(yaml.safe_dump([*TYPED, "hydra.searchpath=[file:///nowhere]", "+hydra.callbacks.x._target_=os.system"]))
     assert resumed_config(run, "schedule=linear").schedule.name == "linear"
     assert "hydra" not in path.read_text()
+
+
+@pytest.mark.parametrize(("typed", "message", "fix"), [
+    ("model.family=transformers", "model.family cannot change in a run, it is decoder", "then init_from=NEW model.family=transformers"),
+    ("stage.objective=dpo", "stage.objective cannot change in a run, it is next_token", "start a new run with init_from="),
+    ("stage.lora.rank=4", "stage.lora is null in this run, and stage cannot change", "start a new run with init_from="),
+    ("model.rope_scaling.factor=2.0", "model.rope_scaling is null in this run, and model cannot change", "start a new run with init_from="),
+])  # fmt: skip
+def test_resume_names_the_override_that_needs_another_model_or_stage(run: Path, typed: str, message: str, fix: str) -> None:
+    with pytest.raises(UserError) as error:
+        plan_resume(run, [typed])
+    assert message in error.value.message and fix in error.value.fix and error.value.setting == typed
+    assert plan_resume(run, ["model.family=decoder"]).is_changed is False

@@ -113,3 +113,9 @@ def test_tool_calls_are_split_from_the_text_and_broken_ones_stay() -> None:
     assert content == 'Let me see.\n<tool_call>{"name": 1}</tool_call>'
     assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 1, "b": {"c": 2}}'}]
     assert split_tool_calls(" plain ") == (" plain ", [])
+    assert split_tool_calls(text + "</tool_call>")[1][0]["function"] == calls[0]["function"]
+
+
+def test_tool_calls_that_are_never_closed_take_linear_time() -> None:
+    text = "<tool_call>{" * 200_000  # with a search of the whole rest for each: hours
+    assert split_tool_calls(text) == (text, [])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import StopRequested, UserError, print_note
 from common.guarded_files import check_own_files
-from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, Listen, Record, exported_weights, print_partial, record_results
+from runner.inference.evaluate import EVALUATIONS_FILE, EvaluateConfig, Listen, Record, exported_weights, print_partial, record_results, records_dir
 from runner.inference.harness.loading import LoadedTasks, check_shots, harness_version, load_tasks
 from runner.inference.load import load_trained, weights_dir
 from runner.tracking.progress import EvaluationProgress
@@ -32,7 +32,7 @@ def evaluate_tasks(cfg: EvaluateConfig, folder: Path, listen: Listen = None, rec
     """
     from data.tokenize.tokenizer import Tokenizer
 
-    check_own_files(folder, (EVALUATIONS_FILE,))
+    check_own_files(records_dir(folder), (EVALUATIONS_FILE,))
     if cfg.chat_template and Tokenizer.load(weights_dir(folder)).chat_template is None:
         raise UserError("this model has no chat template", "chat_template=true", "chat_template=false")
     tasks = load_tasks(cfg.tasks, cfg.tasks_path)
