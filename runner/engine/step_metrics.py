@@ -17,6 +17,7 @@ import torch
 
 from common.errors import DivergedError
 from common.filesystem import write_json
+from common.limits.memory import peak_resident_bytes
 from runner.diagnostics.monitor import watch_records
 from runner.diagnostics.symptoms import RunFacts, troubleshooting
 from runner.engine.state import StepOutput, TrainState, finite_or_none
@@ -119,6 +120,11 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
             f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); "
             f"use a smaller optimizer.lr, or check these rows; {troubleshooting('nan')}"
         )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest memory so far (bytes): of tensors on a GPU, otherwise of this process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def watch_numbers(state: TrainState) -> None:

@@ -22,7 +22,7 @@ from runner.engine.loop import train
 
 VERIFY_STEPS = 10  # if train.max_steps is 0
 # Times, and positions in files whose times have more or fewer digits
-EXCLUDED_METRICS = {"time", "attempt", "tokens_per_second", "data_wait", "save_stall"}
+EXCLUDED_METRICS = {"time", "attempt", "tokens_per_second", "data_wait", "save_stall", "peak_memory"}
 EXCLUDED_STATE = {"log", "log_sha256", "tracker_id", "run"}
 
 

@@ -1,17 +1,24 @@
-"""What the pages of runs and sweeps share: the template environment and the style sheet."""
+"""What the pages of runs and sweeps share: the template environment, the style sheet, and one file that makes no request and runs its own scripts only."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from common.errors import strip_control
 
 if TYPE_CHECKING:
     import jinja2
+    from markupsafe import Markup
 
 CSS = Path(__file__).with_name("page.css")
+VENDOR = Path(__file__).with_name("run_page") / "vendor"
+CHART_LIBRARY, CHART_STYLE = VENDOR / "uPlot.iife.min.js", VENDOR / "uPlot.min.css"
 
 
 def page_environment() -> jinja2.Environment:
@@ -20,7 +27,7 @@ def page_environment() -> jinja2.Environment:
     from markupsafe import Markup, escape
 
     def without_control(value: object) -> object:
-        return strip_control(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return value if isinstance(value, Markup) else strip_control(str(value))  # a path is no str, and holds any character
 
     def breakable(key: str) -> Markup:
         """Allow a line break after each dot and underscore of a long key."""
@@ -29,3 +36,32 @@ def page_environment() -> jinja2.Environment:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=without_control, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"breakable": breakable, "url": lambda name: quote(name, errors="backslashreplace")}
     return environment
+
+
+def load_template(path: Path, scripts: Iterable[Path], styles: Iterable[Path]) -> jinja2.Template:
+    """Return the template in `path` with `scripts`, `css` and `policy`, a content security policy that allows these scripts only, by their hash."""
+    from markupsafe import Markup
+
+    texts = [script.read_text(encoding="utf-8") for script in scripts]
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts)
+    environment = page_environment()
+    environment.globals |= {
+        "scripts": [Markup(text) for text in texts],
+        "policy": Markup(f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}"),
+        "css": Markup("\n".join(style.read_text(encoding="utf-8") for style in styles)),
+    }
+    return environment.from_string(path.read_text(encoding="utf-8"))
+
+
+def json_block(content: Any) -> Markup:
+    """Return `content` as JSON that cannot end the <script> element it is in."""
+    from markupsafe import Markup
+
+    return Markup(strip_control(json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")))
+
+
+def short_number(value: float | None) -> float | int | None:
+    """Return a number with the seven digits that a chart needs; None stays None."""
+    if value is None:
+        return None
+    return int(value) if value == int(value) and abs(value) < 2**53 else float(f"{value:.7g}")

@@ -66,19 +66,22 @@ def page_faults() -> list[str]:
 
 @pytest.fixture
 def open_page(chromium: Chromium, page_faults: list[str]) -> Iterator[OpenPage]:
-    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page.
+    """`open_page(path or loopback URL, width=1280, scheme="light")` returns a page. With `clock` (seconds since 1970) its timers run only in
+    `page.clock.run_for(milliseconds)`.
 
     The test fails if a page sends a request to anything but itself, prints to the console, raises, or opens a dialog or another page.
     """
     contexts: list[Any] = []
     asyncio._set_running_loop(chromium.loop)  # Playwright's loop counts as running in this thread, for as long as no other test can call asyncio.run
 
-    def open_page(target: Path | str, width: int = 1280, scheme: str = "light") -> Any:
+    def open_page(target: Path | str, width: int = 1280, scheme: str = "light", clock: float | None = None) -> Any:
         url = target.resolve().as_uri() if isinstance(target, Path) else target
         context = chromium.browser.new_context(viewport={"width": width, "height": HEIGHTS.get(width, 900)}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
         watch(context, page, url, page_faults)
+        if clock is not None:
+            page.clock.install(time=clock)
         page.goto(url)
         return page
 

@@ -75,16 +75,21 @@ def overflow(page: Any) -> list[str]:
     return page.evaluate(OVERFLOW)
 
 
-def keyboard_stops(page: Any, limit: int = 60) -> list[str]:
+STOP = """() => {
+  const e = document.activeElement, seen = window.keyboardStops;
+  if (e === document.body || seen.has(e)) return "";
+  seen.add(e);
+  return `${e.tagName.toLowerCase()} ${e.id || e.textContent.trim().slice(0, 40)}`;
+}"""
+
+
+def keyboard_stops(page: Any, limit: int = 100) -> list[str]:
     """Return the elements that Tab reaches in turn, from the start of the page: tag and id, or the beginning of the text."""
+    page.evaluate("() => { document.activeElement?.blur(); getSelection()?.removeAllRanges(); scrollTo(0, 0); window.keyboardStops = new Set(); }")
     stops: list[str] = []
-    page.evaluate("() => { document.activeElement?.blur(); window.getSelection()?.removeAllRanges(); window.scrollTo(0, 0); }")
     for _ in range(limit):
         page.keyboard.press("Tab")
-        stop = page.evaluate(
-            "() => { const e = document.activeElement; return e === document.body ? '' : `${e.tagName.toLowerCase()} ${e.id || e.textContent.trim().slice(0, 40)}`; }"
-        )
-        if not stop or stop in stops[:1]:
+        if not (stop := page.evaluate(STOP)):
             break
         stops.append(stop)
     return stops

@@ -104,7 +104,7 @@ def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, c
     state, records, evaluations = run_of(stage)
     assert [record["step"] for record in records] == list(range(1, 7)) and [record["step"] for record in evaluations] == [3, 6]
     assert set(records[0]) - IDENTIFIERS == {
-        "epoch", "loss_tokens", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "data_wait", "save_stall"
+        "epoch", "loss_tokens", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "data_wait", "save_stall", "peak_memory"
     }  # fmt: skip
     tokens = loss_tokens = 0
     for record in records:
@@ -118,7 +118,7 @@ def test_logged_numbers_are_those_of_an_independent_computation(run_of, stage, c
         assert record["epoch"] == (step - 1) // (ROWS // BATCH)
         assert record["lr"] == pytest.approx(learning_rate(step - 1), rel=1e-9)
         assert record["tokens_per_second"] == pytest.approx(step_tokens / STEP)  # without save, evaluation, samples and padding
-        assert record["data_wait"] == 0 and 0 <= record["save_stall"] < 60
+        assert record["data_wait"] == 0 and 0 <= record["save_stall"] < 60 and 50e6 < record["peak_memory"] < 50e9  # torch alone takes 100 MB
         if model is not None:
             parts = [nll_of(model, sequence) for sequence in sequences]
             loss = sum(part for part, _ in parts) / sum(count for _, count in parts)

@@ -8,15 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, resume_command
 from common.filesystem import open_regular
 from common.ownership.processes import is_alive
 from runner.checkpoint.atomic_dir import step_names
-from runner.reporting.page_settings import flatten_settings
 from runner.reporting.run_page.series import RunSeries, read_run_series
-from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, iter_records, read_override_list
+from runner.reporting.run_page.settings import Setting, read_settings
+from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, iter_records
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.saved_config import load_saved_config
 
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
 MAX_WARNINGS = 40  # different ones, the newest
@@ -31,7 +29,7 @@ class RunReport:
     is_running: bool
     series: RunSeries
     samples: dict[str, list[tuple[int, str]]]  # prompt -> (step, answer), in the order of steps
-    settings: list[tuple[str, str, bool]]  # key, value, whether an override set it or its group
+    settings: list[Setting]
     overrides: list[str]
     checkpoints: list[tuple[str, int]]  # name and bytes
     warnings: list[str]
@@ -46,11 +44,8 @@ class RunReport:
 
     @property
     def name(self) -> str:
-        return "/".join(self.folder.parts[-2:])
-
-    @property
-    def is_unfinished(self) -> bool:
-        return self.status in ("interrupted", "failed") and bool(self.checkpoints)
+        """run.name, or the last two parts of the path."""
+        return str(self.fields.get("name") or "/".join(self.folder.parts[-2:]))
 
     @property
     def step(self) -> int:
@@ -59,14 +54,10 @@ class RunReport:
         recorded = self.fields.get("step")
         return int(max([*logged, recorded if isinstance(recorded, int) else 0]))
 
-    @property
-    def resume_command(self) -> str:
-        return resume_command(self.folder)
-
 
 def read_run_report(folder: Path) -> RunReport:
     fields = RunMetadata.read(folder)
-    settings, overrides = _settings(folder)
+    settings, overrides = read_settings(folder)
     series = read_run_series(islice(iter_records(folder / "metrics.jsonl"), MAX_RECORDS))
     return RunReport(
         folder=folder,
@@ -91,17 +82,6 @@ def _samples(path: Path) -> dict[str, list[tuple[int, str]]]:
         if isinstance(step, int) and isinstance(prompt, str) and isinstance(answer, str) and (prompt in answers or len(answers) < MAX_SAMPLES):
             answers.setdefault(prompt, []).append((step, answer[:MAX_SAMPLE_CHARS]))
     return {prompt: found[-MAX_SAMPLE_STEPS:] for prompt, found in answers.items()}
-
-
-def _settings(folder: Path) -> tuple[list[tuple[str, str, bool]], list[str]]:
-    overrides = read_override_list(folder / ".hydra" / "overrides.yaml")
-    typed = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    try:
-        config = load_saved_config(folder)
-    except (UserError, OSError, ValueError):
-        return [], overrides
-    values = [(key, value) for key, value in flatten_settings(config) if not key.startswith("hydra.")]
-    return [(key, value, any(key == name or key.startswith(f"{name}.") for name in typed)) for key, value in values], overrides
 
 
 def _size(folder: Path) -> int:

@@ -2,12 +2,15 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const controls = { axis: document.getElementById("axis"), smoothing: document.getElementById("smoothing"), log: document.getElementById("log") };
+  const controls = Object.fromEntries(["axis", "smoothing", "log", "whole"].map((name) => [name, document.getElementById(name)]).filter(([, element]) => element));
   const titles = { step: "step", tokens: "tokens", seconds: "training time (hours:minutes:seconds)" };
   const cursor = uPlot.sync("run");
+  const state = recallState(); // of this page in this tab: zoom, hidden curves, opened parts, focus, scroll position
   let charts = [];
+  let isDrawing = false;
 
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const isNumber = (value) => value !== null && value !== undefined;
 
   // Exponential mean; a missing value leaves a gap and does not change the mean.
   function smooth(values, weight) {
@@ -26,11 +29,15 @@
     return `${part(Math.floor(whole / 3600))}:${part(Math.floor(whole / 60) % 60)}:${part(whole % 60)}`;
   }
 
-  function short(value) {
-    if (value === null || value === undefined) return "–";
-    const size = Math.abs(value);
-    if (size >= 1e4 || (size && size < 1e-3)) return value.toExponential(3);
-    return String(Number(value.toPrecision(5)));
+  function bytes(value) {
+    const unit = Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(1, value)) / 10)));
+    return `${Number((value / 1024 ** unit).toPrecision(4))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+  }
+
+  // The digits of metrics.jsonl, at most seven.
+  function exact(value) {
+    const short = Number(value.toPrecision(7));
+    return short && Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
   }
 
   function shortAxis(value) {
@@ -38,7 +45,9 @@
     return Math.abs(value) > 0 && Math.abs(value) < 1e-2 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
   }
 
-  // Join the records of training and evaluation on one x axis: [x, ...columns], null where a record lacks the field.
+  const axisText = (value) => (controls.axis.value === "seconds" ? clock(value) : Math.round(value).toLocaleString("en"));
+
+  // Join the records of training and evaluation on one x axis: [x, ...columns]; undefined where a record lacks the field, null where it is not finite.
   function join(parts) {
     return uPlot.join(parts.map((part) => [part.x, ...part.columns]), parts.map((part) => part.columns.map(() => 2)));
   }
@@ -49,95 +58,214 @@
     return values.map((value) => (last = value > last ? value : last + 1e-6));
   }
 
-  // Range of the y axis: all values from the point on where half of the decrease is done, so that overfitting at the end is seen.
+  // Range of the y axis of the loss: the first, high values lie above it, so that overfitting at the end is seen.
   function lossRange(u, low, high) {
-    const finite = (column) => column.filter((value) => value !== null && value !== undefined);
-    const shown = finite(u.data.slice(1).flat());
-    if (!shown.length) return [0, 1];
     const [i0, i1] = u.series[0].idxs || [0, u.data[0].length - 1];
-    const visible = finite(u.data.slice(1).map((column) => column.slice(i0, i1 + 1)).flat());
-    const values = visible.length ? visible : shown;
-    low = Math.min(...values);
-    high = Math.max(...values);
-    const isWhole = i0 === 0 && i1 === u.data[0].length - 1;
-    if (isWhole && !controls.log.checked) {
-      const sorted = [...values].sort((a, b) => a - b);
+    const part = (from, to) => u.data.slice(1).flatMap((column, index) => (u.series[index + 1].show ? column.slice(from, to).filter(isNumber) : []));
+    const visible = part(i0, i1 + 1), values = visible.length ? visible : part(0);
+    if (!values.length) return [0, 1];
+    const sorted = values.sort((a, b) => a - b);
+    low = sorted[0];
+    high = sorted[sorted.length - 1];
+    const highest = high, isLog = controls.log.checked && low > 0;
+    if (i0 === 0 && i1 === u.data[0].length - 1 && !isLog && !controls.whole.checked) {
       high = Math.min(high, Math.max(sorted[Math.floor(sorted.length * 0.95)], low + 3 * (sorted[Math.floor(sorted.length / 2)] - low)));
     }
     const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
-    return controls.log.checked && low > 0 ? [low * 0.97, high * 1.03] : [low - pad, high + pad];
+    u.highest = !isLog && highest > high + pad ? highest : null;
+    return isLog ? [low * 0.97, high * 1.03] : [low - pad, high + pad];
   }
 
-  function draw(figure) {
-    const axis = controls.axis.value;
-    const weight = figure.dataset.smooth === undefined ? 0 : Number(controls.smoothing.value);
-    const fields = figure.dataset.fields.split(" ");
-    const parts = [], series = [{ label: titles[axis], value: (u, value) => (value === null ? "–" : axis === "seconds" ? clock(value) : value.toLocaleString("en")) }];
-    fields.forEach((field, index) => {
+  // Name the highest value that lies above the plot.
+  function sayClipped(u) {
+    const text = isNumber(u.highest) ? `· up to ${exact(u.highest)} above the plot` : "";
+    const place = u.root.closest("figure").querySelector(".clipped");
+    if (place.textContent !== text) place.textContent = text;
+  }
+
+  // Index of the value that is shown for x: the one at x, else the newest one before it, else the first.
+  function nearestValue(u, index, hovered) {
+    const column = u.data[index];
+    for (let i = hovered; i >= 0; i--) if (column[i] !== undefined) return i;
+    const first = column.findIndex((value) => value !== undefined);
+    return first < 0 ? hovered : first;
+  }
+
+  // `0.8131`, with its step where that is not the one at the cursor.
+  function legendText(text, u, value, index, at) {
+    if (!isNumber(at)) return "–";
+    const shown = isNumber(value) ? text(value) : "not finite", own = u.cursor.idx;
+    return isNumber(own) && at !== own ? `${shown} @${axisText(u.data[0][at])}` : shown;
+  }
+
+  function seriesOf(chart, axis, weight) {
+    const parts = [], series = [{ label: titles[axis], value: (u, value) => (isNumber(value) ? axisText(value) : "–") }];
+    const value = legendText.bind(null, chart.bytes ? bytes : exact);
+    const add = (label, options) => series.push({ label, value, show: !(state.hidden || []).includes(label), ...options });
+    chart.fields.forEach((field, index) => {
       const stroke = color(`--c${index}`);
       if (data.train[field]) {
         const columns = [data.train[field]];
-        series.push({ label: `${field}`, stroke, width: weight ? 1 : 2, alpha: weight ? 0.35 : 1, points: { show: columns[0].length < 3 }, value: (u, value) => short(value) });
+        add(field, { stroke, width: weight ? 1 : 2, alpha: weight ? 0.35 : 1, points: { show: columns[0].length < 3 } });
         if (weight) {
           columns.push(smooth(data.train[field], weight));
-          series.push({ label: `${field}, smoothed`, stroke, width: 2, points: { show: false }, value: (u, value) => short(value) });
+          add(`${field}, smoothed`, { stroke, width: 2, points: { show: false } });
         }
         parts.push({ x: rising(data.train[axis]), columns });
       }
       if (data.eval[field]) {
         const evalColor = color(`--c${index + 2}`);
-        series.push({ label: `validation ${field}`, stroke: evalColor, width: 2, spanGaps: true, points: { show: true, size: 6, fill: evalColor }, value: (u, value) => short(value) });
+        add(`validation ${field}`, { stroke: evalColor, width: 2, points: { show: true, size: 6, fill: evalColor } });
         parts.push({ x: rising(data.eval[axis]), columns: [data.eval[field]] });
       }
     });
+    return [parts, series];
+  }
+
+  function draw(figure) {
+    const chart = data.charts[Number(figure.dataset.chart)], axis = controls.axis.value;
+    const [parts, series] = seriesOf(chart, axis, chart.smooth ? Number(controls.smoothing.value) : 0);
     if (!parts.length) return null;
-    const isLog = controls.log.checked && figure.dataset.log !== undefined && parts.every((part) => part.columns.every((column) => column.every((value) => value === null || value > 0)));
+    const isLog = controls.log.checked && chart.log && parts.every((part) => part.columns.every((column) => column.every((value) => value === null || value > 0)));
+    const isLoss = chart.fields.join() === "loss";
     const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
     const options = {
-      width: figure.clientWidth, height: 260, series, cursor: { sync: { key: cursor.key }, focus: { prox: 24 } },
-      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(figure.dataset.fields === "loss" ? { range: lossRange } : {}) } },
+      width: figure.clientWidth, height: 260, series, legend: { live: true },
+      cursor: { sync: { key: cursor.key }, focus: { prox: 24 }, dataIdx: (u, index, hovered) => (index ? nearestValue(u, index, hovered) : hovered) },
+      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(isLoss ? { range: lossRange } : {}) } },
       axes: [{ ...line, values: (u, values) => values.map((value) => (axis === "seconds" ? clock(value) : shortAxis(value))), space: axis === "seconds" ? 80 : 50 },
-             { ...line, size: 56, values: (u, values) => values.map((value) => (value === null ? "" : shortAxis(value))) }],
-      hooks: { draw: [markAttempts] },
+             { ...line, size: chart.bytes ? 74 : 56, values: (u, values) => values.map((value) => (value === null ? "" : chart.bytes ? bytes(value) : shortAxis(value))) }],
+      hooks: { draw: [markAttempts, isLoss ? markBest : () => {}, isLoss ? sayClipped : () => {}], setScale: [keepZoom], setSeries: [keepHidden] },
     };
     const place = figure.querySelector(".plot");
     place.replaceChildren();
-    return new uPlot(options, join(parts), place);
+    const plot = new uPlot(options, join(parts), place);
+    nameLegend(plot);
+    return plot;
+  }
+
+  // The names in the legend hide and show their curve, with the keyboard too.
+  function nameLegend(u) {
+    u.root.querySelectorAll(".u-legend .u-series th").forEach((name, index) => {
+      if (!index) return;
+      const toggle = () => name.setAttribute("aria-pressed", String(u.series[index].show));
+      name.tabIndex = 0;
+      name.setAttribute("role", "button");
+      name.addEventListener("click", toggle);
+      name.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        name.click();
+      });
+      toggle();
+    });
+  }
+
+  function keepHidden(u, index, options) {
+    if (isDrawing || index === null || options.show === undefined) return;
+    const { label, show } = u.series[index];
+    state.hidden = [...(state.hidden || []).filter((name) => name !== label), ...(show ? [] : [label])];
+  }
+
+  function keepZoom(u, scale) {
+    if (isDrawing || scale !== "x") return;
+    const x = u.data[0], { min, max } = u.scales.x;
+    state.zoom = min > x[0] || max < x[x.length - 1] ? { axis: controls.axis.value, min, max } : null;
   }
 
   // A dashed line where a later attempt resumed.
   function markAttempts(u) {
     if (controls.axis.value !== "step") return;
-    const context = u.ctx;
-    context.save();
-    context.strokeStyle = color("--wait");
-    context.setLineDash([4, 4]);
-    for (const step of data.attempts) {
-      const x = u.valToPos(step, "x", true);
-      if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
+    onCanvas(u, (context) => {
+      context.strokeStyle = color("--wait");
+      context.setLineDash([4, 4]);
+      for (const step of data.attempts) {
+        const x = u.valToPos(step, "x", true);
+        context.beginPath();
+        context.moveTo(x, u.bbox.top);
+        context.lineTo(x, u.bbox.top + u.bbox.height);
+        context.stroke();
+      }
+    });
+  }
+
+  // A ring around the lowest validation loss.
+  function markBest(u) {
+    const index = u.series.findIndex((series) => series.label === "validation loss" && series.show);
+    if (index < 0) return;
+    const values = u.data[index].map((value) => (isNumber(value) ? value : Infinity)), best = values.reduce((a, value, i) => (value < values[a] ? i : a), 0);
+    if (values[best] === Infinity) return;
+    onCanvas(u, (context) => {
+      context.strokeStyle = color("--ink");
+      context.lineWidth = 2 * devicePixelRatio;
       context.beginPath();
-      context.moveTo(x, u.bbox.top);
-      context.lineTo(x, u.bbox.top + u.bbox.height);
+      context.arc(u.valToPos(u.data[0][best], "x", true), u.valToPos(values[best], "y", true), 7 * devicePixelRatio, 0, 2 * Math.PI);
       context.stroke();
-    }
-    context.restore();
+    });
+  }
+
+  function onCanvas(u, paint) {
+    u.ctx.save();
+    u.ctx.beginPath();
+    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.clip();
+    paint(u.ctx);
+    u.ctx.restore();
   }
 
   function redraw() {
-    charts.forEach((chart) => chart.destroy());
-    charts = [...document.querySelectorAll("figure[data-fields]")].map(draw).filter(Boolean);
-    document.getElementById("smoothing-value").textContent = controls.smoothing.value;
-    for (const [name, element] of Object.entries(controls)) remember(name, element);
+    isDrawing = true;
+    charts.forEach((chart) => chart && chart.destroy());
+    charts = [...document.querySelectorAll("figure[data-chart]")].map(draw);
+    if (state.zoom && state.zoom.axis === controls.axis.value) charts.forEach((chart) => chart && chart.setScale("x", { min: state.zoom.min, max: state.zoom.max }));
+    else state.zoom = null;
+    if (controls.smoothing) document.getElementById("smoothing-value").textContent = controls.smoothing.value;
+    queueMicrotask(() => queueMicrotask(() => { isDrawing = false; })); // uPlot applies scales in a microtask
   }
 
-  const key = (name) => `lm-runner.${name}`;
-  function remember(name, element) {
-    try { localStorage.setItem(key(name), element.type === "checkbox" ? String(element.checked) : element.value); } catch { /* no storage for files in this browser */ }
+  function zoomTo(min, max) {
+    charts.forEach((chart) => {
+      if (!chart) return;
+      const x = chart.data[0];
+      chart.setScale("x", min < max ? { min: Math.max(min, x[0]), max: Math.min(max, x[x.length - 1]) } : { min: x[0], max: x[x.length - 1] });
+    });
   }
+
+  // Keys on a chart: arrows, Home and End move the cursor, + and - zoom around it, 0 and Escape reset.
+  function onKey(u, event) {
+    const x = u.data[0], last = x.length - 1, { min, max } = u.scales.x, now = u.cursor.idx;
+    const first = Math.max(0, x.findIndex((value) => value >= min)), step = event.shiftKey ? 10 : 1;
+    const moves = { ArrowRight: isNumber(now) ? now + step : first, ArrowLeft: isNumber(now) ? now - step : last, Home: 0, End: last };
+    if (event.key in moves) {
+      const index = Math.min(last, Math.max(0, moves[event.key]));
+      if (x[index] < min || x[index] > max) zoomTo(x[index] - (max - min) / 2, x[index] + (max - min) / 2);
+      queueMicrotask(() => moveCursor(u, index));
+    } else if (["+", "="].includes(event.key)) zoomTo(...around(u, (max - min) / 4));
+    else if (event.key === "-") zoomTo(...around(u, max - min));
+    else if (["0", "Escape"].includes(event.key)) zoomTo(1, 0);
+    else return;
+    event.preventDefault();
+  }
+
+  function around(u, half) {
+    const { min, max } = u.scales.x, middle = isNumber(u.cursor.idx) ? u.data[0][u.cursor.idx] : (min + max) / 2;
+    return [middle - half, middle + half];
+  }
+
+  function moveCursor(u, index) {
+    u.setCursor({ left: u.valToPos(u.data[0][index], "x"), top: u.over.clientHeight / 2 }, true, true);
+    const parts = [...u.root.querySelectorAll(".u-legend .u-series")].map((row) => row.textContent.trim());
+    u.root.closest("figure").querySelector(".spoken").textContent = parts.join(", ");
+  }
+
+  function remember(name, element) {
+    try { localStorage.setItem(`lm-runner.${name}`, element.type === "checkbox" ? String(element.checked) : element.value); } catch { /* no storage for files in this browser */ }
+  }
+
   function recall() {
     for (const [name, element] of Object.entries(controls)) {
       let value = null;
-      try { value = localStorage.getItem(key(name)); } catch { return; }
+      try { value = localStorage.getItem(`lm-runner.${name}`); } catch { return; }
       if (value === null) continue;
       if (element.type === "checkbox") element.checked = value === "true";
       else element.value = value;
@@ -145,15 +273,67 @@
     }
   }
 
-  recall();
-  redraw();
-  Object.values(controls).forEach((element) => element.addEventListener("input", redraw));
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  let width = window.innerWidth;
-  addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; redraw(); } });
-  if (data.reload) {
-    const isIdle = () => !charts.some((chart) => chart.cursor.idx !== null && chart.cursor.left >= 0) && !document.querySelector("input:focus, select:focus, details[open]");
-    setInterval(() => { if (isIdle()) location.reload(); }, data.reload * 1000);
+  function recallState() {
+    try { return Object(JSON.parse(sessionStorage.getItem(`lm-runner.page.${location.pathname}`))); } catch { return {}; }
   }
-  window.lmRunner = { data, charts: () => charts };
+
+  function rememberState() {
+    state.open = [...document.querySelectorAll("details[open][id]")].map((element) => element.id);
+    state.focus = document.activeElement.id || null;
+    state.chart = document.activeElement.closest?.("figure[data-chart]")?.dataset.chart ?? null;
+    state.scroll = [scrollX, scrollY];
+    try { sessionStorage.setItem(`lm-runner.page.${location.pathname}`, JSON.stringify(state)); } catch { /* as above */ }
+  }
+
+  function restorePage() {
+    for (const id of state.open || []) {
+      const element = document.getElementById(id);
+      if (element && element.tagName === "DETAILS") element.open = true;
+    }
+    const focused = state.focus ? document.getElementById(state.focus) : isNumber(state.chart) ? document.querySelector(`figure[data-chart="${Number(state.chart)}"] .plot`) : null;
+    if (focused) focused.focus({ preventScroll: true });
+    if (state.scroll) { history.scrollRestoration = "manual"; scrollTo(...state.scroll); }
+  }
+
+  // The page of a run that trains: load it again, but not while somebody reads a value, drags, or selects text; say when it was not written for long.
+  function keepLive() {
+    const isBusy = () => charts.some((chart) => chart && chart.cursor.left >= 0 && chart.cursor.idx !== null) || isPressed || !document.getSelection().isCollapsed;
+    let isPressed = false;
+    addEventListener("pointerdown", () => { isPressed = true; });
+    for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => { isPressed = false; });
+    document.addEventListener("focusout", () => charts.forEach((chart) => chart && chart.setCursor({ left: -10, top: -10 })));
+    setInterval(() => {
+      const age = Date.now() / 1000 - data.written, note = document.getElementById("stale");
+      note.hidden = age < data.stale;
+      note.textContent = note.hidden ? "" : `This page was last written ${clock(age)} ago (hours:minutes:seconds). The run may have ended: the terminal and train.log say so.`;
+      if (!isBusy()) { rememberState(); location.reload(); }
+    }, data.reload * 1000);
+  }
+
+  function addCopyButtons() {
+    if (!navigator.clipboard) return;
+    for (const box of document.querySelectorAll(".command")) {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = "copy";
+      button.setAttribute("aria-label", `copy: ${box.querySelector("p").textContent}`);
+      button.addEventListener("click", () => navigator.clipboard.writeText(box.querySelector("code").textContent).then(() => { button.textContent = "copied"; }, () => { button.textContent = "not allowed"; }));
+      box.append(button);
+    }
+  }
+
+  addCopyButtons();
+  if (controls.axis) {
+    recall();
+    redraw();
+    for (const [name, element] of Object.entries(controls)) element.addEventListener("input", () => { remember(name, element); redraw(); });
+    document.querySelectorAll("figure[data-chart] .plot").forEach((place, index) => place.addEventListener("keydown", (event) => { if (charts[index] && event.target === place) onKey(charts[index], event); }));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+    let width = window.innerWidth;
+    addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; redraw(); } });
+  }
+  restorePage();
+  addEventListener("pagehide", rememberState);
+  if (data.reload) keepLive();
+  window.lmRunner = { data, charts: () => charts.filter(Boolean) };
 })();

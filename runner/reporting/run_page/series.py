@@ -6,10 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.errors import strip_control
 from runner.reporting.curve_points import choose_points
 from runner.reporting.sweep_results.metrics_reader import finite_number
 
 MAX_POINTS = 2000  # of one kind of record on the page
+MAX_FIELDS, MAX_NAME_CHARS = 60, 60  # of one kind of record, and characters of their names
 AXES = ("step", "tokens", "seconds")
 NOT_DRAWN = {"kind", "step", "tokens", "loss_tokens", "time", "attempt", "epoch", "nonfinite"}
 Numbers = list[float | None]
@@ -78,11 +80,11 @@ def _with_seconds(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, d
         values: dict[str, float | None] = {"step": step, "tokens": tokens, "seconds": earlier + seconds}
         for name, value in record.items():
             if name not in NOT_DRAWN and (value is None or isinstance(value, int | float)):
-                values[str(name)] = finite_number(value)
+                values[strip_control(str(name))[:MAX_NAME_CHARS]] = finite_number(value)
         yield str(kind), values, is_new_attempt
 
 
 def _columns(records: Sequence[Mapping[str, float | None]]) -> Series:
-    names = dict.fromkeys(name for record in records for name in record)
+    names = [*dict.fromkeys(name for record in records for name in record)][:MAX_FIELDS]
     kept = choose_points([record.get("loss") for record in records], MAX_POINTS)
     return Series({name: [records[index].get(name) for index in kept] for name in names}, len(records))

@@ -1,0 +1,124 @@
+"""What the page of a run says as text: its numbers, what a reader should know before the curves, and the commands to go on."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from common.paths import REPO_ROOT
+from runner.reporting.run_page.read import RunReport
+from runner.run_dir.saved_config import REPO_INTERPOLATION
+from runner.tracking.console.numbers import format_seconds, format_size
+from runner.tracking.next_commands import STAGE_METRICS, commands_to_continue, next_commands
+
+OVERFITTING_RATIO = 1.02  # of the newest validation loss to the lowest one
+
+
+def labels(run: RunReport) -> list[str]:
+    """Return the stage and what the run began from."""
+    stage, start = run.fields.get("stage"), run.fields.get("init_from")
+    return [str(text) for text in (stage, f"from {start}" if start and start != "scratch" else start and "from random weights") if text]
+
+
+def numbers(run: RunReport) -> list[tuple[str, str]]:
+    """Return (name, value) of the newest numbers."""
+    train, evaluation = run.series.train, run.series.eval
+    found = [("step", f"{run.step:,} of {run.total_steps:,}" if run.total_steps else f"{run.step:,}"), ("training loss", format_number(train.last("loss")))]
+    if len(evaluation):
+        lowest = evaluation.lowest("loss")
+        found += [("validation loss", format_number(evaluation.last("loss")))]
+        found += [("best validation loss", f"{lowest[0]:.4f} at step {lowest[1]:,.0f}")] if lowest else []
+    found += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("tokens per second", format_number(train.last("tokens_per_second")))]
+    if (memory := train.last("peak_memory")) is not None:
+        found += [("peak memory", format_size(int(memory)))]
+    if (seconds := train.last("seconds")) is not None:
+        found += [("training time", format_seconds(seconds))]
+    if run.is_running and (remaining := _remaining(run)) is not None:
+        found += [("remaining", format_seconds(remaining))]
+    return found
+
+
+def _remaining(run: RunReport) -> float | None:
+    """Return the seconds to the last step at the pace of the newest half of the logged steps."""
+    steps, seconds = run.series.train.columns.get("step", []), run.series.train.columns.get("seconds", [])
+    if run.total_steps is None or len(steps) < 3:
+        return None
+    middle = len(steps) // 2
+    done, took = (steps[-1] or 0) - (steps[middle] or 0), (seconds[-1] or 0) - (seconds[middle] or 0)
+    return took / done * max(0, run.total_steps - (steps[-1] or 0)) if done > 0 else None
+
+
+def notes(run: RunReport) -> list[str]:
+    """Return what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact, warnings of the log."""
+    fields = run.fields
+    found = [*_overfitting(run), *_truncation(fields.get("data"))]
+    found += [f"not bitwise equal to a run without interruption: {reason}" for reason in _texts(fields.get("inexact_because"))]
+    found += [f"a resume changed {change}" for change in _texts(fields.get("changed"))]
+    found += _texts(fields.get("recovered"))
+    found += [str(fields["degraded"])] if fields.get("degraded") else []
+    return [*found, *run.warnings]
+
+
+def _texts(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _overfitting(run: RunReport) -> Iterator[str]:
+    lowest, newest = run.series.eval.lowest("loss"), run.series.eval.last("loss")
+    last_step = (run.series.eval.columns.get("step") or [0])[-1] or 0
+    if lowest and newest is not None and newest > lowest[0] * OVERFITTING_RATIO and last_step > lowest[1]:
+        export = run.fields.get("export")
+        weights = "; model/ has the weights of the best evaluation" if isinstance(export, dict) and export.get("weights") == "best" else ""
+        yield f"overfitting: the validation loss was lowest at step {lowest[1]:,.0f} ({lowest[0]:.4f}) and is {newest:.4f} now{weights}"
+
+
+def _truncation(files: Any) -> Iterator[str]:
+    for entry in files if isinstance(files, list) else ():
+        if not isinstance(entry, dict):
+            continue
+        lost, kept = entry.get("lost_loss_tokens"), entry.get("loss_tokens")
+        if isinstance(lost, int) and lost > 0:
+            whole = lost + (kept if isinstance(kept, int) else 0)
+            yield f"{Path(str(entry.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length"
+
+
+def commands(run: RunReport) -> list[tuple[str, str]]:
+    """Return (purpose, shell command) of what to type next."""
+    if run.is_running:
+        return []
+    settings = {setting.key: setting.value for setting in run.settings}
+    if run.status == "completed":
+        data_format = settings.get("stage.data_format")
+        if data_format not in STAGE_METRICS:
+            return []
+        path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
+        data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
+        found = next_commands(run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings))
+    elif run.status in ("interrupted", "failed"):
+        found = commands_to_continue(run.folder, bool(run.checkpoints))
+    else:
+        return []
+    return [(command.purpose, shlex.join(command.arguments)) for command in found]
+
+
+def _longer(run: RunReport, settings: dict[str, str]) -> str | None:
+    """Return the override that doubles the training, None where the run ended before its last step."""
+    if run.total_steps is not None and run.step < run.total_steps:
+        return None
+    for key in ("train.max_steps", "train.epochs"):
+        value = settings.get(key, "")
+        if value.isdecimal() and 0 < int(value) < 1 << 53:
+            return f"{key}={2 * int(value)}"
+    return None
+
+
+def format_number(value: float | None) -> str:
+    """Return e.g. 2.6975, 2,597, 5.031e-04; a dash for a value that is missing or not finite."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if 1e3 <= abs(value) < 1e15 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.3e}"
