@@ -128,6 +128,25 @@ def test_transformers_model_reports_which_attention_is_really_called() -> None:
         assert line in str(random_family(name, **FAMILIES[name].changes).prepare(is_packed=False))
 
 
+def test_input_embedding_of_the_padding_token_is_trained_by_the_decoder_and_not_by_transformers(tmp_path: Path) -> None:
+    """Documented in models.md: it matters where pad_token_id is a token of the texts, e.g. the end of a message."""
+    pad = 7
+    write_family(tmp_path, "llama", pad_token_id=pad)
+    ids, gradients = torch.tensor([[3, pad, 9, 4, pad, 5]]), {}
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for padding in (pad, None):
+        reference.zero_grad()
+        reference.model.embed_tokens.padding_idx = padding
+        reference(ids, labels=ids).loss.backward()
+        gradients[padding] = reference.model.embed_tokens.weight.grad.clone()
+    for family, padding in (("decoder", None), ("transformers", pad)):
+        model = create_model(read_model_config(tmp_path, family))
+        load_into(model, load_weights(tmp_path, family), str(tmp_path))
+        model(ids[:, :-1], ids[:, 1:]).nll.mean().backward()
+        gradient = dict(model.named_parameters())["model.embed_tokens.weight"].grad
+        assert max_difference(gradient, gradients[padding]) < 1e-5 * max(1.0, float(gradient.abs().max())) and bool(gradient[pad].any()) == (padding is None)
+
+
 def test_field_of_config_json_that_the_class_computes_itself_is_not_warned_of() -> None:
     mamba = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     for width, count in ((64, 0), (48, 1)):
