@@ -23,7 +23,7 @@ LAYERS = """
 runner
 runner.cli
 hydra_plugins.lm_runner
-runner.planning > runner.planning.trial > runner.planning.facts
+runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
@@ -37,6 +37,7 @@ runner.run_dir
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
+runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
 runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from runner.diagnostics.symptoms import Record
 
-RECENT = 5  # logged losses whose median counts as the level of the loss
+RECENT, WINDOW = 5, 20  # logged losses whose median counts as the level of the loss; that it is compared with
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
 
 
@@ -19,8 +19,9 @@ class RunHistory:
     losses: list[float] = field(default_factory=list)  # finite ones
     grad_norms: deque[float] = field(default_factory=lambda: deque(maxlen=CLIPPED_RECORDS))
     evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, validation loss, level of the training loss then)
-    lowest_level: float = math.inf  # of the training loss, so far
+    lowest_level: float = math.inf  # of the training loss, from the first WINDOW on
     lowest_step: int = 0
+    high_at_lowest: float = math.inf  # the largest of the WINDOW losses before
     train_records: int = 0
     seconds: float = 0.0  # of training, without the first record
     waited: float = 0.0  # seconds of them that waited for data
@@ -51,8 +52,8 @@ class RunHistory:
         self.steps.append(step)
         self.losses.append(loss)
         level = self.level()
-        if level is not None and level < self.lowest_level:
-            self.lowest_level, self.lowest_step = level, step
+        if level is not None and len(self.losses) >= WINDOW and level < self.lowest_level:
+            self.lowest_level, self.lowest_step, self.high_at_lowest = level, step, max(self.losses[-WINDOW:])
 
     def level(self) -> float | None:
         """Return the median of the newest RECENT losses, None before there are as many."""

@@ -118,7 +118,7 @@ def _train_and_record(state: TrainState, metadata: RunMetadata, stop: StopFlag) 
 
     config = state.cfg
     try:
-        with _peer_errors(config), _disk_errors(metadata.folder):
+        with _peer_errors(config), _disk_errors(metadata.folder), _memory_errors(state):
             loss = train(state, stop)
             state.logger.flush()
     except (UserError, StopRequested):
@@ -169,6 +169,19 @@ def _follow_run_dir(state: TrainState, metadata: RunMetadata) -> None:
         state.run_dir = folder
         state.checkpoints.move_to(folder)
         state.logger.move_to(folder)
+
+
+@contextmanager
+def _memory_errors(state: TrainState) -> Iterator[None]:
+    """Raise TrainingError for a lack of memory, with what was measured and what needs less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # that of PyTorch is a RuntimeError
+        from runner.planning.out_of_memory import describe_out_of_memory, is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        raise TrainingError(describe_out_of_memory(state, error)) from error
 
 
 @contextmanager

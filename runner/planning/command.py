@@ -11,8 +11,9 @@ from common.errors import print_safely
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline
 from runner.engine.device.compile import resolve_compile_mode
+from runner.planning.alternatives import find_alternatives
 from runner.planning.config import PlanConfig
-from runner.planning.estimate import RunPlan, estimate_disk, find_alternatives
+from runner.planning.estimate import RunPlan, estimate_disk
 from runner.planning.facts.data import DataFacts, data_facts
 from runner.planning.facts.machine import resident_bytes, this_machine
 from runner.planning.facts.model import ModelSizes, model_facts

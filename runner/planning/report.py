@@ -7,7 +7,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from runner.planning.estimate import Alternative, RunPlan
+from runner.planning.alternatives import Alternative
+from runner.planning.estimate import RunPlan
 
 LINE_WIDTH = 80
 LABEL = 20

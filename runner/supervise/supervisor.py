@@ -11,6 +11,7 @@ from common.errors import Interrupted, Outcome, TrainingError, print_note, print
 from common.guarded_files import read_from
 from runner.checkpoint.atomic_dir import STEP_NAME
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
+from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
 from runner.run_dir.metadata import RunMetadata, timestamp
 from runner.supervise.failures import Failure, FailureKind, classify_failure, count_oom_kills
@@ -58,6 +59,8 @@ class Supervisor:
             print_safely(f"{failure.error}; {action}", sys.stderr)
         elif restarts:
             print_safely(f"{failure.error}; {action}", sys.stderr)
+        if advice := self._advice(failure.kind):
+            print_safely(advice, sys.stderr)
         if self._is_on and failure.kind == FailureKind.STOPPED:
             self._interrupt()
         if not restarts:
@@ -73,6 +76,17 @@ class Supervisor:
         smaller = dataclasses.replace(train, batch_size=train.batch_size // 2, accumulation_steps=train.accumulation_steps * 2)
         self.config = dataclasses.replace(self.config, train=smaller)
         return f", train.batch_size={smaller.batch_size} train.accumulation_steps={smaller.accumulation_steps}"
+
+    def _advice(self, kind: FailureKind) -> str:
+        """Return what to type where the process could not say it itself: it was killed."""
+        train = self.config.train
+        if kind == FailureKind.HANG:
+            return f"hang: the stacks show what the process waits for; {troubleshooting('hang')}"
+        if kind != FailureKind.OUT_OF_MEMORY:
+            return ""
+        size, steps = train.batch_size // 2, train.accumulation_steps * 2
+        fix = f"train.batch_size={size} train.accumulation_steps={steps}" if train.batch_size % 2 == 0 else "train.activation_checkpointing=full"
+        return f"out of memory: {fix} needs less, python runner/plan.py with the same overrides says how much; {troubleshooting('out-of-memory')}"
 
     def _record(self, failure: Failure, action: str, stacks: list[str]) -> None:
         folder, fields = self._metadata.folder, self._metadata.fields

@@ -20,8 +20,9 @@ from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.engine.optim.groups import build_optimizer
 from runner.planning.activations import saved_per_layer
+from runner.planning.alternatives import find_alternatives
 from runner.planning.command import Planner
-from runner.planning.estimate import RunPlan, find_alternatives
+from runner.planning.estimate import RunPlan
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
 from runner.planning.memory import CPU_LIBRARIES, FP32, computation
