@@ -27,8 +27,9 @@ runner.planning > runner.planning.trial
 runner.sweep > runner.sweep.backends
 runner.recovery.doctor
 runner.launch > runner.supervise | runner.fault_injection | runner.serving
-runner.reporting.command
-runner.reporting.sweep_results.leaderboard
+runner.reporting.command > runner.reporting.sweep_end
+runner.reporting.run_list
+runner.reporting.compare_page | runner.reporting.sweep_results.leaderboard
 runner.reporting.sweep_page | runner.reporting.run_page
 runner.reporting.sweep_results
 runner.reporting
@@ -55,6 +56,7 @@ THIRD_PARTY = {
     "runner.launch": {"torch"},
     "runner.fault_injection": {"torch"},
     "runner.reporting": {"jinja2", "markupsafe", "yaml"},
+    "runner.reporting.sweep_page": {"jinja2", "optuna"},
     "runner.planning": {"torch", "numpy"},
     "runner.run_dir": {"yaml"},
     "runner.run_dir.resume": {"hydra", "omegaconf", "yaml"},
@@ -73,7 +75,7 @@ THIRD_PARTY = {
 }
 DISTRIBUTED = "runner.engine.device"  # the only folder with torch.distributed
 NOT_SETTINGS = {"EncodingConfig"}  # not a section of the config
-HEAVY = {"torch", "transformers", "swanlab"}  # a command refuses settings before it imports these
+HEAVY = {"torch", "transformers", "swanlab", "tensorboard", "wandb"}  # a command refuses settings before it imports these
 
 EXECUTES = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 UNPICKLES = {"dill", "cloudpickle", "joblib", "marshal", "shelve"}

@@ -1,26 +1,34 @@
-"""report.html: needs no other file, runs no script, escapes every text."""
+"""report.html of a sweep: needs no other file, runs its own scripts only, escapes every text, and shows the numbers of the jobs."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 import re
-import shutil
-import subprocess
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
-from runner.reporting import page_template
-from runner.reporting.sweep_page import page as html
+from runner.reporting.live_page import RepeatedPage
+from runner.reporting.sweep_page import importance as importance_module
+from runner.reporting.sweep_page import page_data
+from runner.reporting.sweep_page.effects import setting_effects
+from runner.reporting.sweep_page.importance import MIN_JOBS, setting_importance
+from runner.reporting.sweep_page.page import sweep_page
+from runner.reporting.sweep_page.progress import sweep_progress
 from runner.reporting.sweep_results.leaderboard import update_report
+from runner.reporting.sweep_results.metrics_reader import MAX_CURVE_POINTS, read_job_metrics
+from runner.reporting.sweep_results.read_results import read_sweep_results
 
-LR, ACC = "optimizer.lr", "train.accumulation_steps"
-ACTIVE_CONTENT = re.compile(r"<script|<img|<link|<iframe|javascript:|@import|url\((?!#)|\bon\w+=|src=", re.IGNORECASE)
-VOID_TAGS = {"meta", "wbr", "br"}
-HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>&'</title></style></svg>{{ 7 * 7 }}\x1b[2J\u202e\x00"
+LR, ACC, DECAY = "optimizer.lr", "train.accumulation_steps", "optimizer.weight_decay"
+VOID_TAGS = {"meta", "wbr", "br", "input"}
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>&'</title></style></svg></script>{{ 7 * 7 }}\x1b[2J\u202e\x00"
 
 
 def page_of(folder: Path) -> str:
@@ -28,9 +36,9 @@ def page_of(folder: Path) -> str:
     return (folder / "report.html").read_text(encoding="utf-8")
 
 
-def plots(page: str) -> list[ElementTree.Element]:
-    """The plots of a page, without the colour samples of its legends."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r'<svg viewBox="0 0 400.*?</svg>', page, re.DOTALL)]
+def chart_data(page: str) -> dict[str, Any]:
+    """Return the numbers that the scripts of the page draw."""
+    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
 
 
 class BalancedParser(HTMLParser):
@@ -49,7 +57,8 @@ class BalancedParser(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text += data
 
 
 def text_of(page: str) -> str:
@@ -57,109 +66,177 @@ def text_of(page: str) -> str:
     parser.feed(page)
     parser.close()
     assert parser.open == []
-    return parser.text
+    return re.sub(r"\s+", " ", parser.text)
 
 
 def grid() -> list[dict]:
     return [job({LR: lr, ACC: acc}, training(2 + i + 0.1 * j)) for i, lr in enumerate(("1e-4", "5e-4", "1e-3")) for j, acc in enumerate(("1", "4"))]
 
 
-def test_html_loads_nothing_and_runs_nothing(tmp_path: Path) -> None:
+def scored(loss: float) -> dict[str, Any]:
+    return {"metrics": {"val_loss": loss}, "export": {"weights": "best", "step": 40, "loss": loss}}
+
+
+def test_html_runs_only_its_own_scripts_and_loads_nothing(tmp_path: Path) -> None:
     page = page_of(write_sweep(tmp_path, grid()))
-    assert ACTIVE_CONTENT.search(page) is None
-    assert "http" not in page.replace("http-equiv", "")
-    assert "default-src 'none'" in page
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts)
+    assert len(scripts) == 2 and f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}\"" in page
+    assert re.search(r"""(src|href)=["'](?!\./)|@import|url\(""", page.replace(scripts[0], "")) is None
 
 
 def test_html_escapes_hostile_text_of_sweep_json(tmp_path: Path) -> None:
     hostile = job({HOSTILE: HOSTILE, LR: "1"}, training(2.0), status="failed", error=HOSTILE, last_lines=[HOSTILE], name='a"><script>b')
     jobs = [hostile, job({HOSTILE: "=2", LR: "2"}, training(2.0), name="b")]
     page = page_of(write_sweep(tmp_path, jobs, overrides=(f"data.path={HOSTILE}",), status=HOSTILE))
-    assert not [text for text in ("<script", "<img", "\x1b", "\u202e", "\x00") if text in page]
+    assert not [text for text in ("<script>alert", "<script>b", "<img", "\x1b", "\u202e", "\x00") if text in page]
     assert "<script>alert(1)</script>" in text_of(page) and "{{ 7 * 7 }}" in text_of(page)
-    assert len(plots(page)) == 4
+    assert chart_data(page)["jobs"][1]["values"][0] == "=2" and "<script>alert(1)" in chart_data(page)["keys"][0]["key"]
 
 
 def test_html_header_has_status_counts_and_commands(tmp_path: Path) -> None:
     jobs = [*grid(), job({LR: "1", ACC: "1"}, None, status="new")]
     text = text_of(page_of(write_sweep(tmp_path, jobs, overrides=("train.max_steps=40",), status="interrupted")))
-    assert "interrupted · 7 jobs: 6 completed, 1 new" in text
+    assert "interrupted · 7 jobs: 6 completed, 1 new" in text and "done6 of 7" in text
     assert f"python runner/train.py resume={tmp_path}" in text
     assert "python runner/train.py train.max_steps=40 optimizer.lr=1e-4 train.accumulation_steps=1" in text
-    assert "resume=" not in text_of(page_of(write_sweep(tmp_path, grid())))
+    assert "Resume the sweep" not in text_of(page_of(write_sweep(tmp_path, grid())))
     diverged = [*grid(), job({LR: "5", ACC: "1"}, [record(1, None)], status="failed", loss="inf")]  # resume= would not run it again
-    assert "resume=" not in text_of(page_of(write_sweep(tmp_path, diverged, status="failed")))
+    assert "Resume the sweep" not in text_of(page_of(write_sweep(tmp_path, diverged, status="failed")))
 
 
-def test_html_has_a_row_per_job_and_the_reason_and_output_of_a_failed_one(tmp_path: Path) -> None:
+def test_html_before_the_first_job_shows_all_jobs_as_waiting_and_reloads(tmp_path: Path) -> None:
+    page = page_of(write_sweep(tmp_path, [job({LR: lr}, None, status="new") for lr in "123"], status="running"))
+    assert "3 jobs: 3 new" in text_of(page) and "No job has logged a step yet" in text_of(page) and chart_data(page)["reload"] == page_data.RELOAD_SECONDS
+    assert chart_data(page_of(write_sweep(tmp_path / "done", grid())))["reload"] is None
+
+
+def test_html_has_a_row_per_job_and_the_reason_output_and_command_of_a_failed_one(tmp_path: Path) -> None:
     jobs = [*grid(), job({LR: "5", ACC: "1"}, training(9.0)[:9], status="failed", error="killed by signal 9", last_lines=["step 9 | loss 7.1"])]
     page = page_of(write_sweep(tmp_path, jobs, status="failed"))
     assert len(re.findall('<tr class="point">', page)) == 7
-    assert "killed by signal 9" in page and "step 9 | loss 7.1" in page
-    assert [float(loss) for loss in re.findall(r'<td class="n">(\d\.\d{4})</td>\s*<td class="n">\1', page)] == [2.0, 2.1, 3.0, 3.1, 4.0, 4.1]
+    failed = page[page.index('id="failed"') :]
+    assert "killed by signal 9" in failed and "step 9 | loss 7.1" in failed and "python runner/train.py optimizer.lr=5 train.accumulation_steps=1" in failed
+    assert [row["loss"] for row in chart_data(page)["rows"]][:6] == [2.0, 2.1, 3.0, 3.1, 4.0, 4.1]
 
 
-def test_html_colour_of_a_row_does_not_depend_on_its_rank(tmp_path: Path) -> None:
+def test_html_curves_are_the_records_of_metrics_jsonl(tmp_path: Path) -> None:
+    records = training(2.0)
+    data = chart_data(page_of(write_sweep(tmp_path, [job({LR: "1"}, records), job({LR: "2"}, training(3.0))])))
+    for kind, curve in (("train", data["jobs"][0]["train"]), ("eval", data["jobs"][0]["eval"])):
+        own = [each for each in records if each["kind"] == kind]
+        assert curve["step"] == [each["step"] for each in own] and curve["tokens"] == 160  # per step
+        assert curve["loss"] == pytest.approx([each["loss"] for each in own], rel=1e-5) and curve["seconds"] == [each["time"] for each in own]
+
+
+def test_html_curves_keep_gaps_and_add_the_time_of_attempts(tmp_path: Path) -> None:
+    records = [record(1, 5.0), record(2, None), record(3, 4.0, time=0.1, attempt=2) | {"tokens": 500}]
+    data = chart_data(page_of(write_sweep(tmp_path, [job({LR: "1"}, records), job({LR: "5"}, [record(1, None)], loss="inf"), job({LR: "2"}, [])])))
+    assert data["jobs"][0]["train"] == {"step": [1, 2, 3], "tokens": [160, 320, 500], "seconds": [0.1, 0.2, 0.3], "loss": [5.0, None, 4.0]}
+    assert (data["jobs"][1]["status"], data["jobs"][2]["train"]) == ("diverged", None)
+
+
+def test_html_colors_follow_the_job_while_they_suffice_and_the_rank_beyond(tmp_path: Path) -> None:
     jobs = grid()
-    first = page_of(write_sweep(tmp_path, jobs))
+    first = {row["label"]: row["style"] for row in chart_data(page_of(write_sweep(tmp_path, jobs)))["rows"]}
     jobs[0]["records"] = training(9.0)  # the best becomes the worst
-    second = page_of(write_sweep(tmp_path, jobs))
-    swatch = '<path class="s0 d0" d="M1 4h24"/></svg>'
-    for page in (first, second):
-        style = re.search(r'<path class="(s\d d\d) eval"[^>]*><title>optimizer.lr=1e-4 train.accumulation_steps=1: validation', page)
-        assert style and style[1] == "s0 d0"
-        assert f"{swatch}{LR}=1e-4 {ACC}=1<" in page
-    assert f"{swatch}1</th>" in first and f"{swatch}6</th>" in second
+    assert {row["label"]: row["style"] for row in chart_data(page_of(write_sweep(tmp_path, jobs)))["rows"]} == first
+    many = [job({LR: str(i)}, training(2 + i)) for i in range(12)]
+    assert [row["style"] for row in chart_data(page_of(write_sweep(tmp_path / "many", many)))["rows"]] == [*(f"s{i}" for i in range(8)), *["sx"] * 4]
 
 
-def test_html_curves_are_over_steps_tokens_and_time(tmp_path: Path) -> None:
-    drawn = plots(page_of(write_sweep(tmp_path, grid())))
-    labels = [plot.attrib["aria-label"] for plot in drawn]
-    assert labels == ["loss over steps", "loss over loss tokens", "loss over time, seconds", f"final validation loss over {LR}"]
-    for plot in drawn[:3]:
-        titles = [path.findtext("title") or "" for path in plot.iter("path") if "s0" in path.attrib["class"]]
-        assert {title.split(": ")[1] for title in titles} == {"training loss", "validation loss"}
+def test_html_marks_ties_and_intervals_over_seeds(tmp_path: Path) -> None:
+    losses = {"1": (2.0, 2.2), "2": (2.1, 2.3), "3": (9.0, 9.01)}
+    jobs = [job({LR: lr, "seed": str(seed)}, training(loss), run=scored(loss)) for lr, seeds in losses.items() for seed, loss in enumerate(seeds)]
+    page = page_of(write_sweep(tmp_path, jobs))
+    assert page.count('<span class="tie">tie</span>') == 1 and "0.8294 to 3.3706" in page and "No clear winner" in page  # t = 12.706, deviation 0.1414
 
 
-def test_html_final_plot_has_a_line_per_value_of_the_other_key(tmp_path: Path) -> None:
-    *_, plot = plots(page_of(write_sweep(tmp_path, grid())))
-    lines = [path for path in plot.iter("path") if "eval" in path.attrib["class"]]
-    assert [(path.findtext("title") or "").split(" ")[0] for path in lines] == [f"{ACC}=1", f"{ACC}=4"]
-    assert [path.attrib["d"].count("L") for path in lines] == [2, 2]
-    x = [float(pixel) for pixel in re.findall(r"[ML]([\d.]+) ", lines[0].attrib["d"])]
-    assert (x[1] - x[0]) / (x[2] - x[1]) == pytest.approx(math.log(5) / math.log(2), rel=0.01)  # a log axis
+def test_html_marks_jobs_whose_validation_loss_rises_from_its_lowest(tmp_path: Path) -> None:
+    rising = [record(10, 2.0, kind="eval"), record(20, 1.5, kind="eval"), record(30, 1.9, kind="eval")]
+    page = page_of(write_sweep(tmp_path, [job({LR: "1"}, rising), job({LR: "2"}, training(2.0))]))
+    assert "overfits: 1.5000 at step 20, now 1.9000" in text_of(page) and [job["lowest"] for job in chart_data(page)["jobs"]] == [20, None]
 
 
-@pytest.mark.parametrize(("key", "values"), [("optimizer", ["adamw", "muon"]), ("seed", ["1", "2", "3"])])
-def test_html_has_no_final_plot_without_a_numeric_swept_key(tmp_path: Path, key: str, values: list[str]) -> None:
-    assert len(plots(page_of(write_sweep(tmp_path, [job({key: value}, training(2.0)) for value in values])))) == 3
+def test_html_effect_of_a_setting_is_mean_and_spread_over_its_jobs(tmp_path: Path) -> None:
+    jobs = [*grid(), job({LR: "1e-3", ACC: "2"}, [record(1, None)], status="failed", loss="inf")]
+    effects = {effect.key: effect for effect in setting_effects(read_sweep_results(write_sweep(tmp_path, jobs)))}
+    assert [*effects] == [LR, ACC]  # the largest difference first
+    lowest, _, highest = effects[LR].values
+    assert (lowest.value, lowest.jobs, lowest.mean, lowest.best, highest.failed) == ("1e-4", 2, pytest.approx(2.05), 2.0, 1)
+    assert lowest.deviation == pytest.approx(0.1 / math.sqrt(2)) and effects[LR].spread == pytest.approx(2.0)
 
 
-def test_html_final_plot_is_over_the_key_with_most_values(tmp_path: Path) -> None:
-    jobs = [job({LR: lr, ACC: acc}, training(2.0)) for lr in ("1e-4", "5e-4") for acc in ("1", "2", "4")]
-    assert plots(page_of(write_sweep(tmp_path, jobs)))[-1].attrib["aria-label"] == f"final validation loss over {ACC}"
+def test_html_importance_says_why_it_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(name: str, jobs: list[dict]) -> str:
+        return setting_importance(read_sweep_results(write_sweep(tmp_path / name, jobs))).reason
+
+    assert reason("one", [job({LR: str(i)}, training(2 + i)) for i in range(20)]) == "it needs two settings with several values among the completed jobs"
+    assert reason("few", grid()) == f"it needs {MIN_JOBS} completed jobs, there are 6"
+    monkeypatch.setattr(importance_module.importlib.util, "find_spec", lambda name: None)
+    assert reason("missing", many_jobs()).startswith("a package is missing: pip install optuna scikit-learn")
 
 
-def test_html_draws_a_loss_that_is_not_finite_as_gap_and_cross(tmp_path: Path) -> None:
-    records = [record(1, 5.0), record(2, None), record(3, None), record(4, 3.0), record(5, None)]
-    page = page_of(write_sweep(tmp_path, [job({LR: "1"}, records), job({LR: "5"}, [record(1, None)], loss="inf"), job({LR: "2"}, [])]))
-    assert not re.search(r"\b(nan|inf|None)\b", "".join(re.findall(r' (?:d|c[xy])="([^"]*)"', page)), re.IGNORECASE)
-    train = next(path for path in plots(page)[0].iter("path") if "s0" in path.attrib["class"] and "train" in path.attrib["class"])
-    assert train.attrib["d"].count("M") == 2
-    assert sum("s0 d0 train lost" in path.attrib["class"] for path in plots(page)[0].iter("path")) == 2
-
-
-def test_html_curve_of_a_long_run_has_about_500_points(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path, [job({LR: "1"}, [record(step, 5 + math.sin(step)) for step in range(1, 5001)])])
-    train = next(path for path in plots(page_of(folder))[0].iter("path") if "train" in path.attrib["class"])
-    assert 400 < train.attrib["d"].count("L") < 520
+def many_jobs() -> list[dict]:
+    """16 jobs whose loss depends on the learning rate only."""
+    return [job({LR: f"{lr}e-4", DECAY: decay}, training(1 + lr)) for lr in range(1, 9) for decay in ("0.0", "0.1")]
 
 
 @pytest.mark.slow
-def test_html_of_many_jobs_has_a_folded_legend_and_a_bounded_size(tmp_path: Path) -> None:
-    records = training(2.0, steps=300)
-    page = page_of(write_sweep(tmp_path, [job({LR: str(i), ACC: str(i % 4)}, records) for i in range(120)]))
-    assert "<summary>120 colours</summary>" in page and len(page) < 4 << 20
+def test_html_importance_is_that_of_the_setting_that_matters(tmp_path: Path) -> None:
+    pytest.importorskip("optuna", reason="fANOVA is Optuna's")
+    pytest.importorskip("sklearn", reason="Optuna's fANOVA needs scikit-learn")
+    importance = setting_importance(read_sweep_results(write_sweep(tmp_path, many_jobs())))
+    (first, share), (second, rest) = importance.shares
+    assert (first, second, importance.jobs) == (LR, DECAY, 16) and share > 0.95 and share + rest == pytest.approx(1)
+
+
+def test_html_names_the_edge_and_the_line_that_extends_the_range(tmp_path: Path) -> None:
+    page = page_of(write_sweep(tmp_path, [job({LR: lr}, training(loss), run=scored(loss)) for lr, loss in (("1e-3", 3.0), ("2e-3", 2.0))]))
+    assert "the winner has the highest optimizer.lr" in page and f"python runner/train.py resume={tmp_path} optimizer.lr=0.004" in page
+
+
+def test_html_has_the_settings_in_which_jobs_differ(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [job({LR: lr}, training(2.0)) for lr in "12"])
+    for lr in "12":
+        (folder / f"{LR}={lr}" / ".hydra").mkdir()
+        (folder / f"{LR}={lr}" / ".hydra" / "config.yaml").write_text(f"optimizer: {{lr: {lr}, betas: [0.9]}}\ntrain: {{max_steps: {10 * int(lr)}}}\n")
+    settings = chart_data(page_of(folder))["settings"]
+    assert settings == {LR: {"values": ["1", "2"], "of": [0, 1]}, "train.max_steps": {"values": ["10", "20"], "of": [0, 1]}}
+
+
+def test_progress_expects_the_mean_time_of_completed_jobs(tmp_path: Path) -> None:
+    times = {"started": "2026-11-22T10:00:00+00:00", "ended": "2026-11-22T10:10:00+00:00"}
+    jobs = [job({LR: "1"}, training(2.0), **times), *(job({LR: lr}, None, status="new") for lr in "345")]
+    now = datetime(2026, 11, 22, 10, 14, tzinfo=UTC)
+    sweep = read_sweep_results(write_sweep(tmp_path, jobs, status="running"))
+    assert sweep_progress(sweep, now).remaining == "about 00:30:00"
+    sweep.jobs[1].status, sweep.jobs[1].started = "running", datetime(2026, 11, 22, 10, 10, tzinfo=UTC)
+    progress = sweep_progress(sweep, now)
+    assert progress.remaining == "about 00:26:00" and progress.counts == [("done", 1), ("running", 1), ("waiting", 2), ("failed", 0)]
+    sweep.jobs[2].status, sweep.jobs[2].started = "running", sweep.jobs[1].started  # two at a time: 6 minutes of both, then one job
+    assert sweep_progress(sweep, now).remaining == "about 00:11:00"
+
+
+def test_curves_of_jobs_are_read_once_and_keep_extremes(tmp_path: Path) -> None:
+    losses = [5 + math.sin(step) for step in range(5000)]
+    losses[2222], losses[3333] = 99.0, 0.5
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record(step, loss)) + "\n" for step, loss in enumerate(losses, start=1)))
+    metrics = read_job_metrics(path)
+    assert {99.0, 0.5, losses[0], losses[-1]} <= {point.loss for point in metrics.train} and len(metrics.train) < MAX_CURVE_POINTS * 1.1
+    assert read_job_metrics(path) is metrics
+    path.write_text(json.dumps(record(1, 2.0)) + "\n")
+    assert len(read_job_metrics(path).train) == 1
+
+
+def test_html_of_200_jobs_is_below_one_megabyte(tmp_path: Path) -> None:
+    lines = [f"line {number} {'x' * 500}" for number in range(20)]
+    failed = {"status": "failed", "error": "killed by signal 9", "last_lines": lines}
+    records = training(2.0, steps=120, eval_every=4)
+    jobs = [job({LR: f"{i}.123456e-4", ACC: str(i % 4), DECAY: "0.1"}, records, **(failed if i % 5 == 0 else {})) for i in range(200)]
+    page = page_of(write_sweep(tmp_path, jobs))
+    assert len(page.encode()) < 1_000_000
     text_of(page)
 
 
@@ -178,16 +255,22 @@ def test_html_of_an_empty_sweep_is_written(tmp_path: Path) -> None:
     assert "0 jobs" in text_of(page_of(write_sweep(tmp_path, [])))
 
 
-def test_css_has_all_colour_and_dash_classes() -> None:
-    css = page_template.CSS.read_text(encoding="utf-8")
-    assert all(len(re.findall(rf"\.s{i} ", css)) == 2 for i in range(html.COLORS))  # light and dark
-    assert all(f".d{i} " in css for i in range(html.DASHES))
+def test_html_of_a_running_sweep_does_not_wait_for_the_importance(tmp_path: Path) -> None:
+    sweep = read_sweep_results(write_sweep(tmp_path, many_jobs(), status="running"))
+    assert "it is calculated when the sweep ends" in sweep_page(sweep, is_final=False)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
-def test_html_opens_in_a_browser_from_the_disk(tmp_path: Path) -> None:
-    update_report(write_sweep(tmp_path, grid()))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--screenshot={tmp_path / 'page.png'}", f"file://{tmp_path}/report.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (tmp_path / "page.png").stat().st_size > 10_000, done.stderr
+def test_repeated_page_warns_once_and_waits_in_proportion_to_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, written, warnings = [100.0], [], []
+    monkeypatch.setattr("runner.reporting.live_page.time.monotonic", lambda: clock[0])
+
+    def write_page() -> None:
+        written.append(clock[0])
+        clock[0] += 1.0
+        raise OSError("disk full")
+
+    page = RepeatedPage(write_page, warnings.append)
+    for now in (100.0, 110.0, 300.0, 302.0):
+        clock[0] = max(clock[0], now)
+        page.write_if_due()
+    assert written == [100.0, 302.0] and warnings == ["report.html cannot be written: OSError: disk full"]  # 1 s of 200 s

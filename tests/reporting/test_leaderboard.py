@@ -38,7 +38,7 @@ def test_column_added_to_the_table_appears_in_text_csv_and_html(tmp_path: Path, 
     folder = write_sweep(tmp_path, [job({LR: "1"}, training(1.0, steps=37))])
     assert csv_rows(folder)[0]["steps_logged"] == "37"
     assert "logged steps" in leaderboard_text(folder) and leaderboard_text(folder).splitlines()[4].endswith("37")
-    assert "logged steps</th>" in (page := (folder / "report.html").read_text()) and '<td class="n">37</td>' in page
+    assert "logged steps</button></th>" in (page := (folder / "report.html").read_text()) and '<td class="n" data-v="37">37</td>' in page
 
 
 def test_text_lists_ranks_and_the_reasons_of_failed_jobs(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_job_continued_by_hand_is_marked_in_text_csv_and_html(tmp_path: Path) ->
     assert text.count("completed, continued by hand") == 1 and f"{LR}=1: completed, continued with {overrides}" in text
     assert f"best job, continued with {overrides}: python" in text
     page = (folder / "report.html").read_text()
-    assert f"Command of the best job ({LR}=1, continued with {overrides})" in page and page.count(f"continued with {overrides}") == 2
+    assert f"<b>{LR}=1, continued with {overrides}</b>" in page and page.count(f"continued with {overrides}") == 2
 
 
 def test_overrides_given_by_the_sweep_do_not_mark_a_job_as_continued_by_hand(tmp_path: Path) -> None:

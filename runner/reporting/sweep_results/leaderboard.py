@@ -21,10 +21,13 @@ REPORT_FILE, LEADERBOARD_FILE = "report.html", "leaderboard.csv"
 FORMULA_PREFIXES = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet runs a cell with one of these as a formula
 
 
-def update_report(folder: Path) -> None:
-    """Write leaderboard.csv and report.html of the sweep in `folder` again. Each file is replaced atomically."""
+def update_report(folder: Path, is_final: bool = True) -> None:
+    """Write leaderboard.csv and report.html of the sweep in `folder` again. Each file is replaced atomically.
+
+    `is_final=False` leaves out what takes seconds, for a sweep whose jobs still run.
+    """
     sweep = read_sweep_results(folder.absolute())
-    for name, text in ((LEADERBOARD_FILE, leaderboard_csv(sweep)), (REPORT_FILE, sweep_page(sweep))):
+    for name, text in ((LEADERBOARD_FILE, leaderboard_csv(sweep)), (REPORT_FILE, sweep_page(sweep, is_final))):
         retry_disk(partial(write_atomic_file, folder / name, text.encode("utf-8", "backslashreplace")))
 
 

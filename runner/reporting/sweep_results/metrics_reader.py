@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 from common.filesystem import open_regular, read_bounded
 from common.limits.parsers import parse_yaml
 from runner.config.overrides import is_storable
+from runner.reporting.curve_points import choose_points
 
 MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read
 MAX_METRICS_BYTES = 256 << 20  # a larger metrics.jsonl is not read
 MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a run has written has about one million
 METRICS_READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
+MAX_CURVE_POINTS = 500  # of one kind of record, of a job of a sweep
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
 
 
@@ -76,6 +79,26 @@ def read_run_metrics(path: Path) -> RunMetrics:
             timed_from = tokens
     metrics.tokens_per_second = timed_tokens / seconds if seconds else None
     return metrics
+
+
+def read_job_metrics(path: Path) -> RunMetrics:
+    """Return `read_run_metrics` with at most about MAX_CURVE_POINTS points per kind: first, last, lowest and highest stay. A file that did not change
+    is read once per process: the page of a sweep is written again while its other jobs train."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return RunMetrics()
+    return _read_job_metrics(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@lru_cache(maxsize=256)
+def _read_job_metrics(path: Path, signature: tuple[int, int, int]) -> RunMetrics:
+    metrics = read_run_metrics(path)
+    return RunMetrics(_fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second)
+
+
+def _fewer_points(points: list[LossPoint]) -> list[LossPoint]:
+    return [points[index] for index in choose_points([point.loss for point in points], MAX_CURVE_POINTS)]
 
 
 def iter_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from common.ownership.processes import is_alive
 from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.sweep_results.aggregate import result_rows
 from runner.reporting.sweep_results.evaluations import current_evaluations
-from runner.reporting.sweep_results.metrics_reader import LossPoint, finite_number, read_override_list, read_run_metrics
+from runner.reporting.sweep_results.metrics_reader import LossPoint, finite_number, read_job_metrics, read_override_list
 from runner.reporting.sweep_results.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
@@ -64,7 +64,8 @@ def _read_job(folder: Path, recorded: dict[str, Any]) -> JobResult:
     job.extended, job.manual_overrides = extended, _manual_overrides(folder / name, extended)
     job.model, job.evaluation, job.evaluations = model_score(metadata), metadata.get("evaluation"), current_evaluations(metadata)
     job.data_identity = _data_identity(metadata)
-    job.metrics = read_run_metrics(folder / name / "metrics.jsonl")
+    job.started, job.ended = _parse_time(recorded.get("started")), _parse_time(recorded.get("ended"))
+    job.metrics = read_job_metrics(folder / name / "metrics.jsonl")
     _set_losses(job, metadata)
     has_diverged = Outcome.DIVERGED in (metadata.get("outcome"), recorded.get("outcome")) or recorded.get("loss") in ("inf", "Infinity")
     job.diverged = next((job.final[kind] for kind in LOSS_KINDS if kind in job.final), 0.0) == math.inf or (

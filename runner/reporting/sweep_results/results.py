@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from common.paths import command_line
 from runner.config.overrides import is_storable
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
-from runner.reporting.sweep_results.metrics_reader import RunMetrics, read_override_list
+from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, read_override_list
 
 LOSS_KINDS = ("validation", "training-rows", "training")  # of evaluations on validation data, on training rows, and of a training step
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
+OVERFITTING_SHARE = 0.02  # of the lowest validation loss; a newest loss above it by more is called overfitting
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
 
@@ -36,6 +38,8 @@ class JobResult:
     folder: str | None = None  # name of the run directory in the sweep directory; None if the name leads out of it
     manual_overrides: list[str] = field(default_factory=list)  # of a later launch, not given by the sweep
     data_identity: tuple[Any, Any] = (None, None)  # fingerprint of the training data; rows of each file
+    started: datetime | None = None  # of its newest attempt, by sweep.json
+    ended: datetime | None = None
     differs_from: str = ""  # name of the job which has the same data overrides but was trained on other data
 
     @property
@@ -52,6 +56,16 @@ class JobResult:
         if self.model is not None and self.model.loss is not None:
             return self.model.loss
         return self.best[kind][0] if kind in self.best else None
+
+    @property
+    def overfitting(self) -> tuple[LossPoint, LossPoint] | None:
+        """The lowest and the newest validation loss, where the newest is above the lowest by more than OVERFITTING_SHARE; None otherwise."""
+        finite = [point for point in self.metrics.eval if point.loss is not None]
+        if "validation" not in self.final or not finite:
+            return None
+        lowest, newest = min(finite, key=lambda point: point.loss or 0.0), finite[-1]
+        assert lowest.loss is not None and newest.loss is not None
+        return (lowest, newest) if newest.loss - lowest.loss > OVERFITTING_SHARE * abs(lowest.loss) and newest.step > lowest.step else None
 
     @property
     def reason(self) -> str:

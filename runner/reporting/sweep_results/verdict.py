@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
-from common.paths import command_line_here, display_path
+from common.paths import command_line
 from runner.inference.best_job import parse_number
 from runner.reporting.sweep_results.columns import loss_text, point_label
 from runner.reporting.sweep_results.intervals import difference_interval
@@ -111,7 +111,7 @@ def _train_longer(sweep: SweepResults, job: JobResult) -> str:
     if train.get("patience") and (steps == 0 or last is None or last.step < steps):
         return ""
     longer = f"train.max_steps={2 * steps}" if steps else f"train.epochs={2 * epochs}"
-    return shlex.join([*command_line_here("train"), f"resume={display_path(sweep.folder / job.folder)}", longer])
+    return shlex.join([*command_line("train"), f"resume={sweep.folder / job.folder}", longer])
 
 
 def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge | None:
@@ -177,4 +177,4 @@ def _extend_command(sweep: SweepResults, key: str, value: float) -> str:
     zipped = next((override for override in sweep.shared_overrides if override.startswith("sweep.zip=")), "")
     if sweep.sweeper == "optuna" or key in re.split(r"[^\w./@]+", zipped) or not math.isfinite(value):
         return ""
-    return shlex.join([*command_line_here("train"), f"resume={display_path(sweep.folder)}", f"{key}={value:g}"])
+    return shlex.join([*command_line("train"), f"resume={sweep.folder}", f"{key}={value:g}"])
