@@ -1,0 +1,79 @@
+"""Which swept settings explain the differences of the loss: Optuna's fANOVA (Hutter et al., 2014, An efficient approach for assessing
+hyperparameter importance), where Optuna is installed and there are enough completed jobs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from runner.inference.best_job import SEED_KEY, parse_number
+from runner.reporting.sweep_page.effects import job_loss
+from runner.reporting.sweep_results.results import SweepResults
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+MIN_JOBS = 10  # completed ones; a forest over fewer points mostly shows which of them were drawn
+PACKAGES = ("optuna", "sklearn")
+LOG_RATIO = 10.0  # positive values that span more are taken by their logarithm
+Point = tuple[tuple[tuple[str, str], ...], float]  # (swept values, loss)
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Shares of the variance of the loss by setting, largest first; they sum to 1. Empty, with the reason, where they cannot be calculated."""
+
+    shares: list[tuple[str, float]] = field(default_factory=list)
+    jobs: int = 0
+    reason: str = ""
+
+
+def setting_importance(sweep: SweepResults) -> Importance:
+    keys = [*sweep.swept_keys, *([SEED_KEY] if sweep.has_seeds else [])]
+    losses = [(job.swept, loss) for job in sweep.jobs if (loss := job_loss(sweep, job)) is not None]
+    varied = [key for key in keys if len({swept.get(key) for swept, _ in losses}) > 1]
+    complete = [(swept, loss) for swept, loss in losses if all(key in swept for key in varied)]
+    if len(varied) < 2:
+        return Importance(reason="it needs two settings with several values among the completed jobs")
+    if len(complete) < MIN_JOBS:
+        return Importance(reason=f"it needs {MIN_JOBS} completed jobs, there are {len(complete)}")
+    if len({loss for _, loss in complete}) < 2:
+        return Importance(reason="all completed jobs have the same loss")
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        packages = " ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
+        return Importance(reason=f"a package is missing: pip install {packages}, then report.py sweep={sweep.folder}")
+    return _fanova(tuple((tuple((key, swept[key]) for key in varied), loss) for swept, loss in complete))
+
+
+@lru_cache(maxsize=4)
+def _fanova(points: tuple[Point, ...]) -> Importance:
+    """Return fANOVA of a random forest with a fixed seed."""
+    import optuna
+
+    keys = [key for key, _ in points[0][0]]
+    values = {key: [dict(swept)[key] for swept, _ in points] for key in keys}
+    distributions = {key: _distribution(values[key]) for key in keys}
+    numeric = {key for key in keys if all(parse_number(value) is not None for value in values[key])}
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        study = optuna.create_study()
+        for swept, loss in points:
+            params = {key: parse_number(value) if key in numeric else value for key, value in swept}
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
+        shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0))
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+    return Importance(sorted(((key, float(share)) for key, share in shares.items()), key=lambda item: -item[1]), len(points))
+
+
+def _distribution(values: list[str]) -> BaseDistribution:
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    numbers = [number for value in values if (number := parse_number(value)) is not None]
+    if len(numbers) < len(values):
+        return CategoricalDistribution(sorted(set(values)))
+    low, high = min(numbers), max(numbers)
+    return FloatDistribution(low, high, log=low > 0 and high > LOG_RATIO * low)

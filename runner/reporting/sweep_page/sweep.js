@@ -1,0 +1,442 @@
+// Charts, filter, sorting and comparison of a sweep's page. The numbers are in the JSON element #data; no request is made.
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const find = (id) => document.getElementById(id);
+  const tables = [...document.querySelectorAll("#leaderboard tbody")]; // in the order of data.rows
+  const titles = { step: "step", tokens: "tokens", seconds: "training time (hours:minutes:seconds)" };
+  const controls = Object.fromEntries(["text", "axis", "validation", "training", "smoothing", "log", "seeds"].map((id) => [id, find(id)]).filter(([, element]) => element));
+  const selects = [...document.querySelectorAll("#filters select")];
+  const MANY_JOBS = 20, TOP_ROWS = 8, NEAR = 40, MANY_VALUES = 12, MAX_OPTIONS = 40; // NEAR in pixels
+  let picked = null; // index of the row that stands out
+  let shown = new Set(); // indices of the jobs that the filter lets through
+  let chart = null, drawn = [], hovered = null;
+
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const styleColors = new Map();
+  function styleColor(style) {
+    if (!styleColors.has(style)) {
+      const probe = document.createElement("i");
+      probe.className = style;
+      document.body.append(probe);
+      styleColors.set(style, getComputedStyle(probe).getPropertyValue("--c").trim());
+      probe.remove();
+    }
+    return styleColors.get(style);
+  }
+
+  const part = (value) => String(value).padStart(2, "0");
+  const clock = (seconds) => `${part(Math.floor(seconds / 3600))}:${part(Math.floor(seconds / 60) % 60)}:${part(Math.floor(seconds) % 60)}`;
+  function short(value) {
+    for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(4))}${unit}`;
+    return Math.abs(value) > 0 && Math.abs(value) < 1e-2 ? String(Number(value.toPrecision(3))).replace(/^(\d\.\d+)e/, "$1e") : String(Number(value.toPrecision(4)));
+  }
+
+  // --- curves ---------------------------------------------------------------------------------------------------------------------------------------
+
+  // Exponential mean; a missing value leaves a gap and does not change the mean.
+  function smooth(values, weight) {
+    let total = 0, norm = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      total = total * weight + value;
+      norm = norm * weight + 1;
+      return total / norm;
+    });
+  }
+
+  // All jobs are resolved once: `tokens` of the data may be the tokens per step.
+  for (const job of data.jobs) for (const curve of [job.train, job.eval]) if (curve && typeof curve.tokens === "number") curve.tokens = curve.step.map((step) => step * curve.tokens);
+
+  function curvesToDraw() {
+    const axis = controls.axis.value, weight = Number(controls.smoothing.value), curves = [];
+    data.jobs.forEach((job, index) => {
+      if (!shown.has(index)) return;
+      if (job.train && controls.training.checked) curves.push({ job: index, kind: "training", x: job.train[axis], y: weight ? smooth(job.train.loss, weight) : job.train.loss });
+      if (job.eval && controls.validation.checked) curves.push({ job: index, kind: "validation", x: job.eval[axis], y: job.eval.loss });
+    });
+    const order = (curve) => (rowOf(curve) === picked ? -1 : rowOf(curve));
+    return curves.sort((a, b) => order(b) - order(a) || (a.kind < b.kind ? -1 : a.kind > b.kind ? 1 : 0)); // the best are drawn last; validation over training
+  }
+  const rowOf = (curve) => data.jobs[curve.job].row;
+
+  // Range of the y axis over the visible part. Of whole curves the first fifth may leave the plot, so that differences at the end are seen; and one
+  // diverging job leaves the plot instead of flattening the others.
+  function lossRange(u) {
+    const { min, max } = u.scales.x, isWhole = min === null || min === undefined || (min <= 0 && max >= u.data[0][1]), values = [], tops = [];
+    for (const curve of drawn) {
+      const inside = curve.y.filter((y, i) => y !== null && (isWhole ? i >= 0.2 * (curve.y.length - 1) : curve.x[i] >= min && curve.x[i] <= max));
+      for (const y of inside) values.push(y);
+      if (inside.length) tops.push(Math.max(...inside));
+    }
+    if (!values.length) return [0, 1];
+    values.sort((a, b) => a - b);
+    tops.sort((a, b) => a - b);
+    const low = values[0], middle = values[Math.floor(values.length / 2)], typical = tops[Math.floor(tops.length / 2)];
+    let high = values[values.length - 1];
+    if (isLog()) return [low * 0.97, (high > typical * 3 ? typical : high) * 1.03];
+    high = Math.min(high, Math.max(values[Math.floor(values.length * 0.95)], low + 3 * (middle - low)));
+    const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
+    return [low - pad, high + pad];
+  }
+  const isLog = () => controls.log.checked && drawn.every((curve) => curve.y.every((y) => y === null || y > 0));
+
+  function paint(u) {
+    const { ctx, bbox } = u, ratio = uPlot.pxRatio;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top - 4 * ratio, bbox.width + 4 * ratio, bbox.height + 4 * ratio);
+    ctx.clip();
+    ctx.lineJoin = "round";
+    for (const curve of drawn) paintCurve(u, curve, ratio);
+    ctx.restore();
+  }
+
+  function paintCurve(u, curve, ratio) {
+    const { ctx, bbox } = u, job = data.jobs[curve.job], isValidation = curve.kind === "validation";
+    const emphasis = hovered ? hovered.job : null, isPicked = picked === job.row || emphasis === curve.job;
+    const standsBack = (picked !== null || emphasis !== null) && !isPicked;
+    ctx.strokeStyle = ctx.fillStyle = styleColor(data.rows[job.row].style);
+    ctx.globalAlpha = standsBack ? 0.15 : isValidation ? 1 : drawn.length > 2 * MANY_JOBS ? 0.4 : 0.6;
+    ctx.lineWidth = ratio * ((isValidation ? 2 : 1) + (isPicked ? 1.5 : 0));
+    const pixels = curve.y.map((y, i) => (y === null ? null : [u.valToPos(curve.x[i], "x", true), u.valToPos(y, "y", true)]));
+    ctx.beginPath();
+    pixels.forEach((pixel, i) => {
+      if (!pixel) return;
+      if (i && pixels[i - 1]) ctx.lineTo(...pixel);
+      else {
+        ctx.moveTo(...pixel);
+        if (!pixels[i + 1]) ctx.arc(...pixel, ratio * 1.5, 0, 7); // a single point between gaps
+      }
+    });
+    ctx.stroke();
+    if (isValidation && curve.y.length <= 40 && shown.size <= MANY_JOBS) for (const pixel of pixels) if (pixel) dot(ctx, pixel, 2.6 * ratio, true);
+    pixels.forEach((pixel, i) => {
+      if (!pixel && (i === 0 || pixels[i - 1])) cross(ctx, u.valToPos(curve.x[i], "x", true), bbox.top + 6 * ratio, 4 * ratio); // where a gap begins
+    });
+    const first = pixels.find((pixel) => pixel);
+    if (first && pixels.every((pixel) => !pixel || pixel[1] < bbox.top)) cross(ctx, first[0], bbox.top + 6 * ratio, 4 * ratio); // all of it is above the plot
+    if (isValidation && job.lowest !== null) {
+      const at = job.eval.step.indexOf(job.lowest);
+      if (at >= 0 && pixels[at]) dot(ctx, pixels[at], 6 * ratio, false);
+    }
+  }
+  function dot(ctx, [x, y], radius, filled) {
+    ctx.beginPath();
+    ctx.arc(x, y, radius, 0, 7);
+    if (filled) ctx.fill();
+    else ctx.stroke();
+  }
+  function cross(ctx, x, y, size) {
+    ctx.beginPath();
+    ctx.moveTo(x - size, y - size);
+    ctx.lineTo(x + size, y + size);
+    ctx.moveTo(x + size, y - size);
+    ctx.lineTo(x - size, y + size);
+    ctx.stroke();
+  }
+
+  function nearest(u) {
+    const { left, top } = u.cursor;
+    let best = null, distance = NEAR;
+    if (left < 0) return null;
+    for (const curve of drawn) {
+      curve.y.forEach((y, i) => {
+        if (y === null) return;
+        const away = Math.hypot(u.valToPos(curve.x[i], "x") - left, u.valToPos(y, "y") - top);
+        if (away < distance) [best, distance] = [{ job: curve.job, kind: curve.kind, i }, away];
+      });
+    }
+    return best;
+  }
+  function hover(u) {
+    const found = nearest(u), before = hovered && hovered.job;
+    hovered = found;
+    if (found) {
+      const job = data.jobs[found.job], curve = found.kind === "validation" ? job.eval : job.train, at = (axis) => curve[axis][found.i];
+      const text = `${job.label}: ${found.kind} loss ${at("loss")} at step ${at("step").toLocaleString("en")}, ${short(at("tokens"))} tokens, ${clock(at("seconds"))}`;
+      find("hovered").textContent = text;
+    }
+    if ((found && found.job) !== before) u.redraw(false, false);
+  }
+
+  function drawChart() {
+    const place = find("chart");
+    if (!place) return;
+    if (chart) chart.destroy();
+    styleColors.clear();
+    hovered = null;
+    drawn = curvesToDraw();
+    const axis = controls.axis.value;
+    const ends = drawn.map((curve) => curve.x[curve.x.length - 1]);
+    const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+    const options = {
+      width: place.clientWidth, height: Math.max(260, Math.min(420, place.clientWidth * 0.6)), legend: { show: false },
+      series: [{}, { paths: () => null, points: { show: false } }],
+      cursor: { points: { show: false }, y: false },
+      scales: { x: { time: false }, y: { distr: isLog() ? 3 : 1, range: lossRange } },
+      axes: [{ ...line, label: titles[axis], labelSize: 18, labelFont: line.font, values: (u, values) => values.map((value) => (axis === "seconds" ? clock(value) : short(value))), space: axis === "seconds" ? 80 : 50 },
+             { ...line, size: 56, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) }],
+      hooks: { draw: [paint], setCursor: [hover] },
+    };
+    chart = new uPlot(options, [[0, Math.max(1e-9, ...ends)], [1, 2]], place);
+    chart.over.addEventListener("click", () => { if (hovered) pick(data.jobs[hovered.job].row); });
+    find("smoothing-value").textContent = controls.smoothing.value;
+  }
+
+  // --- SVG: effects of settings, parallel coordinates ---------------------------------------------------------------------------------------------
+
+  function svg(name, attributes, text) {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+  const titled = (element, text) => { element.append(svg("title", {}, text)); return element; };
+
+  // Losses from the lowest to a typical one: those far above are drawn at the upper end.
+  function lossSpan(losses) {
+    const sorted = [...losses].sort((a, b) => a - b), low = sorted[0], middle = sorted[Math.floor(sorted.length / 2)];
+    const high = Math.min(sorted[sorted.length - 1], middle > low ? middle + 3 * (middle - low) : Infinity);
+    return high > low ? [low, high] : [low - 0.5, low + 0.5];
+  }
+  const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+
+  function drawEffect(place) {
+    const position = data.keys.findIndex((key) => key.key === place.dataset.key), values = data.keys[position].values;
+    const jobs = data.jobs.map((job, index) => ({ ...job, index })).filter((job) => shown.has(job.index) && job.values[position] !== null && (job.loss !== null || job.status === "diverged"));
+    const losses = jobs.filter((job) => job.loss !== null).map((job) => job.loss);
+    const width = 340, height = 190, left = 50, right = 10, top = 12, bottom = 34, inner = width - left - right;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.loss} loss by ${place.dataset.key}; the table below has the numbers` });
+    place.replaceChildren(picture);
+    if (!losses.length) return picture.append(svg("text", { class: "axis-text", x: left, y: height / 2 }, "no completed job yet"));
+    const [low, high] = lossSpan(losses), scale = scaleOf(values), margin = values.length > MANY_VALUES ? 0.03 : 0.5 / values.length;
+    const x = (value) => left + inner * (margin + (1 - 2 * margin) * scale(value));
+    const y = (loss) => top + (height - top - bottom) * Math.max(0, Math.min(1, (high - loss) / (high - low)));
+    for (const tick of [low, (low + high) / 2, high]) {
+      picture.append(svg("path", { class: "axis-line", d: `M${left} ${y(tick)}H${width - right}` }), svg("text", { class: "axis-text", x: left - 5, y: y(tick) + 4, "text-anchor": "end" }, Number(tick.toPrecision(4))));
+    }
+    for (const value of ticksOf(values, scale, 5)) {
+      picture.append(svg("text", { class: "axis-text", x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, cut(value, Math.max(5, Math.floor(inner / Math.min(5, values.length) / 6)))));
+    }
+    for (const value of values) {
+      const own = jobs.filter((job) => job.values[position] === value && job.loss !== null).map((job) => job.loss);
+      const mean = own.reduce((sum, loss) => sum + loss, 0) / own.length, half = Math.min(18, inner / values.length / 2.5);
+      if (own.length > 1) picture.append(titled(svg("path", { class: "mean", d: `M${x(value) - half} ${y(mean)}h${2 * half}` }), `${value}: mean ${mean.toPrecision(5)}`));
+    }
+    for (const job of jobs.sort((a, b) => b.row - a.row)) {
+      const at = x(job.values[position]), text = `${job.label}: ${job.loss === null ? "diverged" : job.loss}`;
+      if (job.loss === null) picture.append(titled(svg("path", { class: "cross diverged-mark", d: `M${at - 4} ${top}l8 8m0 -8l-8 8` }), text));
+      else picture.append(titled(svg("circle", { class: `dot ${data.rows[job.row].style}`, cx: at, cy: y(job.loss), r: picked === job.row ? 6 : 3.5 }), text));
+    }
+  }
+
+  function drawParallel() {
+    const place = find("parallel");
+    if (!place) return;
+    const axes = data.keys, jobs = data.jobs.map((job, index) => ({ ...job, index })).filter((job) => shown.has(job.index) && (job.loss !== null || job.status === "diverged"));
+    const losses = jobs.filter((job) => job.loss !== null).map((job) => job.loss);
+    const width = Math.max(place.clientWidth || 0, 110 * (axes.length + 1)), height = 330, top = 40, bottom = 20, side = 60;
+    const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", style: `width:${width}px;height:${height}px`, "aria-label": `parallel coordinates of ${jobs.length} jobs; the numbers are in the leaderboard` });
+    place.replaceChildren(picture);
+    if (!losses.length) return picture.append(svg("text", { class: "axis-text", x: side, y: height / 2 }, "no completed job yet"));
+    const [low, high] = lossSpan(losses), x = (index) => side + (width - 2 * side) * index / axes.length;
+    const level = (fraction) => height - bottom - (height - top - bottom) * Math.max(0, Math.min(1, fraction));
+    const axisY = axes.map(({ values }) => scaleOf(values)), lossY = (loss) => level(loss === null ? 1 : (loss - low) / (high - low));
+    [...axes.map(({ key }) => key), `${data.loss} loss`].forEach((title, index) => {
+      picture.append(svg("path", { class: "axis-line", d: `M${x(index)} ${top}V${height - bottom}` }));
+      picture.append(titled(svg("text", { class: "axis-title", x: x(index), y: 16 + 13 * (index % 2), "text-anchor": "middle" }, cut(title, Math.floor((width - 2 * side) / axes.length / 3.4))), title));
+    });
+    const label = (at, pixel, text) => svg("text", { class: "axis-text", x: at + 5, y: pixel + 4 }, cut(String(text), 14));
+    const labels = svg("g", {});
+    axes.forEach(({ values }, index) => {
+      for (const value of ticksOf(values, axisY[index], 7)) labels.append(label(x(index), level(axisY[index](value)), value));
+    });
+    for (const tick of [low, (low + high) / 2, high]) labels.append(label(x(axes.length), lossY(tick), Number(tick.toPrecision(4))));
+    for (const job of jobs.sort((a, b) => b.row - a.row)) {
+      if (job.values.some((value) => value === null)) continue;
+      const points = [...job.values.map((value, index) => `${x(index)} ${level(axisY[index](value))}`), `${x(axes.length)} ${lossY(job.loss)}`];
+      const style = job.loss === null ? "diverged-mark" : `${data.rows[job.row].style}${job.row < TOP_ROWS ? " top" : ""}`;
+      picture.append(titled(svg("path", { class: `line ${style}${picked === job.row ? " picked" : ""}`, d: `M${points.join("L")}` }), `${job.label}: ${job.loss === null ? "diverged" : job.loss}`));
+    }
+    picture.append(labels);
+    if (picked !== null) picture.classList.add("has-pick");
+  }
+
+  // Position of a value on its axis, 0 to 1: evenly while the values are few, else by size or by the logarithm.
+  function scaleOf(values) {
+    const numbers = values.map(Number);
+    if (values.length <= MANY_VALUES || numbers.some((number) => !Number.isFinite(number))) return (value) => (values.length > 1 ? values.indexOf(value) / (values.length - 1) : 0.5);
+    const low = Math.min(...numbers), high = Math.max(...numbers), map = low > 0 && high > 10 * low ? Math.log : (number) => number;
+    return (value) => (map(Number(value)) - map(low)) / (map(high) - map(low));
+  }
+
+  // About `count` of the values, evenly along the axis.
+  function ticksOf(values, scale, count) {
+    if (values.length <= count) return values;
+    const near = (fraction) => values.reduce((best, value) => (Math.abs(scale(value) - fraction) < Math.abs(scale(best) - fraction) ? value : best));
+    return [...new Set(Array.from({ length: count }, (_, index) => near(index / (count - 1))))];
+  }
+
+  // --- filter, pick, sort -------------------------------------------------------------------------------------------------------------------------
+
+  function filter() {
+    const terms = controls.text.value.toLowerCase().split(/\s+/).filter(Boolean);
+    shown = new Set();
+    data.jobs.forEach((job, index) => {
+      const text = `${job.label} ${job.name} ${job.status}`.toLowerCase();
+      const fits = selects.every((select) => !select.value || job.values[Number(select.dataset.key)] === select.value);
+      if (fits && terms.every((term) => text.includes(term))) shown.add(index);
+    });
+    const rows = new Set([...shown].map((index) => data.jobs[index].row));
+    tables.forEach((table, row) => { table.hidden = !rows.has(row); });
+    find("shown").textContent = shown.size === data.jobs.length ? `${data.jobs.length} jobs` : `${shown.size} of ${data.jobs.length} jobs`;
+  }
+
+  function pick(row) {
+    picked = picked === row ? null : row;
+    redraw();
+  }
+
+  function showPicked() {
+    find("leaderboard").classList.toggle("points-only", Boolean(controls.seeds) && !controls.seeds.checked);
+    tables.forEach((table, row) => {
+      table.classList.toggle("picked", row === picked);
+      table.querySelector("button.pick").setAttribute("aria-pressed", String(row === picked));
+    });
+  }
+
+  const headers = [...document.querySelectorAll("#leaderboard thead th")];
+  function cellValue(table, column) {
+    const cell = table.rows[0].cells[column];
+    if (column === 0) return Number(table.dataset.row);
+    const text = cell.dataset.v !== undefined ? cell.dataset.v : cell.textContent.trim();
+    return text === "" ? null : Number.isFinite(Number(text)) ? Number(text) : text;
+  }
+  function sortBy(column, isDescending) {
+    const sign = isDescending ? -1 : 1;
+    const compare = (a, b) => (typeof a === typeof b ? (typeof a === "number" ? a - b : a.localeCompare(b)) : typeof a === "number" ? -1 : 1);
+    const keyed = tables.map((table, index) => [table, cellValue(table, column), index]);
+    keyed.sort(([, a, i], [, b, j]) => (a === null || b === null ? (a === null) - (b === null) || i - j : sign * compare(a, b) || i - j)); // empty cells stay last
+    find("leaderboard").append(...keyed.map(([table]) => table));
+    headers.forEach((header, index) => {
+      if (index === column) header.setAttribute("aria-sort", isDescending ? "descending" : "ascending");
+      else header.removeAttribute("aria-sort");
+    });
+    store("sort", `${column} ${isDescending ? 1 : 0}`);
+  }
+
+  // --- two jobs -----------------------------------------------------------------------------------------------------------------------------------
+
+  function drawDiff() {
+    const [first, second] = ["first-job", "second-job"].map((id) => Number(find(id).value)), place = find("diff");
+    const value = (coded, job) => (coded.of[job] < 0 ? "–" : coded.values[coded.of[job]]);
+    const loss = (job) => (data.jobs[job].loss === null ? data.jobs[job].status : String(data.jobs[job].loss));
+    const rows = Object.entries(data.settings).map(([key, coded]) => [key, value(coded, first), value(coded, second)]).filter(([, a, b]) => a !== b);
+    data.keys.forEach(({ key }, index) => {
+      const values = [first, second].map((job) => data.jobs[job].values[index] ?? "–");
+      if (!(key in data.settings) && values[0] !== values[1]) rows.unshift([key, ...values]);
+    });
+    if (!rows.length) return place.replaceChildren(first === second ? "The same job twice." : "No setting differs, as far as their configs can be read.");
+    const table = document.createElement("table");
+    const add = (parent, cells, tag) => {
+      const line = document.createElement("tr");
+      cells.forEach((text, index) => {
+        const cell = document.createElement(index === 0 || tag === "th" ? "th" : "td");
+        cell.scope = tag === "th" ? "col" : index === 0 ? "row" : "";
+        if (!cell.scope) cell.removeAttribute("scope");
+        cell.textContent = text;
+        line.append(cell);
+      });
+      parent.append(line);
+    };
+    add(table.createTHead(), ["setting", data.jobs[first].label, data.jobs[second].label], "th");
+    const body = table.createTBody();
+    rows.forEach((row) => add(body, row, "td"));
+    add(body, [`${data.loss} loss`, loss(first), loss(second)], "td");
+    place.replaceChildren(table);
+  }
+
+  function option(value, text) {
+    const element = document.createElement("option");
+    element.value = value;
+    element.textContent = text;
+    return element;
+  }
+
+  // --- state that survives a reload ---------------------------------------------------------------------------------------------------------------
+
+  const keyOf = (name) => `lm-runner.sweep.${data.id}.${name}`;
+  function store(name, value) {
+    try { sessionStorage.setItem(keyOf(name), value); } catch { /* no storage for files in this browser */ }
+  }
+  function stored(name) {
+    try { return sessionStorage.getItem(keyOf(name)); } catch { return null; }
+  }
+  const fields = () => [...Object.values(controls), ...document.querySelectorAll("#diff-section select"), ...selects];
+  const nameOf = (element) => element.id || `key-${element.dataset.key}`;
+  function remember() {
+    for (const element of fields()) store(nameOf(element), element.type === "checkbox" ? String(element.checked) : element.value);
+    store("picked", picked === null ? "" : data.rows[picked].label);
+  }
+  function recall() {
+    for (const element of fields()) {
+      const value = stored(nameOf(element)), before = element.value;
+      if (value === null) continue;
+      if (element.type === "checkbox") element.checked = value === "true";
+      else element.value = value;
+      if (element.tagName === "SELECT" && element.selectedIndex < 0) element.value = before;
+    }
+    const label = stored("picked"), row = data.rows.findIndex((each) => each.label === label);
+    if (label && row >= 0) picked = row;
+    const [column, isDescending] = (stored("sort") || "0 0").split(" ").map(Number);
+    if (column > 0 && column < headers.length) sortBy(column, Boolean(isDescending));
+  }
+
+  function redraw() {
+    filter();
+    showPicked();
+    drawChart();
+    document.querySelectorAll(".effect").forEach(drawEffect);
+    drawParallel();
+    remember();
+  }
+
+  for (const select of selects) {
+    const { values } = data.keys[Number(select.dataset.key)];
+    if (values.length > MAX_OPTIONS) select.parentElement.hidden = true;
+    else for (const value of values) select.append(option(value, value));
+  }
+  for (const id of ["first-job", "second-job"]) {
+    const select = find(id);
+    if (!select) continue;
+    const byRow = data.jobs.map((job, index) => [job.row, index]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
+    for (const [row, index] of byRow) select.append(option(index, `${data.rows[row].rank ? `${data.rows[row].rank}. ` : ""}${data.jobs[index].label}`));
+    select.selectedIndex = Math.min(id === "first-job" ? 0 : 1, byRow.length - 1);
+    select.addEventListener("input", () => { drawDiff(); remember(); });
+  }
+  for (const id of ["filters", "diff-section"]) if (find(id)) find(id).hidden = false;
+  recall();
+  redraw();
+  if (find("diff")) drawDiff();
+  [...Object.values(controls), ...selects].forEach((element) => element.addEventListener("input", redraw));
+  find("reset").addEventListener("click", () => {
+    controls.text.value = "";
+    selects.forEach((select) => { select.value = ""; });
+    picked = null;
+    redraw();
+  });
+  tables.forEach((table, row) => table.querySelector("button.pick").addEventListener("click", () => pick(row)));
+  headers.forEach((header, column) => {
+    const button = header.querySelector("button.sort");
+    if (button) button.addEventListener("click", () => sortBy(column, header.getAttribute("aria-sort") === "ascending"));
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  let width = window.innerWidth;
+  addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; redraw(); } });
+  if (data.reload) {
+    const isIdle = () => !hovered && (document.activeElement === null || document.activeElement === document.body) && String(getSelection()) === "";
+    setInterval(() => { if (isIdle()) location.reload(); }, data.reload * 1000);
+  }
+  window.lmRunner = { data, curves: () => drawn, shown: () => [...shown], picked: () => picked, chart: () => chart };
+})();
