@@ -1,4 +1,4 @@
-"""Write report.html of a run or sweep, print its numbers, serve it on this machine: `python runner/report.py run=last serve=true`."""
+"""Write report.html of a run or sweep, compare runs, list all of them; serve it on this machine: `python runner/report.py run=last serve=true`."""
 
 import os
 import sys

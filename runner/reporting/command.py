@@ -1,42 +1,135 @@
-"""report.py: write the page of a run or sweep again, print its numbers, and serve the page on this machine."""
+"""report.py: the page of a run or sweep, of several runs side by side, or of all runs; its numbers as text; all of it served on this machine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
-from common.errors import UserError, print_safely
-from runner.reporting.page_server import serve_page
+from common.errors import UserError, did_you_mean_path, print_safely
+from common.filesystem import retry_disk, write_atomic_file
+from common.paths import display_path, outputs_dir
+from runner.reporting.page_server import only_page, serve_pages
+from runner.reporting.replay import is_tracker, replay
+from runner.reporting.run_folders import expand_sweeps, resolve_runs
+from runner.reporting.run_list.served_pages import comparison_bytes, folder_pages, list_pages
 from runner.reporting.run_page.page import run_text, write_run_page
 from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE, leaderboard_text, resolve_sweep, update_report
-from runner.run_dir.resolve import is_sweep_dir, resolve_run
+from runner.run_dir.resolve import is_sweep_dir
+
+COMPARISON_FILE, LIST_FILE = "compare.html", "index.html"  # in outputs/
 
 
 @dataclass
 class ReportConfig:
-    sweep: Optional[str]  # a sweep directory, any path in it, or `last`: the newest sweep
-    run: Optional[str]  # a run or sweep directory, any path in it, or `last`: the newest of both
-    serve: bool  # serve the page on 127.0.0.1 until Ctrl-C; it is written again at each request and reloads while the run trains
+    run: Optional[str]  # a run or sweep directory, any path in it, or last; several, separated by commas, are compared, a sweep stands for its jobs
+    sweep: Optional[str]  # a sweep directory, any path in it, or last: the newest sweep
+    all: bool  # list all runs and sweeps in outputs/
+    root: Optional[str]  # with all=true: the folder whose runs are listed; null: outputs/
+    to: Optional[
+        str
+    ]  # HTML file of a comparison or list (outputs/compare.html, outputs/index.html), or a tracker that the run is written to: swanlab, tensorboard, wandb
+    serve: bool  # serve the page on 127.0.0.1 until Ctrl-C; it is written again at each request and reloads while a run trains
     port: int  # of serve=true; 0: a free one
 
     def __post_init__(self) -> None:
-        if bool(self.sweep) == bool(self.run):
-            raise UserError("report.py needs one run or sweep", f"sweep={self.sweep} run={self.run}", "run=DIR, run=last or sweep=last")
+        given = [f"{name}={value}" for name, value in (("run", self.run), ("sweep", self.sweep), ("all", "true" if self.all else None)) if value]
+        if len(given) != 1:
+            message = "report.py needs run=, sweep= or all=true" if not given else "report.py takes one of run=, sweep= and all=true"
+            raise UserError(message, " ".join(given) or "report.py", "run=last, run=DIR,DIR, sweep=last or all=true")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"port must be from 0 to 65535, got {self.port}", f"port={self.port}", "port=0")
+        if self.port and not self.serve:
+            raise UserError("port is read with serve=true only", f"port={self.port}", "add serve=true, or leave port out")
+        if self.root and not self.all:
+            raise UserError("root is read with all=true only", f"root={self.root}", "add all=true, or leave root out")
+        if self.to and self.serve:
+            raise UserError("serve=true writes no file", f"to={self.to} serve=true", "leave out one of them")
+        if self.to and not self.replays and Path(self.to).suffix.lower() not in (".html", ".htm"):
+            raise UserError(f"to must be a tracker or a file that ends in .html, got {self.to}", f"to={self.to}", f"to={self.to}.html")
+        if self.replays and self.all:
+            raise UserError("a list of runs is not written to a tracker", f"all=true to={self.to}", f"run=DIR to={self.to}")
+
+    @property
+    def replays(self) -> bool:
+        return bool(self.to) and is_tracker(str(self.to))
 
 
 def print_report(cfg: ReportConfig) -> None:
-    """Write the page of a run or sweep, print its numbers, and serve it where that is asked for."""
-    folder = resolve_sweep(cfg.sweep) if cfg.sweep else resolve_run(cfg.run or "last", "run")
+    """Write the page that is asked for and print its numbers, serve it, or write runs to a tracker."""
+    if cfg.all:
+        return _report_all(_root(cfg.root), cfg)
+    folders = [resolve_sweep(cfg.sweep)] if cfg.sweep else resolve_runs(cfg.run or "last")
+    if cfg.replays:
+        for folder in folders:
+            replay(folder, str(cfg.to))
+        return
+    if len(folders) > 1:
+        return _report_comparison(folders, cfg)
+    if cfg.to:
+        raise UserError("the page of one run or sweep is written into its directory", f"to={cfg.to}", "leave to= out, or name several runs: run=DIR,DIR")
+    _report_folder(folders[0], cfg)
+
+
+def _report_folder(folder: Path, cfg: ReportConfig) -> None:
     page = write_page(folder)
     if is_sweep_dir(folder):
         print_safely(f"{leaderboard_text(folder)}\n\npage: {page}\ntable: {folder / LEADERBOARD_FILE}")
     else:
         print_safely(f"{run_text(folder)}\n\npage: {page}")
     if cfg.serve:
-        serve_page(folder, lambda: write_page(folder), cfg.port)
+        serve_pages(str(folder), folder_pages(folder, only_page(lambda: write_page(folder))), cfg.port)
+
+
+def _report_comparison(folders: list[Path], cfg: ReportConfig) -> None:
+    from runner.reporting.compare_page.page import compare_page, compare_text
+    from runner.reporting.compare_page.read import read_comparison
+
+    runs = expand_sweeps(folders)
+    comparison = read_comparison(runs)
+    if cfg.serve:
+        print_safely(compare_text(comparison))
+        return serve_pages(f"{len(runs)} runs", lambda path, query: None if path else comparison_bytes(folders), cfg.port)
+    target = output_file(cfg.to, outputs_dir() / COMPARISON_FILE)
+    _write(target, compare_page(comparison))
+    print_safely(f"{compare_text(comparison)}\n\npage: {display_path(target)}")
+
+
+def _report_all(root: Path, cfg: ReportConfig) -> None:
+    from runner.reporting.run_list.page import file_link, list_page, list_text
+    from runner.reporting.run_list.scan import scan_runs
+
+    if cfg.serve:
+        return serve_pages(str(root), list_pages(root), cfg.port)
+    runs = scan_runs(root)
+    target = output_file(cfg.to, root / LIST_FILE)
+    _write(target, list_page(runs, lambda row: file_link(row, target), is_served=False))
+    print_safely(f"{list_text(runs)}\n\npage: {display_path(target)}")
+
+
+def _root(name: str | None) -> Path:
+    root = Path(name).expanduser().absolute() if name else outputs_dir()
+    if root.is_dir():
+        return root
+    if name:
+        raise UserError(f"{root} is no directory", f"root={name}", did_you_mean_path(name))
+    raise UserError(f"there are no runs yet: {root} does not exist", "all=true", "start one: python runner/train.py")
+
+
+def output_file(name: str | None, default: Path) -> Path:
+    """Return the file to write. Raises UserError for a folder, a link, and a file in a folder that does not exist."""
+    path = Path(name).expanduser().absolute() if name else default
+    if name and not path.parent.is_dir():
+        raise UserError(f"the folder {path.parent} does not exist", f"to={name}", "make it first, or name a file in another folder")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UserError(f"{path} is no regular file", f"to={path}", "to=FILE.html with another name")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    retry_disk(partial(write_atomic_file, path, text.encode("utf-8", "backslashreplace")))
 
 
 def write_page(folder: Path) -> Path:

@@ -1,47 +1,64 @@
-"""The page of a run or sweep over HTTP, for this machine only."""
+"""An HTTP server on the loopback address for pages that are made at each request."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from common.errors import UserError, print_safely
+from common.errors import UserError, one_line, print_safely
 
 HOST = "127.0.0.1"
-PAGE_SECONDS = 2.0  # between two times that the page is written
+PAGE_SECONDS = 2.0  # between two times that a page is written
+MAX_CACHED_PAGES = 16
+Pages = Callable[[str, dict[str, list[str]]], bytes | None]  # (path without the first slash, query) -> the page; None: there is no such page
 
 
-def serve_page(folder: Path, write: Callable[[], Path], port: int) -> None:
-    """Answer `GET /` with the page that `write` returns, until Ctrl-C. Raises UserError if the port is not free."""
+def serve_pages(title: str, pages: Pages, port: int) -> None:
+    """Answer GET requests with what `pages` returns, until Ctrl-C. Raises UserError if the port is not free."""
     try:
-        server = PageServer(write, port)
+        server = PageServer(pages, port)
     except OSError as error:
         raise UserError(f"port {port} of {HOST} cannot be used: {error.strerror}", f"port={port}", "port=0 takes a free one") from error
     with server:
-        print_safely(f"serving {folder} on http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
+        print_safely(f"serving {title} on http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             return
 
 
+def only_page(write: Callable[[], Path]) -> Pages:
+    """Return the pages of a server with one page: the file that `write` returns."""
+    return lambda path, query: None if path else write().read_bytes()
+
+
 class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, write: Callable[[], Path], port: int) -> None:
+    def __init__(self, pages: Pages, port: int) -> None:
         super().__init__((HOST, port), PageHandler)
-        self._write, self._lock = write, threading.Lock()
-        self._written, self._page = 0.0, b""
+        self._pages, self._lock = pages, threading.Lock()
+        self._cached: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # address -> (when it was written, page)
 
-    def page(self) -> bytes:
-        """Return the page, at most PAGE_SECONDS old."""
+    def page(self, address: str) -> bytes | None:
+        """Return the page at `address`, at most PAGE_SECONDS old. One page is written at a time. Raises UserError, OSError."""
         with self._lock:
-            if not self._page or time.monotonic() > self._written + PAGE_SECONDS:
-                self._page, self._written = self._write().read_bytes(), time.monotonic()
-            return self._page
+            written, page = self._cached.get(address, (0.0, b""))
+            if page and time.monotonic() <= written + PAGE_SECONDS:
+                return page
+            url = urlsplit(address)
+            new = self._pages(unquote(url.path, errors="surrogateescape").removeprefix("/"), parse_qs(url.query, errors="surrogateescape"))
+            if new is not None:
+                self._cached[address] = (time.monotonic(), new)
+                self._cached.move_to_end(address)
+                while len(self._cached) > MAX_CACHED_PAGES:
+                    self._cached.popitem(last=False)
+            return new
 
 
 class PageHandler(BaseHTTPRequestHandler):
@@ -52,15 +69,25 @@ class PageHandler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")[0]
         if host not in (HOST, "localhost"):  # another name for this address: pages of other hosts must not read this one
             return self.send_error(403, "this server answers for 127.0.0.1 and localhost only")
-        if self.path != "/":
+        try:
+            page = self.server.page(self.path)
+        except UserError as error:
+            return self._send(400, f"{one_line(error.message)}\n{one_line(error.fix)}\n".encode("utf-8", "backslashreplace"), "text/plain")
+        except OSError as error:
+            return self._send(500, f"the page cannot be read or written: {one_line(str(error))}\n".encode("utf-8", "backslashreplace"), "text/plain")
+        if page is None:
             return self.send_error(404)
-        page = self.server.page()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
+        self._send(200, page, "text/html")
+
+    def _send(self, status: int, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
-        self.wfile.write(page)
+        self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: object) -> None:
         """Requests are not printed."""

@@ -1,0 +1,1 @@
+"""Several runs side by side: their curves, losses, and the settings and data that differ."""

@@ -1,0 +1,199 @@
+"""Find the runs and sweeps under a folder and read what a list shows of each: run.json, and the end of metrics.jsonl of a run without an end.
+
+No link is followed. What is damaged or no run is listed as that and never raises.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from common.filesystem import open_regular, read_json_object
+from common.limits.parsers import parse_json
+from runner.inference.best_job import comparison_problem
+from runner.reporting.run_folders import is_file, job_folders, run_status, tags_of, text_of
+from runner.reporting.sweep_results.metrics_reader import finite_number
+from runner.run_dir.metadata import RUN_FILE, RunMetadata
+from runner.run_dir.resolve import SWEEP_FILE
+
+MAX_DEPTH = 6  # of a run below the folder
+MAX_FOLDERS = 20_000  # that are opened
+TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
+BROKEN, FOREIGN = "broken", "no run"  # status of folders that no run is read from
+
+
+@dataclass
+class ListedRun:
+    """A row of the list: a run, a sweep, a job of one, or a folder that is neither."""
+
+    folder: Path
+    kind: str  # run, sweep, job or other
+    status: str
+    problem: str = ""  # why nothing is read from the folder
+    fields: dict[str, Any] = field(default_factory=dict)  # of run.json
+    sweep: ListedRun | None = None  # that a job belongs to
+    jobs: list[ListedRun] = field(default_factory=list)  # of a sweep
+    started: float | None = None  # seconds since 1970
+    evaluation_loss: float | None = None  # lowest
+    training_loss: float | None = None  # newest
+    step: float | None = None
+    page: Path | None = None  # report.html, if it is there
+
+    @property
+    def label(self) -> str:
+        """run.name, or the end of the path: `2026-11-21/10-00-00`, for a job its folder."""
+        end = self.folder.name if self.kind == "job" else "/".join(self.folder.parts[-2:])
+        return text_of(self.fields.get("name"), 80) or (f"sweep {end}" if self.kind == "sweep" else end)
+
+    @property
+    def stage(self) -> str:
+        return text_of(self.fields.get("stage"), 40) or next((job.stage for job in self.jobs if job.stage), "")
+
+    @property
+    def model(self) -> str:
+        return text_of(self.fields.get("model"), 60) or next((job.model for job in self.jobs if job.model), "")
+
+    @property
+    def note(self) -> str:
+        return text_of(self.fields.get("note"), 500)
+
+    @property
+    def tags(self) -> list[str]:
+        return tags_of(self.fields)
+
+    @property
+    def init_from(self) -> str:
+        start = self.fields.get("init_from")
+        return start if isinstance(start, str) else next((job.init_from for job in self.jobs if job.init_from), "")
+
+    @property
+    def data(self) -> str:
+        """Names of the data files."""
+        files = self.fields.get("data")
+        names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or next((job.data for job in self.jobs if job.data), "")
+
+
+@dataclass
+class RunList:
+    root: Path
+    rows: list[ListedRun]  # newest first; the jobs of a sweep follow it
+    is_cut: bool  # whether MAX_FOLDERS were opened before all were
+
+    def by_folder(self) -> dict[Path, ListedRun]:
+        return {row.folder: row for row in self.rows}
+
+
+def scan_runs(root: Path) -> RunList:
+    """Return all runs and sweeps below `root`."""
+    budget = [MAX_FOLDERS]
+    found = [*_read_folder(root, 0, budget)]
+    found.sort(key=lambda row: (row.kind == "other", -(row.started or 0.0), str(row.folder)))
+    return RunList(root, [listed for row in found for listed in (row, *row.jobs)], budget[0] <= 0)
+
+
+def _read_folder(folder: Path, depth: int, budget: list[int]) -> list[ListedRun]:
+    """Return the rows of `folder` and below. A folder without any run below it is one row."""
+    budget[0] -= 1
+    if budget[0] <= 0:
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        return [ListedRun(folder, "other", BROKEN, f"cannot be listed: {error.strerror}")]
+    names = {entry.name for entry in listed}
+    if depth and SWEEP_FILE in names:
+        return [_read_sweep(folder)]
+    if depth and RUN_FILE in names:
+        return [_read_run(folder, "run")]
+    if depth and (".hydra" in names or "checkpoints" in names):
+        return [
+            ListedRun(folder, "other", BROKEN, "there is no run.json: its launch was stopped early, or the file was deleted; doctor.py run=DIR looks at it")
+        ]
+    rows: list[ListedRun] = []
+    for entry in listed:
+        if entry.is_symlink():
+            rows.append(ListedRun(folder / entry.name, "other", FOREIGN, "a link: it is not followed"))
+        elif entry.is_dir(follow_symlinks=False) and depth < MAX_DEPTH:
+            rows += _read_folder(folder / entry.name, depth + 1, budget)
+    if depth and listed and all(row.kind == "other" and row.status == FOREIGN for row in rows):
+        return [ListedRun(folder, "other", FOREIGN, f"{len(listed)} entries, no run or sweep among them")]
+    return rows
+
+
+def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> ListedRun:
+    fields = RunMetadata.read(folder)
+    if not fields:
+        return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep)
+    row = ListedRun(folder, kind, run_status(fields), fields=fields, sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
+    metrics, export = fields.get("metrics"), fields.get("export")
+    values = metrics if isinstance(metrics, dict) else {}
+    row.training_loss, row.step = finite_number(values.get("loss")), finite_number(fields.get("step"))
+    exported = finite_number(export.get("loss")) if isinstance(export, dict) else None
+    row.evaluation_loss = next((loss for key in ("best_val_loss", "val_loss") if (loss := finite_number(values.get(key))) is not None), exported)
+    if not values:
+        _read_tail(row)
+    return row
+
+
+def _read_tail(row: ListedRun) -> None:
+    """Set losses and step from the newest records of a run that has not ended: its run.json has none."""
+    for record in _newest_records(row.folder / "metrics.jsonl"):
+        loss, step = finite_number(record.get("loss")), finite_number(record.get("step"))
+        if record.get("kind") == "train" and row.training_loss is None:
+            row.training_loss = loss
+        if record.get("kind") == "eval" and row.evaluation_loss is None:
+            row.evaluation_loss = loss
+        if step is not None:
+            row.step = max(row.step or 0.0, step)
+
+
+def _newest_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records in the last TAIL_BYTES, the newest first."""
+    try:
+        fd, size = open_regular(path)
+        with open(fd, "rb") as file:
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines[1:] if size > TAIL_BYTES else lines):
+        try:
+            record = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _read_sweep(folder: Path) -> ListedRun:
+    recorded = read_json_object(folder / SWEEP_FILE)
+    if not isinstance(recorded.get("jobs"), list):
+        return ListedRun(folder, "other", BROKEN, "sweep.json cannot be read")
+    sweep = ListedRun(folder, "sweep", text_of(recorded.get("status"), 20) or "unknown", started=_seconds(recorded.get("created")), page=_page(folder))
+    sweep.jobs = [_read_run(job, "job", sweep) for job in job_folders(folder)]
+    if sweep.status == "running" and sweep.jobs and not any(job.status == "running" for job in sweep.jobs):
+        sweep.status = "interrupted" if any(job.status in ("interrupted", "new") for job in sweep.jobs) else sweep.status
+    comparable = comparison_problem(job.fields.get("evaluation") for job in sweep.jobs) is None
+    losses = [job.evaluation_loss for job in sweep.jobs if job.evaluation_loss is not None]
+    sweep.evaluation_loss = min(losses, default=None) if comparable else None
+    swept = recorded.get("swept")
+    keys = ", ".join(text_of(key, 60) for key in swept) if isinstance(swept, dict) else ""
+    sweep.problem = f"{len(recorded['jobs'])} jobs over {keys or 'the seed'}"
+    return sweep
+
+
+def _page(folder: Path) -> Path | None:
+    return folder / "report.html" if is_file(folder / "report.html") else None
+
+
+def _seconds(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

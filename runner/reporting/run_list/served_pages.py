@@ -1,0 +1,74 @@
+"""The pages that report.py serves: a list of runs with a page for each, comparisons, and a sweep with its jobs. They are not written to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import UserError
+from runner.reporting.page_server import Pages
+from runner.reporting.run_folders import expand_sweeps, job_folders
+from runner.reporting.sweep_results.leaderboard import REPORT_FILE
+from runner.run_dir.metadata import check_run_files
+from runner.run_dir.resolve import is_sweep_dir
+
+RUN_PREFIX = "run/"  # of the address of a run's page
+
+
+def list_pages(root: Path) -> Pages:
+    """Return the pages of the list of `root`: "", `run/<path below root>/` and `compare?run=<path>&run=<path>`. Only what the list holds is opened."""
+    from runner.reporting.run_list.page import list_page, served_link
+    from runner.reporting.run_list.scan import scan_runs
+
+    def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
+        runs = scan_runs(root)
+        if not path:
+            return _encoded(list_page(runs, served_link(root), is_served=True))
+        known = {str(row.folder.relative_to(root)): row.folder for row in runs.rows if row.kind != "other"}
+        if path == "compare":
+            names = [name for value in query.get("run", []) for name in [value] if name in known]
+            if not names:
+                raise UserError("no run of the list is chosen", f"{len(query.get('run', []))} names", "choose runs in the list")
+            return comparison_bytes([known[name] for name in names])
+        name = path.removeprefix(RUN_PREFIX).removesuffix(REPORT_FILE).rstrip("/")
+        return page_bytes(known[name]) if path.startswith(RUN_PREFIX) and name in known else None
+
+    return pages
+
+
+def folder_pages(folder: Path, page: Pages) -> Pages:
+    """Return `page` and, below it, the pages of the jobs if `folder` is a sweep."""
+
+    def pages(path: str, query: dict[str, list[str]]) -> bytes | None:
+        if not path or not is_sweep_dir(folder):
+            return page(path, query)
+        name = path.removesuffix(REPORT_FILE).rstrip("/")
+        return next((page_bytes(job) for job in job_folders(folder) if job.name == name), None)
+
+    return pages
+
+
+def comparison_bytes(folders: list[Path]) -> bytes:
+    """Return the page that compares the runs and sweeps in `folders`."""
+    from runner.reporting.compare_page.page import compare_page
+    from runner.reporting.compare_page.read import read_comparison
+
+    return _encoded(compare_page(read_comparison(expand_sweeps(folders)), reloads=True))
+
+
+def page_bytes(folder: Path) -> bytes:
+    """Return the page of the run or sweep in `folder`. Raises UserError if a file of it is a link."""
+    if is_sweep_dir(folder):
+        from runner.reporting.sweep_page.page import sweep_page
+        from runner.reporting.sweep_results.read_results import read_sweep_results
+
+        sweep = read_sweep_results(folder)
+        return _encoded(sweep_page(sweep, is_final=sweep.status != "running"))
+    from runner.reporting.run_page.page import run_page
+    from runner.reporting.run_page.read import read_run_report
+
+    check_run_files(folder)
+    return _encoded(run_page(read_run_report(folder)))
+
+
+def _encoded(page: str) -> bytes:
+    return page.encode("utf-8", "backslashreplace")

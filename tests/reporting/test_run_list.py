@@ -1,0 +1,170 @@
+"""The list of all runs: read from run.json, whatever else lies in the folder; its lineage and links never lead out of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+from report_fixtures import HOSTILE, make_run, make_sweep, train_record
+
+from runner.reporting.page_server import PageServer
+from runner.reporting.run_list.lineage import lineage_trees, parents_of
+from runner.reporting.run_list.page import age_text, file_link, list_page, list_text
+from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, scan_runs
+from runner.reporting.run_list.served_pages import list_pages
+
+
+def rows_of(root: Path) -> dict[str, ListedRun]:
+    return {str(row.folder.relative_to(root)): row for row in scan_runs(root).rows}
+
+
+def file_page(root: Path) -> str:
+    return list_page(scan_runs(root), lambda row: file_link(row, root / "index.html"), is_served=False)
+
+
+def test_list_has_runs_sweeps_jobs_and_what_is_neither(tmp_path: Path) -> None:
+    make_run(tmp_path / "d" / "run", name="base", tags=["a"], note="n")
+    make_sweep(tmp_path / "multirun" / "d" / "s", {"seed=1": {}, "seed=2": {"status": "failed", "outcome": "diverged"}})
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    (tmp_path / "killed" / ".hydra").mkdir(parents=True)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text("{torn")
+    os.symlink("/etc", tmp_path / "linked")
+    rows = rows_of(tmp_path)
+    kinds = {name: (row.kind, row.status) for name, row in rows.items()}
+    assert kinds == {
+        "d/run": ("run", "completed"), "multirun/d/s": ("sweep", "completed"), "multirun/d/s/seed=1": ("job", "completed"),
+        "multirun/d/s/seed=2": ("job", "diverged"), "notes": ("other", FOREIGN), "killed": ("other", BROKEN), "torn": ("other", BROKEN), "linked": ("other", FOREIGN),
+    }  # fmt: skip
+    run = rows["d/run"]
+    assert (run.label, run.tags, run.note, run.stage, run.model, run.data, run.evaluation_loss) == ("base", ["a"], "n", "pretrain", "tiny", "rows.jsonl", 2.5)
+    assert rows["multirun/d/s"].evaluation_loss == 2.5 and "3 other folders" not in list_text(scan_runs(tmp_path))
+
+
+def test_list_calls_a_run_without_its_process_interrupted_and_reads_the_end_of_its_metrics(tmp_path: Path) -> None:
+    gone = {"host": os.uname().nodename, "pid": 2**22 + 1, "boot_id": None, "start_ticks": 1}
+    records = [train_record(step, 3.0) for step in range(1, 400)] + [train_record(400, 2.25)]
+    make_run(tmp_path / "killed", records, status="running", outcome=None, metrics={}, step=100, **gone)
+    make_run(tmp_path / "elsewhere", records, status="running", outcome=None, metrics={}, host="another")
+    rows = rows_of(tmp_path)
+    assert (rows["killed"].status, rows["killed"].training_loss, rows["killed"].step) == ("interrupted", 2.25, 400)
+    assert rows["elsewhere"].status == "running"
+
+
+def test_sweep_of_jobs_that_were_judged_differently_has_no_loss(tmp_path: Path) -> None:
+    make_sweep(tmp_path / "s", {"seed=1": {}, "seed=2": {"evaluation": {"on": "training"}}})
+    assert rows_of(tmp_path)["s"].evaluation_loss is None
+
+
+def test_lineage_connects_runs_of_the_list_only(tmp_path: Path) -> None:
+    pretrain = make_run(tmp_path / "pretrain")
+    sweep = make_sweep(tmp_path / "s", {"seed=1": {"init_from": f"{pretrain}/model"}, "seed=2": {"init_from": str(pretrain)}})
+    make_run(tmp_path / "dpo", init_from=str(sweep / "seed=2" / "checkpoints" / "step-1"))
+    make_run(tmp_path / "far", init_from="/etc")
+    make_run(tmp_path / "relative", init_from="../../pretrain")
+    make_run(tmp_path / "above", init_from=str(tmp_path))
+    runs = scan_runs(tmp_path)
+    parents = {str(folder.relative_to(tmp_path)): str(parent.folder.relative_to(tmp_path)) for folder, parent in parents_of(runs).items()}
+    assert parents == {"s": "pretrain", "s/seed=1": "pretrain", "s/seed=2": "pretrain", "dpo": "s/seed=2"}
+    (tree,) = lineage_trees(runs, parents_of(runs))
+    assert [tree.row.label, tree.children[0].row.kind, tree.children[0].children[0].row.folder.name] == [f"{tmp_path.name}/pretrain", "sweep", "dpo"]
+
+
+def test_lineage_that_is_a_circle_is_cut(tmp_path: Path) -> None:
+    make_run(tmp_path / "a", init_from=str(tmp_path / "b"))
+    make_run(tmp_path / "b", init_from=str(tmp_path / "c"))
+    make_run(tmp_path / "c", init_from=str(tmp_path / "a"))
+    make_run(tmp_path / "self", init_from=str(tmp_path / "self"))
+    runs = scan_runs(tmp_path)
+    trees = lineage_trees(runs, parents_of(runs))
+    assert len(trees) == 1 and file_page(tmp_path).count('class="edge"') == 2
+
+
+def test_list_links_to_pages_of_its_own_runs_and_escapes_every_text(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a b#c", name=HOSTILE, note=HOSTILE, tags=[HOSTILE], stage=HOSTILE, init_from="javascript:alert(1)", data=[{"file": HOSTILE}])
+    (run / "report.html").write_text("x")
+    make_run(tmp_path / "child", init_from=str(run), error=HOSTILE, status="failed")
+    outside = tmp_path.parent / "outside.html"
+    outside.write_text("x")
+    linked = make_run(tmp_path / "linked")
+    os.symlink(outside, linked / "report.html")
+    page = file_page(tmp_path)
+    assert {*re.findall(r'href="([^"]*)"', page)} == {"a%20b%23c/report.html"}
+    assert "<img" not in page and "alert(1)</script>" not in page and "\x1b" not in page and "\u202e" not in page
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"status": "completed", "started": 1e400}', b'{"status": "completed", "metrics": [1], "tags": "x", "init_from": 3, "data": 1}']
+)
+def test_list_is_written_whatever_run_json_holds(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_bytes(content)
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_bytes(content)
+    assert file_page(tmp_path).endswith("</html>") and list_text(scan_runs(tmp_path))
+
+
+def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(150):
+        make_run(tmp_path / f"{number:03d}", [train_record(1)])
+    opened: list[str] = []
+    monkeypatch.setattr("runner.reporting.run_list.scan.open_regular", lambda path: opened.append(path.name))
+    assert len(scan_runs(tmp_path).rows) == 150 and opened == []
+
+
+def test_age_is_told_in_one_unit() -> None:
+    assert [age_text(0.0, now) for now in (5.0, 120.0, 7200.0, 90_000.0)] == ["5 s", "2 min", "2 h", "1 d"]
+    assert age_text(None, 0.0) == "" and age_text(10.0, 0.0) == "0 s"
+
+
+@contextmanager
+def serving(pages: Any) -> Iterator[Any]:
+    """Yield `get(address)`, which returns (status, text)."""
+    with PageServer(pages, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+
+        def get(address: str, host: str = "127.0.0.1") -> tuple[int, str]:
+            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{address}", headers={"Host": f"{host}:{server.server_port}"})
+            try:
+                with urllib.request.urlopen(request) as answer:
+                    return answer.status, answer.read().decode()
+            except HTTPError as error:
+                return error.code, error.read().decode()
+
+        try:
+            yield get
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", -1.0)
+    root = tmp_path / "outputs"
+    make_run(root / "d" / "one", name="first run")
+    make_run(root / "d" / "two")
+    make_sweep(root / "s", {"seed=1": {}})
+    make_run(tmp_path / "secret")
+    linked = make_run(root / "linked")
+    (linked / "train.log").symlink_to(tmp_path / "secret" / "run.json")
+    with serving(list_pages(root)) as get:
+        status, page = get("")
+        assert status == 200 and 'href="run/d/one/"' in page and 'href="run/s/seed%3D1/"' in page and '"reload":5' in page
+        assert get("run/d/one/")[0] == get("run/s/seed%3D1/")[0] == get("run/s/")[0] == 200 and not (root / "d" / "one" / "report.html").exists()
+        assert get("compare?run=d/one&run=d/two")[1].count("<tr data-run") == 2
+        assert [get(address)[0] for address in ("run/../secret/", "run/%2e%2e/secret/", "run//etc/", "d/one", "run/d/one/metrics.jsonl", "run/")] == [404] * 6
+        assert [get(address)[0] for address in ("compare", "compare?run=../secret", "run/linked/")] == [400] * 3
+        assert get("", host="evil.example")[0] == 403
+        (root / "d" / "one" / "run.json").write_text(json.dumps({"status": "failed", "name": "renamed"}))
+        assert "first run" in page and "renamed" in get("")[1]
