@@ -82,7 +82,7 @@ class Supervisor:
         train = self.config.train
         if kind == FailureKind.HANG:
             return f"hang: the stacks show what the process waits for; {troubleshooting('hang')}"
-        if kind != FailureKind.OUT_OF_MEMORY:
+        if kind != FailureKind.OUT_OF_MEMORY or (self._is_on and self.config.supervise.halve_batch):
             return ""
         size, steps = train.batch_size // 2, train.accumulation_steps * 2
         fix = f"train.batch_size={size} train.accumulation_steps={steps}" if train.batch_size % 2 == 0 else "train.activation_checkpointing=full"

@@ -197,7 +197,8 @@ def test_hang_writes_the_stacks_and_is_restarted(supervise: Any, tmp_path: Path,
     (incident,) = incidents(tmp_path)
     assert (incident["kind"], incident["signal"]) == ("hang", "SIGABRT")
     assert any("in wait_for_ever" in line for line in incident["stacks"])
-    assert "in wait_for_ever" in capfd.readouterr().err and "no sign of life for 0.0166667 minutes" in incident["error"]
+    shown = capfd.readouterr().err
+    assert "in wait_for_ever" in shown and "docs/guide/troubleshooting.md#hang" in shown and "no sign of life for 0.0166667 minutes" in incident["error"]
 
 
 @pytest.mark.slow
@@ -229,9 +230,11 @@ def test_lack_of_memory_halves_the_micro_batch_only_if_asked_for(supervise: Any,
 
 
 @pytest.mark.slow
-def test_lack_of_memory_leaves_the_micro_batch_unless_asked_for(supervise: Any, tmp_path: Path) -> None:
+def test_lack_of_memory_leaves_the_micro_batch_unless_asked_for(supervise: Any, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     assert supervise(at(first=NO_MEMORY, then="record(rows=[train['batch_size'], train['accumulation_steps']])\n" + GOOD)) == 1.5
     assert run_json(tmp_path)["rows"] == [8, 3]
+    shown = capfd.readouterr().err
+    assert "train.batch_size=4 train.accumulation_steps=6 needs less" in shown and "docs/guide/troubleshooting.md#out-of-memory" in shown
 
 
 @pytest.mark.slow

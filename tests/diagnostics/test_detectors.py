@@ -1,0 +1,153 @@
+"""Detectors over records: none warns of a healthy run, each warns once of its symptom, and a resumed run does not repeat what it has reported.
+
+healthy.json has the numbers that five runs on data/samples logged at each step: `python runner/train.py stage=STAGE train.log_every=1`, and sft with
+optimizer=adamw data.packing=none train.batch_size=16. Steps: [step, loss, gradient norm, data wait]; evaluations: ["e", step, loss].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.diagnostics.monitor import diagnose, read_metrics, watch_records
+from runner.diagnostics.symptoms import RunFacts
+from runner.diagnostics.validation_interval import half_width, tiny_validation
+
+HEALTHY = json.loads(Path(__file__).with_name("healthy.json").read_text())
+UNIFORM = math.log(6400)
+FACTS = RunFacts(
+    total_steps=200, lr=1e-3, warmup_steps=0, grad_clip=1.0, num_workers=0, cores=8, starts_from_weights=False, uniform_loss=UNIFORM
+)  # those of a run from random weights
+
+
+def step(number: int, loss: float | None, norm: float = 1.0, wait: float = 0.0) -> dict[str, Any]:
+    return {"kind": "train", "step": number, "loss": loss, "grad_norm": norm, "data_wait": wait, "tokens": 1000 * number, "tokens_per_second": 1000.0}
+
+
+def evaluation(number: int, loss: float) -> dict[str, Any]:
+    return {"kind": "eval", "step": number, "loss": loss}
+
+
+def falling(count: int, first: float = 8.8, last: float = 2.0, noise: float = 0.1) -> list[dict[str, Any]]:
+    """A training whose loss falls."""
+    chance = random.Random(0)
+    return [step(i + 1, last + (first - last) * math.exp(-4 * i / count) + chance.gauss(0, noise)) for i in range(count)]
+
+
+def names(records: list[dict[str, Any]], **changed: Any) -> list[str]:
+    return [symptom.name for symptom in diagnose(records, dataclasses.replace(FACTS, **changed))]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+@pytest.mark.parametrize("run", HEALTHY)
+def test_detectors_warn_of_no_healthy_run(run: str, every: int) -> None:
+    rows = HEALTHY[run]
+    records = [evaluation(*row[1:]) if row[0] == "e" else step(*row) for row in rows if row[0] == "e" or row[0] % every == 0]
+    facts = {"uniform_loss": None if run == "dpo" else UNIFORM, "total_steps": rows[-2][0], "starts_from_weights": run != "pretrain"}
+    assert len(records) > 5 and names(records, **facts) == []
+
+
+def test_loss_that_rises_and_stays_high_is_diverging_and_nothing_else() -> None:
+    assert names(falling(60) + [step(61 + i, 6.0 + i / 10) for i in range(12)]) == ["diverging"]
+    assert names([step(1, 8.8), *(step(i, 30.0) for i in range(2, 30))]) == ["diverging"]
+
+
+def test_loss_above_uniform_of_weights_is_diverging_only_if_it_has_risen() -> None:
+    assert names([step(i, 12.0 - i / 10) for i in range(11, 30)], starts_from_weights=True) == []
+    assert names([step(1, 3.0), *(step(i, 12.0) for i in range(2, 9))], starts_from_weights=True) == ["diverging"]
+
+
+def test_loss_that_returns_is_a_spike_and_names_its_step() -> None:
+    records = falling(60)
+    spike = [*records[:40], step(41, 9.0), *records[41:]]
+    (symptom,) = diagnose(spike, FACTS)
+    assert (symptom.name, symptom.step) == ("loss-spike", 41) and "optimizer.lr=0.0005" in symptom.message
+    assert names([*records[:40], step(41, 9.0), *(step(42 + i, 9.0) for i in range(10))]) == ["diverging"]
+
+
+def test_losses_of_two_kinds_of_rows_are_no_spike() -> None:
+    assert names([step(i, 6.0 - i / 100 if i % 4 == 0 else 0.01) for i in range(1, 150)], starts_from_weights=True) == []
+
+
+@pytest.mark.parametrize(("first", "starts_from_weights", "text"), [(UNIFORM, False, "nothing is learnt"), (3.2, True, "has not fallen")])
+def test_loss_that_does_not_fall_in_half_of_the_run_is_flat(first: float, starts_from_weights: bool, text: str) -> None:
+    records = [step(i, first + 0.01 * math.sin(i)) for i in range(1, 201)]
+    (symptom,) = diagnose(records, dataclasses.replace(FACTS, starts_from_weights=starts_from_weights))
+    assert (symptom.name, symptom.step) == ("loss-flat", 100) and text in symptom.message and "optimizer.lr=0.01 (now 0.001)" in symptom.message
+
+
+def test_loss_is_not_flat_if_validation_falls_in_warmup_or_if_it_is_learnt() -> None:
+    flat = [step(i, 3.2) for i in range(1, 101)]
+    assert names([*flat[:50], evaluation(50, 3.2), *flat[50:], evaluation(100, 3.1), step(101, 3.2)], starts_from_weights=True, total_steps=210) == []
+    assert names(flat, warmup_steps=95, starts_from_weights=True) == []
+    assert names([step(i, 0.01) for i in range(1, 201)], starts_from_weights=True) == []
+    assert names(flat, uniform_loss=None) == []
+
+
+def test_weights_that_begin_at_the_loss_of_a_uniform_guess_do_not_fit_the_data() -> None:
+    assert names([step(1, 8.7)], starts_from_weights=True) == ["high-initial-loss"]
+    assert names([step(1, 8.7)]) == names([step(1, 5.0)], starts_from_weights=True) == names([step(40, 8.7)], starts_from_weights=True) == []
+
+
+def test_gradients_far_above_the_limit_are_always_clipped() -> None:
+    assert names([{**record, "grad_norm": 40.0} for record in falling(30)]) == ["always-clipped"]
+    assert names([{**record, "grad_norm": 3.0} for record in falling(30)]) == []
+    assert names([{**record, "grad_norm": 40.0} for record in falling(30)], grad_clip=0.0) == []
+
+
+def test_wait_for_data_names_its_share_and_twice_the_workers() -> None:
+    slow = [{**record, "data_wait": 0.5} for record in falling(30)]
+    (symptom,) = diagnose(slow, FACTS)
+    assert symptom.name == "slow-data" and "50% of the training time" in symptom.message and "data.num_workers=2;" in symptom.message
+    assert "data.num_workers=8;" in diagnose(slow, dataclasses.replace(FACTS, num_workers=4))[0].message
+    assert "data.packing" in diagnose(slow, dataclasses.replace(FACTS, num_workers=8))[0].message
+    assert names([falling(30)[0] | {"data_wait": 0.9}, *falling(30)[1:]]) == []  # the first steps start the workers
+
+
+def test_overfitting_names_the_best_step_after_two_evaluations_above_it() -> None:
+    records = [record for i, loss in enumerate([4.0, 3.0, 3.1, 3.2, 3.4]) for record in [*falling(60)[12 * i : 12 * i + 12], evaluation(12 * i + 12, loss)]]
+    (symptom,) = diagnose(records, FACTS)
+    assert (symptom.name, symptom.step) == ("overfitting", 48) and "best at step 24 (3.000)" in symptom.message and "train.max_steps=24" in symptom.message
+    rising = [record | {"loss": 2.0 + i / 50} if record["kind"] == "train" else record for i, record in enumerate(records)]
+    assert names(rising) == []  # the training loss rises as well
+
+
+def test_detectors_read_records_with_missing_and_damaged_fields() -> None:
+    damaged: list[Any] = [{}, {"kind": "train"}, {"kind": "train", "step": "1"}, step(1, None, float("nan")), {"kind": "eval", "step": 2, "loss": None}]
+    assert diagnose([*damaged, step(3, 4.0) | {"tokens": None, "tokens_per_second": 0.0}], FACTS) == []
+
+
+def test_symptom_is_reported_once_also_by_a_resumed_run(tmp_path: Path) -> None:
+    hot, shown = [step(1, 8.8), *(step(i, 30.0) for i in range(2, 40))], list[str]()
+    watch = watch_records(FACTS, None, shown.append)
+    for record in hot:
+        watch(record)
+    assert len(shown) == 1
+    (tmp_path / "metrics.jsonl").write_text("no JSON\n" + "".join(json.dumps(record) + "\n" for record in hot[:20]))
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == hot[:20]
+    watch = watch_records(FACTS, tmp_path / "metrics.jsonl", shown.append)
+    for record in hot[20:]:
+        watch(record)
+    assert len(shown) == 1
+
+
+def test_interval_of_a_validation_loss_is_that_of_a_ratio_of_sums() -> None:
+    chance = random.Random(1)
+    rows = [(n := chance.randint(5, 50), n * chance.gauss(3.0, 0.5)) for _ in range(4000)]
+    means = [sum(loss for _, loss in part) / sum(n for n, _ in part) for part in (rows[i : i + 40] for i in range(0, 4000, 40))]
+    spread = 1.96 * (sum((mean - sum(means) / 100) ** 2 for mean in means) / 99) ** 0.5
+    widths = [half_width([loss for _, loss in part], [n for n, _ in part]) or 0.0 for part in (rows[i : i + 40] for i in range(0, 4000, 40))]
+    assert sum(widths) / 100 == pytest.approx(spread, rel=0.1)
+
+
+def test_validation_of_few_rows_is_named_and_of_many_is_not() -> None:
+    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3, 5) is not None
+    assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30, 5) is None
+    assert tiny_validation([30.0], [10], 2, 5) is not None and tiny_validation([30.0], [10], 16, 5) is None
+    assert tiny_validation([math.nan, 1.0], [1, 1], 2, 5) is None

@@ -1,0 +1,148 @@
+"""Rows before the first step: marks of chat templates, labels, rows of an evaluation that were trained on; and what a failure names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.schemas.registry import schema_of_source
+from data.sources.files import Source
+from data.tokenize.block import RowStats
+from runner.diagnostics.row_checks import bad_labels, check_rows, few_labels, foreign_template, sample_examples
+from runner.diagnostics.symptoms import PAGE
+from runner.diagnostics.training_overlap import TrainingOverlap, training_overlap
+from runner.engine.loop import train
+from runner.planning.out_of_memory import describe_out_of_memory, is_out_of_memory, measured_parts
+
+ROOT = Path(__file__).parents[2]
+CHATML = (ROOT / "data" / "tokenize" / "chatml.jinja").read_text()
+SAMPLES = ROOT / "data" / "samples"
+
+
+def chat(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., Source]:
+    """`source(rows)`: a file of these rows."""
+
+    def write(rows: list, name: str = "rows.jsonl") -> Source:
+        (tmp_path / name).write_text("".join(f"{json.dumps(row) if isinstance(row, dict) else row}\n" for row in rows))
+        return Source.open(tmp_path / name)
+
+    return write
+
+
+def examples(source: Source, data_format: str = "chat") -> list:
+    return list(sample_examples([(source, schema_of_source(source, data_format))]))
+
+
+@pytest.mark.parametrize(
+    ("file", "data_format"), [("sft", "chat"), ("chat_val", "chat"), ("lora_identity", "chat"), ("arithmetic_val", "chat"), ("dpo", "preference")]
+)
+def test_row_checks_find_nothing_in_the_sample_data(file: str, data_format: str) -> None:
+    found = Source.open(SAMPLES / f"{file}.jsonl")
+    assert check_rows([found], [schema_of_source(found, data_format)], [RowStats(kept=9, tokens=100, loss_tokens=30)], CHATML) == []
+
+
+def test_messages_with_marks_of_a_template_are_named_with_its_family(source) -> None:
+    rows = [chat(f"[INST] {i} [/INST]", "yes") for i in range(5)] + [chat(str(i), "no") for i in range(20)]
+    symptom = foreign_template(examples(source(rows)), CHATML)
+    assert symptom and "5 of 25 sampled rows have [INST]" in symptom.message and "another template" in symptom.message
+    again = foreign_template(examples(source([chat("<|im_start|>user hi<|im_end|>", str(i)) for i in range(3)])), CHATML)
+    assert again and "the tokenizer's template writes itself" in again.message
+    assert foreign_template(examples(source([*rows[:2], *rows[5:]])), CHATML) is None  # two rows quote a template
+
+
+def test_chosen_and_rejected_answers_are_searched_for_marks(source) -> None:
+    pair = {"prompt": "hi", "chosen": "### Response: yes", "rejected": "no"}
+    symptom = foreign_template(examples(source([pair] * 3), "preference"), CHATML)
+    assert symptom and "Alpaca" in symptom.message
+
+
+def test_labels_that_teach_nothing_are_named(source) -> None:
+    constant, echo = [chat(f"question {i}", "unknown") for i in range(30)], [chat(f"text {i}", f"text {i}") for i in range(30)]
+    assert "30 of 30 sampled answers are the same text, 'unknown'" in (bad_labels(examples(source(constant))) or fail()).message
+    assert "30 of 30 sampled answers are the same text as their question" in (bad_labels(examples(source(echo))) or fail()).message
+    assert bad_labels(examples(source([chat(f"question {i}", "yes" if i % 3 else "no") for i in range(30)]))) is None  # a classification
+    assert bad_labels(examples(source([chat("hello", "hi")] * 30))) is None  # one question
+    assert bad_labels(examples(source(constant[:10]))) is None
+
+
+def fail() -> None:
+    raise AssertionError("no symptom")
+
+
+def test_few_tokens_with_loss_are_named_with_their_share() -> None:
+    assert "10 of 1,000 tokens have loss (1.0%, 2.0 a row)" in (few_labels([RowStats(kept=5, tokens=1000, loss_tokens=10)]) or fail()).message
+    assert few_labels([RowStats(kept=5, tokens=1000, loss_tokens=30)]) is None and few_labels([]) is None
+
+
+def test_row_checks_leave_bad_rows_to_the_encoder(source) -> None:
+    assert len(examples(source([chat("a", "b"), "{broken", {"other": 1}, chat("c", "d")]))) == 2
+
+
+def test_overlap_compares_fields_not_bytes(source) -> None:
+    trained = source([{"text": "a", "id": 1}, {"text": "b", "id": 2}], "train.jsonl")
+    tested = source(['{"id": 2,   "text": "b"}', {"text": "c", "id": 3}], "test.jsonl")
+    assert training_overlap([tested], [str(trained.path)]) == TrainingOverlap(1, 2, f"{tested.path}:1")
+    assert training_overlap([source([{"text": "z"}], "other.jsonl")], str(trained.path)) is None
+
+
+def test_overlap_is_not_computed_without_the_training_files(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = source([{"text": "a"}])
+    for path in (None, [], str(tmp_path / "gone.jsonl"), "hub:owner/name", [3], str(tmp_path / "none*.jsonl")):
+        assert training_overlap([rows], path) is None
+    monkeypatch.setattr("runner.diagnostics.training_overlap.MAX_BYTES", 5)
+    assert training_overlap([rows], str(rows.path)) is None
+
+
+def test_nonfinite_loss_names_the_rows_of_its_micro_batch_only(make_run) -> None:
+    state = make_run("pretrain", "train.batch_size=1", "train.accumulation_steps=4", "train.max_steps=1")
+    loss, calls = state.objective.loss, []
+
+    def poisoned(model, batch):
+        calls.append(batch.names)
+        return {name: part * (math.nan if len(calls) == 3 else 1.0) for name, part in loss(model, batch).items()}
+
+    state.objective.loss = poisoned
+    train(state)
+    assert json.loads((state.run_dir / "diagnosis.json").read_text())["rows"] == calls[2]
+    assert f"rows {calls[2][0]}; " in (state.run_dir / "train.log").read_text() and f"{PAGE}#nan" in (state.run_dir / "train.log").read_text()
+
+
+def test_lack_of_memory_is_recognized_by_type_and_text() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"))
+    assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(OSError("Cannot allocate memory"))
+
+
+def test_lack_of_memory_names_what_was_measured(make_run) -> None:
+    state = make_run("pretrain", "train.max_steps=1")
+    train(state)
+    weights = sum(p.nbytes for p in state.model.parameters()) / 2**20
+    assert f"(weights {weights:.1f} MiB, gradients {weights:.1f} MiB, optimizer {2 * weights:.1f} MiB, activations" in measured_parts(state)
+
+
+@pytest.mark.slow
+def test_lack_of_memory_names_settings_that_need_less(make_run) -> None:
+    """Slow: a model without memory imports more of PyTorch than a run does."""
+    state = make_run("pretrain", "train.batch_size=16", "train.max_steps=1")
+    message = describe_out_of_memory(state, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"))
+    assert message.startswith("out of memory after step 0, 2.00 GiB more were asked for: peak")
+    assert "train.batch_size=8 train.accumulation_steps=2 (about" in message and message.endswith(f"see {PAGE}#out-of-memory") and "\n" not in message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo"])
+def test_small_healthy_run_of_each_stage_has_no_warning(make_run, stage: str) -> None:
+    state = make_run(stage, "train.max_steps=25", "data.val_fraction=0.3", "train.eval_every=8", "train.batch_size=2", "data.max_length=128", rows=60)
+    train(state)
+    warnings = [line for line in (state.run_dir / "train.log").read_text().splitlines() if line.startswith("warning: ")]
+    assert [line for line in warnings if PAGE in line and "test-in-training" not in line] == []
