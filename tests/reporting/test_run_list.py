@@ -1,4 +1,4 @@
-"""The list of all runs: read from run.json, whatever else lies in the folder; its lineage and links never lead out of it."""
+"""The list of all runs: read from run.json, whatever else is in the folder; its lineage and links never lead out of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.reporting.page_server import PageServer
 from runner.reporting.run_list.lineage import lineage_trees, parents_of
 from runner.reporting.run_list.page import age_text, file_link, list_page, list_text
 from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, scan_runs
-from runner.reporting.run_list.served_pages import list_pages
+from runner.reporting.run_list.served_pages import list_pages, page_bytes
 
 
 def rows_of(root: Path) -> dict[str, ListedRun]:
@@ -55,10 +55,10 @@ def test_list_calls_a_run_without_its_process_interrupted_and_reads_the_end_of_i
     gone = {"host": os.uname().nodename, "pid": 2**22 + 1, "boot_id": None, "start_ticks": 1}
     records = [train_record(step, 3.0) for step in range(1, 400)] + [train_record(400, 2.25)]
     make_run(tmp_path / "killed", records, status="running", outcome=None, metrics={}, step=100, **gone)
-    make_run(tmp_path / "elsewhere", records, status="running", outcome=None, metrics={}, host="another")
+    make_run(tmp_path / "other_host", records, status="running", outcome=None, metrics={}, host="another")
     rows = rows_of(tmp_path)
     assert (rows["killed"].status, rows["killed"].training_loss, rows["killed"].step) == ("interrupted", 2.25, 400)
-    assert rows["elsewhere"].status == "running"
+    assert rows["other_host"].status == "running"
 
 
 def test_sweep_of_jobs_that_were_judged_differently_has_no_loss(tmp_path: Path) -> None:
@@ -114,6 +114,16 @@ def test_list_is_written_whatever_run_json_holds(tmp_path: Path, content: bytes)
     assert file_page(tmp_path).endswith("</html>") and list_text(scan_runs(tmp_path))
 
 
+@pytest.mark.parametrize("value", [1, "x", [1], {"a": [1]}])
+def test_page_of_a_listed_run_is_made_whatever_types_run_json_has(tmp_path: Path, value: object) -> None:
+    fields = json.loads((make_run(tmp_path / "whole") / "run.json").read_text())
+    for name in [*fields, "tags", "note", "name", "attempts", "error", "export", "evaluations", "ended", "recovered", "degraded"]:
+        if name != "status":
+            make_run(tmp_path / name, **{name: value})
+            assert page_bytes(tmp_path / name).endswith(b"</html>")
+    assert file_page(tmp_path).endswith("</html>")
+
+
 def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(150):
         make_run(tmp_path / f"{number:03d}", [train_record(1)])
@@ -122,7 +132,7 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
     assert len(scan_runs(tmp_path).rows) == 150 and opened == []
 
 
-def test_age_is_told_in_one_unit() -> None:
+def test_age_has_one_unit() -> None:
     assert [age_text(0.0, now) for now in (5.0, 120.0, 7200.0, 90_000.0)] == ["5 s", "2 min", "2 h", "1 d"]
     assert age_text(None, 0.0) == "" and age_text(10.0, 0.0) == "0 s"
 

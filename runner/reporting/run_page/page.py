@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
 from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template, short_number
+from runner.reporting.run_folders import tags_of
 from runner.reporting.run_page.facts import commands, format_number, labels, notes, numbers
 from runner.reporting.run_page.read import RunReport, read_run_report
 from runner.reporting.run_page.series import AXES, Series
@@ -65,11 +66,13 @@ def run_text(folder: Path) -> str:
 
 
 def run_page(run: RunReport) -> str:
-    attempts = [attempt for attempt in run.fields.get("attempts") or [] if isinstance(attempt, dict)]
+    recorded = run.fields.get("attempts")
+    attempts = [attempt for attempt in recorded if isinstance(attempt, dict)] if isinstance(recorded, list) else []
     charts = _charts(run)
     return _template().render(
         run=run,
         checkpoints=[(name, format_size(size)) for name, size in run.checkpoints],
+        tags=tags_of(run.fields),
         facts={"labels": labels(run), "numbers": numbers(run), "notes": notes(run), "commands": commands(run)},
         charts=charts,
         smoothing=0.6 if len(run.series.train) >= SMOOTHED_RECORDS else 0,
