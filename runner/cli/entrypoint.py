@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from common.errors import UserError, print_safely
+from common.errors import UserError, print_safely, strip_control
 from common.plugins import import_plugins
 from runner.cli import help, hydra_app, show_config
 from runner.cli.exit_code import exiting_with_code
@@ -26,6 +26,7 @@ from runner.recovery.recover import recover_run
 from runner.run_dir import resolve, resume
 from runner.run_dir.metadata import RunMetadata
 from runner.sweep.command import RunHydra, resume_sweep, start_sweep
+from runner.tracking.console.modes import open_console
 from runner.tracking.progress import ignore_broken_pipe
 
 EXTENDING_KEYS = ("train.max_steps=", "train.epochs=", "train.patience=")  # settings that let a completed run train on
@@ -127,7 +128,7 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         if metadata.attempt:  # for a job of a sweep that has not begun, nothing can have changed
             resume.print_notes(plan)
         if metadata.status == "completed" and not plan.is_changed:
-            return print_safely(f"{folder}: already complete at step {metadata.fields['step']}")
+            return open_console(plan.config.tracker.console).print(strip_control(f"{folder}: already complete at step {metadata.fields['step']}"))
         if metadata.status == "completed" and all(override.startswith(LABEL_PREFIX) for override in extra):
             return _label_run(metadata, plan)
         if metadata.status == "completed" and not any(override.startswith(EXTENDING_KEYS) for override in extra):
@@ -137,5 +138,4 @@ def resume_run(folder: Path, extra: list[str]) -> None:
         preflight.check_inputs(plan.config)
         check_typed_are_read(extra, [plan.config])
         with metadata.reopened(), resume.persisting_overrides(plan) as config:
-            loss = hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)
-    print_safely(f"{folder}: completed, loss {loss:.4f}")
+            hydra_runtime.run_resumed(lambda: run(config, metadata), folder, plan.tree, plan.overrides, runtime)

@@ -25,7 +25,6 @@ from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, announcing_failures
 from runner.engine.step_metrics import StepResult, Throughput, flush_steps, peak_memory, should_flush, watch_numbers
-from runner.tracking.data_report import data_table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,8 +84,9 @@ def start_or_resume(state: TrainState) -> None:
     )
     if recovered:
         state.update_metadata(recovered=recovered)
-    for text in (data_table(state.pipeline.files), *state.pipeline.notes):
-        state.logger.info(text)
+    state.logger.show_data(state.pipeline.files)
+    for note in state.pipeline.notes:
+        state.logger.info(note)
     for warning in (*state.pipeline.warnings, *weaker_promises()):
         state.logger.warning(warning)
     watch_numbers(state)

@@ -17,10 +17,12 @@ from common.errors import StopRequested
 from common.exit_codes import INTERRUPTED_BY_USER
 from runner.engine.device.heartbeat import beat
 from runner.engine.device.stop import StopRequests
+from runner.tracking.console.layout import DUMB_TERMINALS
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
+ERASE_LINE = "\r\x1b[2K"  # of a progress bar, which is drawn again below the message
 RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
 INTERRUPTED_MESSAGE = "interrupted"
@@ -35,7 +37,8 @@ def handled_signals() -> list[signal.Signals]:
 def _acknowledge(number: int, pending_work: str) -> None:
     """Acknowledge a stop request on stderr, past its buffer: the signal may have interrupted a write to it."""
     with suppress(OSError):  # e.g. the terminal was closed
-        os.write(STDERR, f"\n{signal.Signals(number).name}: stopping {pending_work}; again to stop now\n".encode())
+        begin = ERASE_LINE if os.isatty(STDERR) and os.environ.get("TERM", "") not in DUMB_TERMINALS else "\n"
+        os.write(STDERR, f"{begin}{signal.Signals(number).name}: stopping {pending_work}; again to stop now\n".encode())
 
 
 class _SignalHandler:

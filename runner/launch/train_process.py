@@ -25,6 +25,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import load_overrides, reject_interpolations
+from runner.tracking.console.modes import open_console
 from runner.tracking.next_commands import commands_after_divergence, commands_to_continue, next_commands
 from runner.tracking.run_end import NextCommand, RunEnd
 
@@ -230,6 +231,7 @@ def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics
         peak_memory=peak_memory(state.dist.device),
         memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
         commands=_next_commands(state, metadata, outcome),
+        prints_commands=outcome != Outcome.INTERRUPTED,
     )
 
 
@@ -260,6 +262,6 @@ def _verify_resume(config: Config, metadata: RunMetadata, stop: StopFlag) -> flo
         raise _interrupted_at_start(metadata) from None
     if differences:
         raise TrainingError("a stopped and resumed run differs from an uninterrupted one: " + "; ".join(differences))
-    print("verified: a run that is stopped half way and resumed is bitwise equal to an uninterrupted run")
+    open_console(config.tracker.console).print("verified: a run that is stopped half way and resumed is bitwise equal to an uninterrupted run")
     metadata.finish(Outcome.COMPLETED)
     return 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.errors import Outcome, UserError, print_note, print_safely
+from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.guarded_files import read_from
 from common.paths import REPO_ROOT
@@ -24,6 +24,7 @@ from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged, ha
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob
+from runner.tracking.console.sweep_lines import SweepLines
 
 NextJob = Callable[[], SweepJob | None]
 OnEnd = Callable[[SweepJob], None]
@@ -47,7 +48,7 @@ class RunningJob:
     log: Path
     read: int  # bytes of the log that are printed already, or of an earlier attempt
 
-    def forward_output(self, prefix: str) -> None:
+    def forward_output(self, lines_of_sweep: SweepLines, prefix: str) -> None:
         """Print what the job has written since the last call, complete lines only."""
         if not self.log.exists():  # on another machine nothing may have been written yet
             return
@@ -55,7 +56,7 @@ class RunningJob:
         if newline:
             self.read += len(lines) + 1
             for line in lines.decode("utf-8", "replace").split("\n"):
-                print_safely(f"{prefix}{line}")
+                lines_of_sweep.job_output(self.job.name, prefix, line)
 
 
 class SweepScheduler:
@@ -81,10 +82,11 @@ class SweepScheduler:
                         self._start(job)
                     is_exhausted = self.is_stopping or job is None
                 for running in list(self.running):
-                    running.forward_output(self._prefix(running.job))
+                    running.forward_output(self.session.lines, self._prefix(running.job))
                     if exit := self.backend.poll(running.handle):
                         self.running.remove(running)
                         self._record_end(running, exit)
+                self.session.page.write_if_due()
                 if is_exhausted and not self.running and (self.is_stopping or not self.waiting):
                     return stop()
                 time.sleep(POLL_SECONDS)
@@ -121,7 +123,7 @@ class SweepScheduler:
         except (UserError, OSError) as error:
             return self._fail(job, error.message if isinstance(error, UserError) else str(error), [], is_final=True)
         self.running.append(RunningJob(job, handle, log, earlier))
-        print_safely(f"[{self._number(job)}] {job.name} {verb}")
+        self.session.lines.job_started(self._number(job), job.name, verb)
 
     def _environment(self, job: SweepJob) -> dict[str, str]:
         """Return the variables of the job's process, which are added to those of this one."""
@@ -131,7 +133,7 @@ class SweepScheduler:
 
     def _record_end(self, running: RunningJob, exit: JobExit) -> None:
         job, run = running.job, RunMetadata.read(self.session.run_dir(running.job))
-        running.forward_output(self._prefix(job))
+        running.forward_output(self.session.lines, self._prefix(job))
         torchrun.end_job()
         if exit.code == OK:
             fields: dict[str, Any] = {
@@ -142,11 +144,11 @@ class SweepScheduler:
                 "pending_overrides": [],
             }
             self.state.update_job(job, **fields)
-            self._finish(job)
+            self.on_end(job)
         elif exit.code == INTERRUPTED or (self.is_stopping and run.get("status") != "failed"):
             self.state.refresh_job(job)
             self.state.update_job(job, ended=timestamp())
-            self._finish(job)
+            self.on_end(job)
         else:
             lines = last_lines(running.log) if running.log.exists() else []
             reason = exit.reason or failure_reason(exit.code, run, lines)
@@ -159,17 +161,13 @@ class SweepScheduler:
         outcome = Outcome.DIVERGED if diverged else Outcome.FAILED
         loss = INFINITE if diverged else None
         self.state.update_job(job, status="failed", outcome=outcome, error=reason, last_lines=lines, loss=loss, ended=timestamp())
-        print_note(f"[{self._number(job)}] {job.name} failed: {reason}")
+        self.session.lines.job_failed(self._number(job), job.name, reason)
         if self.tries[job.name] <= self.options.retries and not (is_final or diverged or self.is_stopping):
             self.waiting.insert(0, job)
-            return self.session.report()
-        self._finish(job)
+            return
+        self.on_end(job)
         if self.options.fail_fast:
             self._stop_all()
-
-    def _finish(self, job: SweepJob) -> None:
-        self.on_end(job)
-        self.session.report()
 
     def _prefix(self, job: SweepJob) -> str:
         return "" if self.backend.capacity == 1 else f"[{self._number(job)}] "

@@ -11,7 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from common import paths
-from common.errors import UserError, print_note, print_safely, resume_command
+from common.errors import UserError, print_note, resume_command
 from common.exit_codes import FAILED, INTERRUPTED
 from common.filesystem import make_dirs, write_atomic_file
 from runner.config.literals import hydra_quote
@@ -19,12 +19,14 @@ from runner.config.overrides import is_hydra_override
 from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import torchrun
+from runner.reporting.live_page import RepeatedPage
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
 from runner.run_dir.metadata import RunMetadata, has_checkpoints, has_started
 from runner.sweep import budget, validation
 from runner.sweep.backends.base import LauncherOptions
 from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept
 from runner.sweep.state import SweepJob, SweepState
+from runner.tracking.console.sweep_lines import SweepLines
 
 STATUSES = ("new", "interrupted", "failed", "completed")
 
@@ -38,7 +40,8 @@ class SweepSession:
         self.composer.conf = conf
         self._derived: dict[str, dict[str, str]] = {}  # by job name
         self.refused_jobs: list[SweepJob] = []  # jobs whose settings or data this launch has refused before their first step
-        self._report_failed = False
+        self.page = RepeatedPage(self._write_report, lambda message: print_note(f"warning: {message}"))
+        self.lines = SweepLines("auto")
         self.hydra_config: DictConfig | None = None  # as composed for the sweep; its section `hydra` reaches the jobs
 
     def run_dir(self, job: SweepJob) -> Path:
@@ -93,16 +96,11 @@ class SweepSession:
             metadata.record_created()
         return [f"resume={run_dir}"]
 
-    def report(self) -> None:
-        """Update the leaderboard and the page. A full disk does not end the sweep."""
+    def _write_report(self) -> None:
+        """Update the leaderboard and the page while jobs run."""
         from runner.reporting.sweep_results import leaderboard
 
-        try:
-            leaderboard.update_report(self.state.folder)
-        except OSError as error:
-            if not self._report_failed:
-                self._report_failed = True
-                print_note(f"warning: the report of the sweep cannot be written: {error}")
+        leaderboard.update_report(self.state.folder, is_final=self.state.status != "running")
 
     def finish(self, stopped: bool) -> None:
         """Write the final status and print the summary. Exits with 75 or 1 unless all jobs are completed.
@@ -119,12 +117,10 @@ class SweepSession:
         status = "interrupted" if stopped else "failed" if counts["failed"] else "completed" if is_complete else "interrupted"
         if status != state.status or state.is_stale:
             state.set_status(status)
-            self.report()
-            if sys.stdout.isatty():
-                from runner.reporting.sweep_results import leaderboard
+            self.page.write()
+        from runner.reporting.sweep_end import describe_sweep_end
 
-                print(leaderboard.leaderboard_text(state.folder))
-        print_safely(f"{state.folder}: {len(state.jobs)} jobs: {', '.join(f'{count} {name}' for name, count in counts.items() if count)}")
+        self.lines.end(*describe_sweep_end(state.folder))
         if status == "completed":
             return
         if any(job.needs_run for job in state.jobs):
@@ -157,12 +153,14 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
         state, composer = _create_state(config, overrides, sweeper, launcher)
     with state, config_snapshot.as_config_dir(state.folder) as conf:
         session = SweepSession(state, conf, composer)
-        session.hydra_config = config
+        session.hydra_config, session.lines = config, SweepLines(config.tracker.console)
         for job in state.jobs if not sweeper.resume else ():
             session.derived_overrides(job)  # init_from=auto is resolved before the first job
         torchrun.set_restart_dir(state.folder)
         state.set_status("running")
-        print_safely(f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}")
+        text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
+        session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
+        session.page.write()
         try:
             yield session
         except (SweepStopped, KeyboardInterrupt):

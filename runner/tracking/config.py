@@ -29,7 +29,7 @@ class TrackerConfig:
 
     name: str  # none, a module of runner/tracking/trackers/, or a tracker that a plugin registers
     page: bool  # write report.html of the run while it trains, in at most 0.5 % of its time
-    console: str  # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain or quiet
+    console: str  # auto (progress bar on a terminal, otherwise one line per train.log_every), rich, plain, json (an object per line) or quiet
 
     def __post_init__(self) -> None:
         if self.console not in CONSOLE_MODES:

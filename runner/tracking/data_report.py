@@ -77,9 +77,9 @@ def data_table(files: list[dict[str, Any]]) -> str:
     numbers = [[f"{values[row]:,}" for values in columns.values()] for row in range(len(files))]
     table = [["rows of", "schema", *columns], *(["", file["schema"], *cells] for file, cells in zip(files, numbers, strict=True))]
     is_number = [False, False, *[True] * len(columns)]
-    room = max(MIN_NAME_WIDTH, LINE_WIDTH - widest(table_lines(table, is_number)) + len("rows of"))
+    space = max(MIN_NAME_WIDTH, LINE_WIDTH - widest(table_lines(table, is_number)) + len("rows of"))
     for line, file in zip(table[1:], files, strict=True):
-        line[0] = shorten_middle(Path(file["file"]).name, room)
+        line[0] = shorten_middle(Path(file["file"]).name, space)
     lines = table_lines(table, is_number)
     if widest(lines) > LINE_WIDTH:
         texts = [", ".join(f"{cell} {name}" for name, cell in zip(columns, cells, strict=True)) for cells in numbers]

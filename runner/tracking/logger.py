@@ -20,6 +20,7 @@ from runner.tracking.config import TrackerConfig
 from runner.tracking.console.layout import LINE_WIDTH, labelled_lines
 from runner.tracking.console.modes import open_console
 from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values
+from runner.tracking.data_report import data_table
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof
 from runner.tracking.run_end import RunEnd, finite_json
@@ -97,6 +98,14 @@ class RunLogger:
             for config, tracker in self._trackers:
                 tracker.start(folder=str(self.run_dir.absolute() / config.name), settings=dataclasses.asdict(config), **about)
         return recovered
+
+    def show_data(self, files: list[dict[str, Any]]) -> None:
+        """Print the counts of the data files, as run.json has them."""
+        if self._is_rank_zero:
+            with self._lock:
+                text = strip_control(data_table(files))
+                self._append_to_log(text)
+                self._console.show_data(files, text)
 
     def log(self, kind: str, step: int, **numbers: float) -> None:
         """Append a record to metrics.jsonl, its fields in the given order; `kind` is train or eval. A non-finite number is written as null."""

@@ -20,7 +20,7 @@ INDENT = "  "  # of the commands
 class NextCommand:
     """A command to type: `python runner/chat.py run=DIR`, with what it is for."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     purpose: str
 
 
@@ -40,15 +40,17 @@ class RunEnd:
     peak_memory: int | None  # bytes
     memory_of: str = "process"  # or the GPU
     commands: tuple[NextCommand, ...] = ()
+    prints_commands: bool = True  # False: the last line of the process names the command
     warnings: int = 0
     tokens_per_second: float | None = None
 
     def lines(self, width: int) -> list[str]:
         """Return the table and the commands in lines of `width` cells."""
         rows = {label: strip_control(text) for label, text in self._rows().items()}
-        lines = labelled_lines(rows, width) + (["next"] if self.commands else [])
-        for command in self.commands:
-            lines += [strip_control(INDENT + line) for line in command_lines(command.words, command.purpose, width - len(INDENT))]
+        commands = self.commands if self.prints_commands else ()
+        lines = labelled_lines(rows, width) + (["next"] if commands else [])
+        for command in commands:
+            lines += [strip_control(INDENT + line) for line in command_lines(command.arguments, command.purpose, width - len(INDENT))]
         return lines
 
     def event(self) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class RunEnd:
             "peak_memory": self.peak_memory,
             **{name: None if path is None else str(path) for name, path in files.items()},
             "checkpoint": None if self.checkpoint is None else str(self._checkpoint_dir()),
-            "next": [list(command.words) for command in self.commands],
+            "next": [list(command.arguments) for command in self.commands],
         }
 
     def _rows(self) -> dict[str, str]:

@@ -23,7 +23,7 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def typed(commands: tuple[NextCommand, ...]) -> list[str]:
-    return [shlex.join(command.words) for command in commands]
+    return [shlex.join(command.arguments) for command in commands]
 
 
 def test_next_commands_of_a_run_on_the_sample() -> None:
@@ -66,7 +66,7 @@ def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_n
 def test_next_commands_name_this_python_and_this_checkout_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
-    assert next_commands(tmp_path / "a run", "sft", "chat", None, None)[0].words == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
+    assert next_commands(tmp_path / "a run", "sft", "chat", None, None)[0].arguments == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
     assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None))[0] == "lm-chat run=run"
 
@@ -74,14 +74,14 @@ def test_next_commands_name_this_python_and_this_checkout_from_another_directory
 def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rate() -> None:
     overrides = ["stage=sft", "optimizer.lr=0.03", "data.path=my texts.jsonl"]
     again, resume = commands_after_divergence(RUN, 0.03, overrides, can_resume=True)
-    assert again.words[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.01")
-    assert resume.words[2:] == ("resume=outputs/2026-11-21/10-00-00", "optimizer.lr=0.01")
+    assert again.arguments[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.01")
+    assert resume.arguments[2:] == ("resume=outputs/2026-11-21/10-00-00", "optimizer.lr=0.01")
     assert commands_after_divergence(RUN, 0.03, overrides, can_resume=False) == (again,)
 
 
 def test_commands_to_continue_say_whether_something_is_saved() -> None:
     (saved,), (new,) = commands_to_continue(RUN, True), commands_to_continue(RUN, False)
-    assert saved.words == new.words == (*saved.words[:2], "resume=outputs/2026-11-21/10-00-00") and saved.purpose != new.purpose
+    assert saved.arguments == new.arguments == (*saved.arguments[:2], "resume=outputs/2026-11-21/10-00-00") and saved.purpose != new.purpose
 
 
 def test_resume_command_names_this_python_and_this_checkout_where_they_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,10 @@ class Console:
     def start(self, lines: list[str], event: Event) -> None:
         """Show the header of the run; `event` has `total_steps`."""
 
+    def show_data(self, files: list[dict[str, Any]], text: str) -> None:
+        """Show the counts of the data files (`data` of run.json), as a table."""
+        self.print(text)
+
     def show_record(self, record: Event, line: str, numbers: str) -> None:
         """Show a record of metrics.jsonl: `line` is the whole plain line, `numbers` the few values that fit next to a bar."""
 
@@ -28,7 +32,7 @@ class Console:
     def print(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        """Show a warning, given without the word."""
+        """Show a warning, given without the label."""
 
     def stop(self) -> None:
         """End what is drawn again and again."""

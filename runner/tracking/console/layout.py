@@ -43,14 +43,23 @@ def pad(text: str, width: int, is_number: bool = False) -> str:
 
 
 def wrap_text(text: str, first: str, indent: str, width: int = LINE_WIDTH) -> list[str]:
-    """Return the lines of `text`, the first after `first`, the others after `indent`. Only spaces are broken: a path can be copied, and is longer than
-    `width` where it has to be."""
-    lines, line, has_word = [], first, False
-    for word in text.split(" "):
-        if has_word and cell_width(line) + 1 + cell_width(word) > width:
+    """Return the lines of `text`, the first after `first`, the others after `indent`. A line breaks at spaces, and in text of wide characters, which has
+    none. A path is not broken, so that it can be copied, and is longer than `width` where it has to be."""
+    lines, line, has_part = [], first, False
+    for part in text.split(" "):
+        fits = cell_width(line) + has_part + cell_width(part) <= width
+        if not fits and "/" not in part and any(_cells(character) == 2 for character in part):
+            for character in f"{' ' * has_part}{part}":
+                if cell_width(line + character) > width:
+                    lines.append(line)
+                    line = indent
+                line += character
+            has_part = True
+            continue
+        if has_part and not fits:
             lines.append(line)
-            line, has_word = indent, False
-        line, has_word = (f"{line} {word}" if has_word else line + word), True
+            line, has_part = indent, False
+        line, has_part = (f"{line} {part}" if has_part else line + part), True
     return [*lines, line.rstrip()]
 
 
@@ -71,19 +80,16 @@ def labelled_lines_of(rows: Sequence[tuple[str, object]], width: int = LINE_WIDT
     return lines
 
 
-def command_lines(words: Sequence[str], comment: str, width: int) -> list[str]:
-    """Return a shell command in lines of at most `width` cells where its words allow it; all but the last end with a backslash, so that it can be copied."""
+def command_lines(arguments: Sequence[str], comment: str, width: int) -> list[str]:
+    """Return a shell command below its comment, in lines of at most `width` cells where its arguments allow it; all but the last end with a backslash."""
     lines, line = [], ""
-    for word in map(shlex.quote, words):
-        longer = f"{line} {word}" if line else word
+    for part in map(shlex.quote, arguments):
+        longer = f"{line} {part}" if line else part
         if line and cell_width(longer) > width - len(CONTINUED):
             lines.append(line + CONTINUED)
-            longer = f"  {word}"
+            longer = f"  {part}"
         line = longer
-    remark = f"  # {comment}" if comment else ""
-    if remark and cell_width(line + remark) > width:
-        return [f"# {comment}", *lines, line]
-    return [*lines, line + remark]
+    return [*(wrap_text(comment, "# ", "# ", width) if comment else []), *lines, line]
 
 
 def shorten_middle(text: str, width: int) -> str:
@@ -91,13 +97,13 @@ def shorten_middle(text: str, width: int) -> str:
     if cell_width(text) <= width:
         return text
     head, tail = "", ""
-    room = width - len(ELLIPSIS)
+    space = width - len(ELLIPSIS)
     for character in text:
-        if cell_width(head + character) > room // 3:
+        if cell_width(head + character) > space // 3:
             break
         head += character
     for character in reversed(text):
-        if cell_width(head + character + tail) > room:
+        if cell_width(head + character + tail) > space:
             break
         tail = character + tail
     return head + ELLIPSIS + tail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from runner.tracking.console.base import Console, Event
 
@@ -72,6 +72,9 @@ class JsonConsole(LineConsole):
 
     def start(self, lines: list[str], event: Event) -> None:
         self.write_event("start", event)
+
+    def show_data(self, files: list[dict[str, Any]], text: str) -> None:
+        self.write_event("data", {"files": files})
 
     def show_record(self, record: Event, line: str, numbers: str) -> None:
         self.write_event("eval" if record["kind"] == "eval" else "step", record)

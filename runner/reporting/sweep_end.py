@@ -1,0 +1,81 @@
+"""The last lines of a sweep: leaderboard, winner, how sure that is, and the commands that come next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from common.errors import one_line, strip_control
+from common.paths import command_line_here, display_path
+from runner.reporting.sweep_results.columns import loss_text, point_label, swept_text
+from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE
+from runner.reporting.sweep_results.read_results import read_sweep_results
+from runner.reporting.sweep_results.results import SweepResults
+from runner.reporting.sweep_results.verdict import SweepVerdict, sweep_verdict
+from runner.tracking.console.layout import LINE_WIDTH, command_lines, labelled_lines, shorten_middle, table_lines, widest, wrap_text
+
+INDENT = "  "  # of the commands
+MAX_LEADERS = 10  # points of the table
+MIN_CELL = 8  # cells of a swept value
+
+
+def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the last lines of the sweep in `folder`, and the same as JSON values."""
+    sweep = read_sweep_results(folder.absolute())
+    verdict = sweep_verdict(sweep)
+    commands = next_sweep_commands(sweep, verdict)
+    lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict))]
+    lines += ["next"] if commands else []
+    lines += [INDENT + line for arguments, purpose in commands for line in command_lines(arguments, purpose, LINE_WIDTH - len(INDENT))]
+    event = {
+        "folder": str(sweep.folder),
+        "status": sweep.status,
+        "winner": verdict.name or None,
+        "job": verdict.job.name if verdict.job else None,
+        "loss": verdict.winner.score.mean if verdict.winner and verdict.winner.score else None,
+        "certainty": verdict.certainty,
+        "ties": len(verdict.ties),
+        "next": [arguments for arguments, _ in commands],
+    }
+    return strip_control("\n".join(lines)), event
+
+
+def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
+    """Return (arguments, purpose) of each command."""
+    commands = [(shlex.split(verdict.train_longer), "train the winner longer")] if verdict.train_longer else []
+    commands += [(shlex.split(verdict.repeat), "repeat the winner with three seeds")] if verdict.repeat else []
+    commands += [(shlex.split(edge.command), f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges if edge.command]
+    if sweep.is_unfinished:
+        commands.append(([*command_line_here("train"), f"resume={display_path(sweep.folder)}"], "train the jobs that are not completed"))
+    return commands
+
+
+def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
+    """Return the table of the best points, with as many cells as fit."""
+    tied = {id(row) for row in verdict.ties}
+    keys, shown = sweep.shown_keys, sweep.rows[:MAX_LEADERS]
+    table = [["", *keys, f"{sweep.ranked_by} loss", "status"]]
+    for row in shown:
+        rank = f"{row.rank}." if row.rank else "-"
+        status = f"{row.status}, tied with the best" if id(row) in tied else row.status
+        table.append([rank, *(swept_text(row, key) for key in keys), loss_text(row.score), status])
+    others = sum(widest(cells) + 2 for number, cells in enumerate(zip(*table, strict=True)) if not 0 < number <= len(keys))
+    space = max(MIN_CELL, (LINE_WIDTH - others) // max(1, len(keys)) - 2)
+    table = [[row[0], *(shorten_middle(cell, space) for cell in row[1 : len(keys) + 1]), *row[len(keys) + 1 :]] for row in table]
+    more = len(sweep.rows) - len(shown)
+    lines = [*table_lines(table, [False] * len(table[0])), *([f"and {more:,} more, in {LEADERBOARD_FILE}"] if more else [])]
+    explained = [job for row in sweep.rows for job in row.jobs if job.reason]
+    for job in explained[:MAX_LEADERS]:
+        lines += wrap_text(f"{point_label(job.swept) or job.name}: {job.status}: {one_line(job.reason)}", "", INDENT)
+    return [*lines, *([f"and {len(explained) - MAX_LEADERS:,} more without a result"] if len(explained) > MAX_LEADERS else []), ""]
+
+
+def _rows(sweep: SweepResults, verdict: SweepVerdict) -> dict[str, str]:
+    rows = {"jobs": sweep.status_counts()}
+    if verdict.winner is not None and verdict.winner.score is not None:
+        rows["winner" if not verdict.ties else "best"] = f"{verdict.name}, {sweep.ranked_by} loss {loss_text(verdict.winner.score)}"
+    rows["certainty"] = verdict.certainty
+    if verdict.job is not None and verdict.job.folder and verdict.job.model:
+        rows["model"] = f"{display_path(sweep.folder / verdict.job.folder / 'model')} ({verdict.job.model})"
+    return rows | {"page": display_path(sweep.folder / REPORT_FILE), "leaderboard": display_path(sweep.folder / LEADERBOARD_FILE)}

@@ -1,0 +1,60 @@
+"""What a sweep prints: its start and end, its jobs, and what they print themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from common.errors import print_note, print_safely
+from runner.tracking.console.plain import JsonConsole
+
+MAX_EVENT_CHARACTERS = 1 << 20  # of a line of a job that is passed on as an event
+
+
+class SweepLines:
+    """Prints lines. `tracker.console=json`: events, and what a job prints besides its events goes to stderr."""
+
+    def __init__(self, mode: str) -> None:
+        self._json = JsonConsole(sys.stdout) if mode == "json" else None
+
+    def start(self, text: str, event: Mapping[str, Any]) -> None:
+        if self._json:
+            return self._json.write_event("sweep_start", event)
+        print_safely(text)
+
+    def job_output(self, job: str, prefix: str, line: str) -> None:
+        """Pass on a line that a job has printed."""
+        if self._json is None:
+            return print_safely(f"{prefix}{line}")
+        if event := _event_of(line):
+            return self._json.write_event(str(event.pop("event")), {"job": job} | event)
+        print_note(f"{prefix}{line}")
+
+    def job_started(self, number: str, job: str, verb: str) -> None:
+        """`verb`: starts or continues; `number`: e.g. 2/8."""
+        if self._json:
+            return self._json.write_event("job_start", {"job": job, "number": number, "verb": verb})
+        print_safely(f"[{number}] {job} {verb}")
+
+    def job_failed(self, number: str, job: str, reason: str) -> None:
+        if self._json:
+            self._json.write_event("job_failed", {"job": job, "number": number, "error": reason})
+        print_note(f"[{number}] {job} failed: {reason}")
+
+    def end(self, text: str, event: Mapping[str, Any]) -> None:
+        if self._json:
+            return self._json.write_event("sweep_end", event)
+        print_safely(text)
+
+
+def _event_of(line: str) -> dict[str, Any] | None:
+    """Return the event that a job has printed; None for any other line."""
+    if not line.startswith('{"event": "') or len(line) > MAX_EVENT_CHARACTERS:
+        return None
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
