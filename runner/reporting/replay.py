@@ -34,7 +34,8 @@ def replay(folder: Path, name: str) -> None:
     Raises UserError if the run still trains or has logged nothing, TrainingError if the tracker fails.
     """
     config = compose_config([f"tracker={name}"]).tracker
-    assert isinstance(config, ExternalTrackerConfig)
+    if not isinstance(config, ExternalTrackerConfig):
+        raise UserError(f"the tracker {name} cannot write a run afterwards", f"to={name}", "its class must extend ExternalTrackerConfig")
     config.check_installed()
     runs = sorted(find_runs(folder)) if is_sweep_dir(folder) else [folder]
     logged = [run for run in runs if any(_log_sizes(run).values())]

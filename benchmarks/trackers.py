@@ -1,0 +1,117 @@
+"""What trackers cost a training: python benchmarks/trackers.py [--rounds N] [--write].
+
+The engine's training step of model=tiny with one record per step (the default logs every tenth), without a tracker and with each of them, offline. The
+cases take turns in one process; a round of a case is ten steps. The ratio to no tracker is the median over the rounds, by wall clock and by the processor
+time of the training process, which does not depend on the load of the machine. The processor time of the trackers' own processes is listed beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lib.results import report_result, result_parser, thread_setting
+from lib.runs import build_state
+
+CASES: dict[str, list[str]] = {
+    "none": [],
+    "tensorboard": ["tensorboard"],
+    "wandb": ["wandb"],
+    "swanlab": ["swanlab"],
+    "all three": ["tensorboard", "wandb", "swanlab"],
+}
+CLOCKS = {"wall clock": time.perf_counter, "processor time": time.process_time}
+STEPS, SEQUENCES = 10, 4  # steps of a round; packed sequences of a step
+OVERRIDES = ["stage=pretrain", "init_from=scratch", "device=cpu", "train.compile=off", "tracker.console=quiet", "data.val_path=null"]
+NUMBERS = ("loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_second", "data_wait", "epoch")  # of a record of metrics.jsonl
+GOAL = 0.02
+START_TIMEOUT = 60.0  # seconds
+
+
+def open_logger(folder: Path, trackers: list[str]) -> Any:
+    """Return the logger of a run after its trackers have opened their files."""
+    from runner.config.compose import compose_config
+    from runner.tracking.logger import RunLogger
+
+    choice = [f"tracker={trackers[0]}", f"tracker.also=[{','.join(trackers[1:])}]", "tracker.mode=offline"] if trackers else []
+    folder.mkdir()
+    logger = RunLogger(folder, compose_config([*choice, "tracker.console=quiet", "tracker.page=false"]).tracker)
+    logger.start({}, total_steps=1, attempt=1, run_config={}, resume_at=None, tracker_id=None)
+    deadline = time.monotonic() + START_TIMEOUT
+    while sum(f"{name}: " in (folder / "train.log").read_text(encoding="utf-8") for name in trackers) < len(trackers):
+        if time.monotonic() > deadline:
+            raise RuntimeError((folder / "train.log").read_text(encoding="utf-8"))
+        time.sleep(0.1)
+    return logger
+
+
+def tracker_seconds(logger: Any) -> float:
+    """Return the processor time of a logger's tracker processes and of what they have started (Linux)."""
+    groups = {tracker._process.pid for _, tracker in logger._trackers}
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[2]) in groups:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, tuple[float, float]]]:
+    """Return case -> clock -> seconds of each round, and case -> processor seconds of the trackers: at the start, and per record."""
+    from runner.engine.loop import train_step
+
+    state = build_state([*OVERRIDES, "model=tiny"], folder)
+    sequences = state.pipeline.train
+    batches = [state.loader.collate([sequences[i] for i in range(SEQUENCES)])]
+    loggers = {name: open_logger(folder / name, trackers) for name, trackers in CASES.items()}
+    started = {name: tracker_seconds(logger) for name, logger in loggers.items()}
+    seconds = {name: {clock: list[float]() for clock in CLOCKS} for name in CASES}
+    names, step = list(CASES), 0
+    for number in range(-1, rounds):  # one warmup round
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # each case follows each other one
+            before = {clock: read() for clock, read in CLOCKS.items()}
+            for _ in range(STEPS):
+                step += 1
+                train_step(state, batches, 1e-4)
+                loggers[name].log("train", step, **dict.fromkeys(NUMBERS, float(step)))
+            if number >= 0:
+                for clock, read in CLOCKS.items():
+                    seconds[name][clock].append(read() - before[clock])
+    time.sleep(2)  # the trackers read what waits
+    cost = {name: (started[name], (tracker_seconds(logger) - started[name]) / ((rounds + 1) * STEPS)) for name, logger in loggers.items()}
+    for logger in loggers.values():
+        logger.finish("completed", {})
+    return seconds, cost
+
+
+def table(rounds: int) -> str:
+    with tempfile.TemporaryDirectory() as temp:
+        seconds, cost = measure(rounds, Path(temp))
+    lines = [
+        f"Medians of {rounds} rounds of {STEPS} steps, {SEQUENCES} packed sequences of 256 tokens, one record per step; {thread_setting()}. "
+        f"Goal: at most {GOAL:.0%} more than without a tracker.",
+        "",
+        "| tracker | step (ms) | ratio, wall clock | ratio, processor time | tracker: start (CPU s) | per record (CPU ms) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, by_clock in seconds.items():
+        ratios = [statistics.median(mine / none for mine, none in zip(by_clock[clock], seconds["none"][clock], strict=True)) for clock in CLOCKS]
+        cells = [f"{statistics.median(by_clock['wall clock']) / STEPS * 1e3:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
+        lines.append(f"| {name} | {' | '.join(cells)} | {cost[name][0]:.1f} | {cost[name][1] * 1e3:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    parser = result_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    environment = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
+    command = f"{environment}python benchmarks/trackers.py --rounds {args.rounds} --write"
+    report_result("trackers", "What trackers cost a training", command, table(args.rounds), args.write)
