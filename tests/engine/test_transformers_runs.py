@@ -59,6 +59,25 @@ def test_family_of_transformers_trains_resumes_and_exports(name: str, tmp_path: 
 
 
 @pytest.mark.slow
+def test_fp16_run_of_transformers_model_resumes_bitwise_equal_after_a_kill(tmp_path: Path) -> None:
+    runs, overrides = FamilyRuns("gemma3_text", tmp_path), [PACKED, "precision=fp16"]
+    result, state = runs.compare_resumed("sft", *overrides, steps=STEPS, kill_at=2)
+    assert result == "equal" and {p.dtype for p in state.model.parameters()} == {torch.float32}
+    losses = runs.losses("sft", PACKED, steps=STEPS)  # of fp32
+    assert state.progress.recent_losses != losses and state.progress.recent_losses == pytest.approx(losses, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3_text", "olmoe"])
+def test_compiled_layer_of_other_families_resumes_bitwise_equal(name: str, tmp_path: Path) -> None:
+    runs = FamilyRuns(name, tmp_path)
+    write_family(runs.weights, name, num_hidden_layers=1)
+    result, state = runs.compare_resumed("sft", "train.compile=default", steps=STEPS)
+    assert result == "equal" and state.compile_decision.mode == "default"
+    assert state.progress.recent_losses == pytest.approx(runs.losses("sft", steps=STEPS), abs=1e-5)
+
+
+@pytest.mark.slow
 def test_compiled_and_recomputed_layers_of_transformers_model_resume_bitwise_equal(tmp_path: Path) -> None:
     runs = FamilyRuns("mistral_window", tmp_path)
     batches = [PACKED, "train.batch_size=2"]  # of different shapes, with and without a mask

@@ -69,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family({"sliding_window": 8}),
     "starcoder2": Family({"sliding_window": 8}),
     "gpt_neox": Family({}),
+    "pythia": Family({"rotary_pct": 0.25, "use_parallel_residual": True, "vocab_size": 6528}, model_type="gpt_neox"),  # more embeddings than tokens
     "gpt2": Family(GPT),
     "opt": Family({"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}, packing="mask"),  # language: allow word
     "lfm2": Family({"full_attn_idxs": [1]}, packing="none"),
