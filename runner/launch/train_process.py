@@ -206,8 +206,7 @@ def _record_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, erro
     if not state.pipeline.evaluates_training_rows:
         metrics |= {"best_val_loss": progress.best_loss, "best_step": progress.best_step}
     shown = {name: value for name, value in metrics.items() if value is not None} | ({"error": error} if error else {})
-    is_job = is_sweep_dir(state.run_dir.parent)
-    state.logger.finish(Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, None if is_job else _run_end(state, metadata, outcome, metrics))
+    state.logger.finish(Outcome.FAILED if outcome == Outcome.DIVERGED else outcome, shown, _run_end(state, metadata, outcome, metrics))
     counters = {"step": progress.step, "tokens": progress.tokens, "loss_tokens": progress.loss_tokens} if progress.step else {}  # 0: nothing was loaded
     metadata.finish(outcome, error, **counters, metrics=metrics, tracker_id=state.logger.tracker_id)
 
@@ -231,6 +230,7 @@ def _run_end(state: TrainState, metadata: RunMetadata, outcome: Outcome, metrics
         peak_memory=peak_memory(state.dist.device),
         memory_of="tensors on the GPU" if state.dist.device.type == "cuda" else "this process",
         commands=_next_commands(state, metadata, outcome),
+        is_job=is_sweep_dir(state.run_dir.parent),
         prints_commands=outcome != Outcome.INTERRUPTED,
     )
 

@@ -186,7 +186,7 @@ def _create_state(config: DictConfig, overrides: list[str], sweeper: SweeperOpti
     if sweeper.is_grid:
         budget.warn_if_unequal(configs, base, swept)
     if any(budget.evaluation_overrides(job_config) for job_config in configs):
-        print(f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows")
+        print_note(f"jobs without evaluation are judged at their end, without validation data on the same {budget.FINAL_EVAL_ROWS} training rows")
     folder = Path(config.hydra.sweep.dir).absolute()
     if not any(override.startswith(validation.SWEEP_DIR_KEY) for override in config.hydra.overrides.hydra):
         folder = naming.create_unique(folder)

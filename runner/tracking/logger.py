@@ -209,14 +209,16 @@ class RunLogger:
     def _print_end(self, status: str, summary: Mapping[str, object], end: RunEnd | None) -> None:
         first = f"{status} after {format_seconds(self._elapsed())}"
         event = {"status": status, "seconds": round(self._elapsed(), 3), **{name: finite_json(value) for name, value in summary.items()}}
-        if end is None:
+        if end is not None:
+            end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
+            event |= end.event()
+        if end is None or end.is_job:
             values = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in summary.items())
             line = strip_control(" | ".join([first, *values]))
             self._append_to_log(line)
             return self._console.end([line], event)
-        end = dataclasses.replace(end, warnings=self.warnings, tokens_per_second=self._mean_rate())
         self._append_to_log("\n".join([first, *end.lines(LINE_WIDTH)]))
-        self._console.end([first, *end.lines(self._console.width)], event | end.event())
+        self._console.end([first, *end.lines(self._console.width)], event)
 
     def _measure(self, values: MetricValues) -> None:
         """Add the steps since the last record to the mean of tokens_per_second."""

@@ -41,6 +41,7 @@ class RunEnd:
     memory_of: str = "process"  # or the GPU
     commands: tuple[NextCommand, ...] = ()
     prints_commands: bool = True  # False: the last line of the process names the command
+    is_job: bool = False  # of a sweep, which has a table of its own: one line
     warnings: int = 0
     tokens_per_second: float | None = None
 
