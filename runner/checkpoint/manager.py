@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from common.errors import TrainingError, UserError
-from common.filesystem import Chunks, describe_disk_error, retry_disk
+from common.filesystem import describe_disk_error, retry_disk
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.async_writer import AsyncWriter, SaveResult
-from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best, write_best_weights
+from runner.checkpoint.best import best_dirname, discard_best_after, point_to_best
 from runner.checkpoint.compatibility import diff_facts
 from runner.checkpoint.format import (
     CHECKPOINTS_DIR,
@@ -23,10 +22,10 @@ from runner.checkpoint.format import (
     checkpoint_name,
     read_checkpoint_tensors,
     read_state,
-    safetensors_chunks,
     step_of,
 )
-from runner.checkpoint.retention import RetentionPolicy, prune_checkpoints, save_freeing_space
+from runner.checkpoint.retention import RetentionPolicy
+from runner.checkpoint.saving import BestWeights, copy_to_host, save_and_prune, write_checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,19 +53,6 @@ class Messages(Protocol):
     def info(self, message: str) -> None: ...
 
     def warning(self, message: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class BestWeights:
-    """Weights of the best evaluation that are not on disk yet."""
-
-    step: int
-    loss: float
-    weights: Mapping[str, Tensor]  # in host memory
-
-    def write(self, checkpoints: Path) -> None:
-        size = sum(tensor.nbytes for tensor in self.weights.values())
-        write_best_weights(checkpoints, self.step, self.loss, partial(safetensors_chunks, self.weights), size)
 
 
 class CheckpointManager:
@@ -108,7 +94,7 @@ class CheckpointManager:
         if self._broadcast_flag(step == self.saved_step):
             return None
         started = time.perf_counter()
-        tensors = {file: _copy_to_host(sources, self._is_rank_zero) for file, sources in source.tensor_sources().items()}
+        tensors = {file: copy_to_host(sources, self._is_rank_zero) for file, sources in source.tensor_sources().items()}
         try:
             state = source.state_dict()
         except OSError as error:
@@ -116,7 +102,7 @@ class CheckpointManager:
         if not self._is_rank_zero:
             return None
         files, size = checkpoint_files(tensors, state), sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-        self._submit(checkpoint_name(step), partial(_write_checkpoint, self.dir, step, files, size))
+        self._submit(checkpoint_name(step), partial(write_checkpoint, self.dir, step, files, size))
         self.saved_step, self._weights_in_flight = step, tensors["model"]
         self._stall += time.perf_counter() - started
 
@@ -132,7 +118,7 @@ class CheckpointManager:
                 self._point_to_awaited_best()
             return
         started = time.perf_counter()
-        weights = _copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
+        weights = copy_to_host(source.tensor_sources()["model"], self._is_rank_zero)
         if not self._is_rank_zero:
             return
         self._awaited_best = None
@@ -145,7 +131,7 @@ class CheckpointManager:
             self._submit(best_dirname(best.step), partial(best.write, self.dir))
 
     def _submit(self, name: str, write: Callable[[], None]) -> None:
-        self._writer.submit(name, partial(_save, self.dir, write, self.retention, self._writer_warnings.append))
+        self._writer.submit(name, partial(save_and_prune, self.dir, write, self.retention, self._writer_warnings.append))
 
     def save_blocking(self, step: int, source: Stateful) -> None:
         """Save and wait until it is on disk, with the best weights so far; retry until it succeeds or TrainingError is raised."""
@@ -278,28 +264,3 @@ def newest_checkpoint(run_dir: Path) -> Path:
     if checkpoint is None:
         raise FileNotFoundError(f"no checkpoint in {run_dir}")
     return checkpoint
-
-
-def _save(checkpoints: Path, write: Callable[[], None], retention: RetentionPolicy, warn: Callable[[str], None]) -> None:
-    """Runs on the writer thread. Older checkpoints are deleted once the new one is on disk; before that, only if the disk is full."""
-    save_freeing_space(write, checkpoints, retention, warn)
-    try:
-        prune_checkpoints(checkpoints, retention)
-    except OSError as error:
-        warn(f"older checkpoints could not be deleted: {error}")
-
-
-def _write_checkpoint(checkpoints: Path, step: int, files: Mapping[str, Callable[[], Chunks]], size: int) -> None:
-    atomic_dir.write_atomic_dir(checkpoints, checkpoint_name(step), files, {}, expected=size)
-    atomic_dir.write_pointer(checkpoints, "latest", checkpoint_name(step))
-
-
-def _copy_to_host(sources: Mapping[str, Callable[[], Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Return copies in host memory, {} unless `keep`. Sharded tensors are gathered one at a time, to limit device memory."""
-    copies = {}
-    for name, get_tensor in sources.items():
-        tensor = get_tensor()
-        assert str(tensor.dtype) == "torch.float32", f"{name} would be saved as {tensor.dtype}"
-        if keep:
-            copies[name] = tensor.to("cpu", copy=True).contiguous()
-    return copies
