@@ -54,10 +54,18 @@ def load_template(path: Path, scripts: Iterable[Path], styles: Iterable[Path]) -
 
 
 def json_block(content: Any) -> Markup:
-    """Return `content` as JSON that cannot end the <script> element it is in."""
+    """Return `content` as JSON that cannot end the <script> element it is in; its texts are without control characters, as those of the template are."""
     from markupsafe import Markup
 
-    return Markup(strip_control(json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")))
+    return Markup(json.dumps(_without_control(content), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _without_control(content: Any) -> Any:
+    if isinstance(content, str):
+        return strip_control(content)
+    if isinstance(content, dict):
+        return {_without_control(key): _without_control(value) for key, value in content.items()}
+    return [_without_control(value) for value in content] if isinstance(content, list | tuple) else content
 
 
 def short_number(value: float | None) -> float | int | None:

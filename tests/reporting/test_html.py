@@ -255,6 +255,16 @@ def test_html_of_an_empty_sweep_is_written(tmp_path: Path) -> None:
     assert "0 jobs" in text_of(page_of(write_sweep(tmp_path, [])))
 
 
+@pytest.mark.parametrize("name", ["sweep.json", "run.json", "metrics.jsonl", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+@pytest.mark.parametrize("content", [b"", b"\xff\x00{[", b"[1, 2]\n{}\n", b"optimizer: {lr: 2}\ntrain: [1]\n"])
+def test_html_is_written_whatever_is_damaged(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write_sweep(tmp_path, [job({LR: lr}, training(float(lr)), run=scored(float(lr))) for lr in "12"])
+    path = folder / (name if name == "sweep.json" else f"{LR}=1/{name}")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    assert page_of(folder).endswith("</html>")
+
+
 def test_html_of_a_running_sweep_does_not_wait_for_the_importance(tmp_path: Path) -> None:
     sweep = read_sweep_results(write_sweep(tmp_path, many_jobs(), status="running"))
     assert "it is calculated when the sweep ends" in sweep_page(sweep, is_final=False)

@@ -15,6 +15,7 @@ from runner.reporting.sweep_results.results import SweepResults
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
 
+TREES = 32  # of the forest; with 64 the shares of 200 jobs differ by less than 0.02, after 1.5 times the seconds
 MIN_JOBS = 10  # completed ones; a forest over fewer points mostly shows which of them were drawn
 PACKAGES = ("optuna", "sklearn")
 LOG_RATIO = 10.0  # positive values that span more are taken by their logarithm
@@ -63,7 +64,7 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
         for swept, loss in points:
             params = {key: parse_number(value) if key in numeric else value for key, value in swept}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
-        shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(seed=0))
+        shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, seed=0))
     finally:
         optuna.logging.set_verbosity(verbosity)
     return Importance(sorted(((key, float(share)) for key, share in shares.items()), key=lambda item: -item[1]), len(points))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from runner.reporting.sweep_results.metrics_reader import LossPoint
 from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
 
 RELOAD_SECONDS = 5  # of the page of a sweep that runs
+STALE_SECONDS = 900  # a page of a running sweep that is older says that the sweep may have ended
 COLORS = 8  # classes s0 to s7 of page.css
 POINTS_PER_PAGE, POINTS_PER_CURVE, MIN_POINTS = 22_000, 500, 24  # of all curves; at most and at least of one
 OTHER_ROWS = "sx"  # class of the rows below the best COLORS
@@ -31,6 +33,8 @@ def page_data(sweep: SweepResults) -> dict[str, Any]:
         "rows": [_row(row, style) for row, style in zip(sweep.rows, styles, strict=True)],
         "jobs": [_job(sweep, job, row_of[id(job)], keys, limit) for job in sweep.jobs],
         "settings": {key: _coded(values) for key, values in differing_settings(sweep).items()},
+        "written": int(time.time()),
+        "stale": STALE_SECONDS,
         "reload": RELOAD_SECONDS if sweep.status == "running" else None,
     }
 

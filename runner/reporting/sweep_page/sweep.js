@@ -149,15 +149,30 @@
     }
     return best;
   }
-  function hover(u) {
-    const found = nearest(u), before = hovered && hovered.job;
+  // Name the point in the line below the chart and let its curve stand out.
+  function show(found) {
+    const before = hovered && hovered.job;
     hovered = found;
     if (found) {
       const job = data.jobs[found.job], curve = found.kind === "validation" ? job.eval : job.train, at = (axis) => curve[axis][found.i];
-      const text = `${job.label}: ${found.kind} loss ${at("loss")} at step ${at("step").toLocaleString("en")}, ${short(at("tokens"))} tokens, ${clock(at("seconds"))}`;
-      find("hovered").textContent = text;
+      const loss = at("loss") === null ? "not finite" : at("loss");
+      find("hovered").textContent = `${job.label}: ${found.kind} loss ${loss} at step ${at("step").toLocaleString("en")}, ${short(at("tokens"))} tokens, ${clock(at("seconds"))}`;
     }
-    if ((found && found.job) !== before) u.redraw(false, false);
+    if ((found && found.job) !== before) chart.redraw(false, false);
+  }
+  const hover = (u) => { if (chart) show(nearest(u)); };
+
+  // Left and right read the points of a curve, up and down go to the curve of the next better or worse job; from the best validation curve on.
+  function readByKeys(event) {
+    const steps = { ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9 }, ranks = { ArrowUp: 1, ArrowDown: -1 };
+    if (!drawn.length || !(event.key in steps || event.key in ranks)) return;
+    event.preventDefault();
+    let index = hovered ? drawn.findIndex((curve) => curve.job === hovered.job && curve.kind === hovered.kind) : -1;
+    const isFirst = index < 0, end = (values, i) => Math.max(0, Math.min(values.length - 1, i));
+    if (isFirst) index = drawn.length - 1;
+    else index = end(drawn, index + (ranks[event.key] || 0));
+    const { job, kind, y } = drawn[index];
+    show({ job, kind, i: end(y, isFirst ? y.length - 1 : hovered.i + (steps[event.key] || 0)) });
   }
 
   function drawChart() {
@@ -165,7 +180,7 @@
     if (!place) return;
     if (chart) chart.destroy();
     styleColors.clear();
-    hovered = null;
+    chart = hovered = null;
     drawn = curvesToDraw();
     const axis = controls.axis.value;
     const ends = drawn.map((curve) => curve.x[curve.x.length - 1]);
@@ -416,6 +431,10 @@
     select.addEventListener("input", () => { drawDiff(); remember(); });
   }
   for (const id of ["filters", "diff-section"]) if (find(id)) find(id).hidden = false;
+  if (find("chart")) {
+    find("chart").addEventListener("keydown", readByKeys);
+    find("chart").addEventListener("focusout", () => show(null));
+  }
   recall();
   redraw();
   if (find("diff")) drawDiff();
@@ -436,7 +455,12 @@
   addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; redraw(); } });
   if (data.reload) {
     const isIdle = () => !hovered && (document.activeElement === null || document.activeElement === document.body) && String(getSelection()) === "";
-    setInterval(() => { if (isIdle()) location.reload(); }, data.reload * 1000);
+    setInterval(() => {
+      const age = Date.now() / 1000 - data.written, note = find("stale");
+      note.hidden = age < data.stale;
+      note.textContent = note.hidden ? "" : `This page was last written ${clock(age)} ago (hours:minutes:seconds). The sweep may have ended: its terminal says so.`;
+      if (isIdle()) location.reload();
+    }, data.reload * 1000);
   }
   window.lmRunner = { data, curves: () => drawn, shown: () => [...shown], picked: () => picked, chart: () => chart };
 })();

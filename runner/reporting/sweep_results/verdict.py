@@ -142,7 +142,7 @@ def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | N
 
 def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> bool:
     """Whether the dataclass of the setting's section takes `value` beside the other settings of the job. True where the config cannot be read."""
-    from runner.config.compose import section_object
+    from runner.config.compose import section_class, section_object
 
     section, _, path = key.partition(".")
     values = _saved_section(sweep, job, section)
@@ -152,10 +152,10 @@ def _is_allowed(sweep: SweepResults, job: JobResult, key: str, value: float) -> 
     inner: Any = values
     for parent in parents:
         inner = inner.get(parent) if isinstance(inner, dict) else None
-    if not isinstance(inner, dict):
-        return True
-    inner[name] = value
     try:
+        if not isinstance(inner, dict) or section_class(section, values) is None:
+            return True
+        inner[name] = value
         section_object(section, values)
     except (UserError, ValueError, TypeError, KeyError):
         return False

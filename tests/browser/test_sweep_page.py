@@ -1,0 +1,179 @@
+"""report.html of a sweep in a browser: it draws the numbers of the jobs, obeys its controls by mouse and keyboard, and hostile text stays text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import page_checks
+import pytest
+from sweep_fixtures import job, record, training, write_sweep
+
+from runner.reporting.page_server import PageServer, only_page
+from runner.reporting.sweep_page import importance, page_data
+from runner.reporting.sweep_results.leaderboard import REPORT_FILE, update_report
+
+pytestmark = pytest.mark.slow
+
+LR, ACC, DECAY = "optimizer.lr", "train.accumulation_steps", "optimizer.weight_decay"
+HOSTILE = "</script></title><script>alert(1)</script><img src=x onerror=alert(2)>{{7*7}}\u202e"
+
+
+def write_page(folder: Path) -> Path:
+    update_report(folder)
+    return folder / REPORT_FILE
+
+
+def grid(folder: Path) -> Path:
+    """Write a sweep of 12 jobs over three settings: one diverged, one failed, one waits, one overfits."""
+    jobs = [
+        job({LR: lr, ACC: acc, DECAY: decay}, training(2 + i + 0.1 * j + 0.01 * k, eval_every=5))
+        for i, lr in enumerate(("1e-4", "1e-3", "1e-2"))
+        for j, acc in enumerate(("1", "4"))
+        for k, decay in enumerate(("0.0", "0.1"))
+    ]
+    jobs[1]["records"] = [record(1, 3.0), record(10, 2.0, kind="eval"), record(20, 2.4, kind="eval"), record(30, 2.9, kind="eval")]
+    jobs[9] |= {"status": "failed", "error": "killed by signal 9", "last_lines": ["Killed"]}
+    jobs[10] |= {"records": [record(1, 9.0), record(2, None), record(3, 8.0)], "status": "failed", "loss": "inf"}
+    jobs[11] |= {"records": None, "status": "new"}
+    write_sweep(folder, jobs, overrides=("train.max_steps=40",), status="failed")
+    for each in jobs[:11]:
+        hydra = folder / ",".join(f"{key}={value}" for key, value in sorted(each["overrides"].items())) / ".hydra"
+        hydra.mkdir()
+        values = each["overrides"]
+        (hydra / "config.yaml").write_text(
+            f"optimizer: {{name: adamw, lr: {values[LR]}, weight_decay: {values[DECAY]}}}\ntrain: {{accumulation_steps: {values[ACC]}}}\n"
+        )
+    return write_page(folder)
+
+
+def ranks(page: Any) -> list[str]:
+    """Return the ranks of the visible rows, from top to bottom."""
+    return [text.split()[0] for text in page.locator("#leaderboard tbody:visible button.pick").all_inner_texts()]
+
+
+def curves(page: Any) -> list[dict[str, Any]]:
+    return page.evaluate("lmRunner.curves()")
+
+
+def test_sweep_page_draws_the_records_of_every_job(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    page.locator("#smoothing").fill("0")
+    jobs = page.evaluate("lmRunner.data.jobs")
+    drawn = curves(page)
+    assert len(drawn) == 21  # 11 jobs have logged, the diverged one has no validation loss
+    for curve in drawn:
+        lines = (tmp_path / "sweep" / jobs[curve["job"]]["name"] / "metrics.jsonl").read_text().splitlines()
+        own = [each for each in map(json.loads, lines) if each["kind"] == {"training": "train", "validation": "eval"}[curve["kind"]]]
+        assert curve["x"] == [each["step"] for each in own] and curve["y"] == [
+            each["loss"] if each["loss"] is None else pytest.approx(each["loss"], rel=1e-5) for each in own
+        ]
+    assert jobs[drawn[-1]["job"]]["row"] == 0 and drawn[-1]["kind"] == "validation"  # the best is drawn last
+    page.locator("#axis").select_option("tokens")
+    assert curves(page)[-1]["x"][-1] == 40 * 160
+    page.locator("#axis").select_option("seconds")
+    assert curves(page)[-1]["x"][-1] == 4
+    page.locator("#training").uncheck()
+    assert {curve["kind"] for curve in curves(page)} == {"validation"}
+    page.locator("#log").check()
+    assert page.evaluate("lmRunner.chart().scales.y.distr") == 3
+
+
+def test_sweep_page_is_filtered_by_text_and_setting(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    page.locator("#text").fill(f"{LR}=1e-3 {ACC}=4")
+    assert page.locator("#shown").inner_text() == "2 of 12 jobs" and len(ranks(page)) == 2
+    assert {page.evaluate("lmRunner.data.jobs")[curve["job"]]["values"][0] for curve in curves(page)} == {"1e-3"}
+    page.locator("#filters select").nth(2).select_option("0.1")
+    assert page.locator("#shown").inner_text() == "1 of 12 jobs"
+    page.get_by_role("button", name="show all").click()
+    assert page.locator("#shown").inner_text() == "12 jobs" and len(ranks(page)) == 12
+    page.locator("#text").fill("no such job")
+    assert ranks(page) == [] and curves(page) == []
+
+
+def test_sweep_page_is_sorted_and_read_by_keyboard(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    assert {"input text", "select axis", "div chart", "select first-job"} <= {*page_checks.keyboard_stops(page)}
+    assert ranks(page)[:3] == ["1", "2", "3"]
+    header = page.get_by_role("columnheader", name="final validation loss")
+    header.get_by_role("button").focus()
+    page.keyboard.press("Enter")
+    assert header.get_attribute("aria-sort") == "ascending" and page.locator("[aria-sort]").count() == 1
+    column = header.evaluate("header => header.cellIndex")
+    cells = page.evaluate("column => [...document.querySelectorAll('#leaderboard tbody')].map((table) => table.rows[0].cells[column].dataset.v)", column)
+    losses = [float(text) for text in cells if text]
+    assert losses == sorted(losses) and len(losses) == 10
+    page.keyboard.press("Enter")
+    assert header.get_attribute("aria-sort") == "descending" and ranks(page)[-1] == "–"  # rows without a value stay last
+    page.locator("#chart").focus()
+    page.keyboard.press("End")
+    assert page.locator("#hovered").inner_text().startswith(f"{LR}=1e-4 {ACC}=1 {DECAY}=0.0: validation loss 2 at step 40, 6.4k tokens")
+    page.keyboard.press("ArrowLeft")
+    assert "at step 35" in page.locator("#hovered").inner_text()
+
+
+def test_sweep_page_lets_a_row_stand_out_and_keeps_it_over_a_reload(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    page.get_by_role("button", name=f"pick {LR}=1e-3 {ACC}=1 {DECAY}=0.0 out").click()
+    row = page.evaluate("lmRunner.picked()")
+    assert page.evaluate("lmRunner.data.jobs")[curves(page)[-1]["job"]]["row"] == row and page.locator(".line.picked").count() == 1
+    page.locator("#text").fill("1e-3")
+    page.reload()
+    assert page.evaluate("lmRunner.picked()") == row and page.locator("#shown").inner_text() == "4 of 12 jobs"
+
+
+def test_sweep_page_shows_effects_parallel_lines_failures_and_two_jobs(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    assert page.locator(".effect[data-key='optimizer.lr'] circle").count() == 9 and page.locator(".effect[data-key='optimizer.lr'] .cross").count() == 1
+    assert page.locator("#parallel .line").count() == 10  # 9 completed, one diverged
+    assert "Killed" in page.locator("#failed").inner_text() and "python runner/train.py train.max_steps=40" in page.locator("#failed").inner_text()
+    assert "overfits: 2.0000 at step 10, now 2.9000" in page.locator("#leaderboard").inner_text()
+    rows = page.locator("#diff tbody tr").all_inner_texts()
+    first, second = ["".join(page.locator(f"#{name} option:checked").all_inner_texts()) for name in ("first-job", "second-job")]
+    assert rows[-1].split("\t")[0] == "validation loss" and all(len(row.split("\t")) == 3 for row in rows) and first != second
+    page.locator("#second-job").select_option(page.locator("#first-job").input_value())
+    assert page.locator("#diff").inner_text() == "The same job twice."
+
+
+def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, look: tuple[int, str], tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"), *look)
+    assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
+
+
+def test_sweep_page_of_hostile_text_stays_text(open_page: Any, tmp_path: Path) -> None:
+    hostile = job({HOSTILE: HOSTILE, LR: "1", "b": "c"}, training(2.0), status="failed", error=HOSTILE, last_lines=[HOSTILE], name="a<b>")
+    other = job({HOSTILE: f"{HOSTILE}2", LR: "2", "b": "d"}, training(3.0), name="b")
+    page = open_page(write_page(write_sweep(tmp_path / "sweep", [hostile, other], overrides=(HOSTILE,), status=HOSTILE)))
+    assert page.locator("img, script:not([type]) ~ script ~ script").count() == 0 and "<script>alert(1)" in page.locator("#diff").inner_text()
+
+
+@pytest.mark.parametrize("jobs", [0, 1, 200])
+def test_sweep_page_draws_any_number_of_jobs(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int) -> None:
+    monkeypatch.setattr(importance, "MIN_JOBS", 1000)  # it takes seconds
+    sweep = [job({LR: f"{i + 1}e-5", ACC: str(i % 4), DECAY: str(i % 3)}, training(2 + i / 100, steps=200, eval_every=10)) for i in range(jobs)]
+    page = open_page(write_page(write_sweep(tmp_path / "sweep", sweep)))
+    assert len(ranks(page)) == jobs and page_checks.overflow(page) == []
+    if jobs:
+        assert len(curves(page)) == 2 * jobs
+
+
+def test_sweep_page_follows_a_sweep_that_runs(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_data, "RELOAD_SECONDS", 0.3)
+    monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
+    waiting = [job({LR: lr}, None, status="new") for lr in "12"]
+    folder = write_sweep(tmp_path / "sweep", waiting, status="running")
+    with PageServer(only_page(partial(write_page, folder)), 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = open_page(f"http://127.0.0.1:{server.server_port}/")
+        assert "No job has logged a step yet" in page.locator("main").inner_text()
+        write_sweep(folder, [job({LR: "1"}, training(2.0)), waiting[1]], status="running")
+        page.locator("#chart").wait_for()
+        assert len(curves(page)) == 2 and page.evaluate("lmRunner.data.reload") == 0.3
+        write_sweep(folder, [job({LR: "1"}, training(2.0)), job({LR: "2"}, training(3.0))])
+        page.locator("header b.completed").wait_for()
+        assert page.evaluate("lmRunner.data.reload") is None and "Winner" in page.locator("#verdict").inner_text()
+        server.shutdown()
