@@ -47,9 +47,9 @@ def test_report_of_several_runs_is_one_comparison(outputs: Path, capsys: pytest.
 
 def test_report_of_all_is_one_list(outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_report(config(all=True))
-    assert "1 runs, 1 sweeps, 2 jobs of sweeps" in (outputs / "index.html").read_text() and "index.html" in capsys.readouterr().out
+    assert "1 run, 1 sweep, 2 jobs of sweeps" in (outputs / "index.html").read_text() and "index.html" in capsys.readouterr().out
     print_report(config(all=True, root=str(outputs / "day"), to=str(tmp_path / "x.html")))
-    assert "1 runs · this page" in (tmp_path / "x.html").read_text() and not (outputs / "day" / "index.html").exists()
+    assert "1 run · this page" in (tmp_path / "x.html").read_text() and not (outputs / "day" / "index.html").exists()
 
 
 def test_report_of_last_is_the_sweep_of_the_newest_job(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

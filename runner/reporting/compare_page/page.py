@@ -27,7 +27,7 @@ STYLES = (CSS, FOLDER.parent / "run_page" / "run.css", CHART_STYLE, TABLE_STYLE,
 COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of page.css
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
-TERMINAL_SETTINGS, TERMINAL_WIDTH = 24, 28  # settings that differ, and characters of a value, on a terminal
+TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 24, 20, 40  # on a terminal: settings that differ; characters of a value, and of the first column
 RELOAD_SECONDS = 5  # while one of the runs trains and the page is served
 
 
@@ -36,6 +36,7 @@ class RunColumn:
     """A column of the table of runs."""
 
     title: str
+    terminal: str  # title on a terminal; "": not shown there
     get: Callable[[ComparedRun], Any]  # a number, or text; None: unknown
     text: Callable[[Any], str] = str
     is_number: bool = True
@@ -54,16 +55,16 @@ def _seconds(value: float | None) -> str:
 
 
 RUN_COLUMNS = (
-    RunColumn("status", lambda run: run.status, is_number=False),
-    RunColumn("best evaluation loss", lambda run: run.best[0] if run.best else None, loss_or_problem),
-    RunColumn("at step", lambda run: run.best[1] if run.best else None, _count),
-    RunColumn("newest evaluation loss", lambda run: run.evaluation_loss, loss_or_problem),
-    RunColumn("newest training loss", lambda run: run.training_loss, loss_or_problem),
-    RunColumn("step", lambda run: run.step, _count),
-    RunColumn("tokens", lambda run: run.tokens, _count),
-    RunColumn("time", lambda run: run.seconds, _seconds),
-    RunColumn("tokens/s", lambda run: run.metrics.tokens_per_second, _count),
-    RunColumn("attempts", lambda run: run.attempts, _count),
+    RunColumn("status", "status", lambda run: run.status, is_number=False),
+    RunColumn("best evaluation loss", "best eval", lambda run: run.best[0] if run.best else None, loss_or_problem),
+    RunColumn("at step", "at step", lambda run: run.best[1] if run.best else None, _count),
+    RunColumn("newest evaluation loss", "eval", lambda run: run.evaluation_loss, loss_or_problem),
+    RunColumn("newest training loss", "train", lambda run: run.training_loss, loss_or_problem),
+    RunColumn("step", "", lambda run: run.step, _count),
+    RunColumn("tokens", "tokens", lambda run: run.tokens, _count),
+    RunColumn("time", "time", lambda run: run.seconds, _seconds),
+    RunColumn("tokens/s", "tok/s", lambda run: run.metrics.tokens_per_second, _count),
+    RunColumn("attempts", "", lambda run: run.attempts, _count),
 )
 
 
@@ -117,11 +118,11 @@ def _points(points: list[LossPoint], limit: int) -> dict[str, list]:
 
 def compare_text(comparison: Comparison) -> str:
     """Return warnings, the table of runs and the settings that differ, for a terminal."""
-    columns = [column for column in RUN_COLUMNS if any(_text(column, run) for run in comparison.runs)]
-    table = [["run", *(column.title for column in columns)]]
+    columns = [column for column in RUN_COLUMNS if column.terminal and any(_text(column, run) for run in comparison.runs)]
+    table = [["run", *(column.terminal for column in columns)]]
     table += [[("* " if run is comparison.best else "") + run.label, *(_text(column, run) for column in columns)] for run in comparison.runs]
     lines = aligned(table, ["<", *(">" if column.is_number else "<" for column in columns)])
-    lines += ["* lowest evaluation loss"] if comparison.best else []
+    lines += ["* lowest evaluation loss (best eval); eval, train: the newest losses"] if comparison.best else []
     lines += [f"warning: the evaluation losses cannot be compared: {comparison.problem}"] if comparison.problem else []
     lines += [f"note: {note}" for note in comparison.notes]
     if differing := comparison.differing:
@@ -141,13 +142,13 @@ def _few_values(values: list[str]) -> str:
     return ", ".join(_shorten(value) for value in found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
 
 
-def _shorten(text: str) -> str:
+def _shorten(text: str, width: int = TERMINAL_WIDTH) -> str:
     text = one_line(text)
-    return text if len(text) <= TERMINAL_WIDTH else f"…{text[1 - TERMINAL_WIDTH :]}"
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def aligned(table: list[list[str]], alignment: list[str]) -> list[str]:
     """Return the lines of a table whose columns are aligned by "<" or ">"; long cells keep their end."""
-    table = [[one_line(line[0])[:60], *map(_shorten, line[1:])] for line in table]
+    table = [[_shorten(line[0], FIRST_COLUMN), *map(_shorten, line[1:])] for line in table]
     widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     return ["  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]

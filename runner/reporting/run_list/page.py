@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from common.paths import command_line_here, display_path
+from common.paths import command_line_here
 from runner.reporting.compare_page.page import TABLE_SCRIPT, TABLE_STYLE, aligned, loss_or_problem
 from runner.reporting.page_template import CSS, json_block, load_template
+from runner.reporting.run_folders import text_of
 from runner.reporting.run_list.lineage import draw_lineage, lineage_trees, parents_of
 from runner.reporting.run_list.scan import ListedRun, RunList
 
@@ -70,9 +71,9 @@ def _row(row: ListedRun, root: Path, parent: ListedRun | None, link_of: LinkOf, 
 
 
 def _counts(runs: RunList) -> str:
-    kinds = [("run", "runs"), ("sweep", "sweeps"), ("job", "jobs of sweeps"), ("other", "other folders")]
-    counts = {kind: sum(row.kind == kind for row in runs.rows) for kind, _ in kinds}
-    return ", ".join(f"{counts[kind]} {title}" for kind, title in kinds if counts[kind]) or "no runs"
+    kinds = {"run": ("run", "runs"), "sweep": ("sweep", "sweeps"), "job": ("job of a sweep", "jobs of sweeps"), "other": ("other folder", "other folders")}
+    counts = {kind: sum(row.kind == kind for row in runs.rows) for kind in kinds}
+    return ", ".join(f"{count} {kinds[kind][count > 1]}" for kind, count in counts.items() if count) or "no runs"
 
 
 def age_text(started: float | None, now: float) -> str:
@@ -102,11 +103,11 @@ def list_text(runs: RunList) -> str:
     """Return the newest runs and sweeps as a table; the jobs of a sweep are left out."""
     rows = [row for row in runs.rows if row.kind in ("run", "sweep")]
     now = time.time()
-    table = [["run", "status", "stage", "evaluation loss", "training loss", "age", "began from"]]
+    table = [["run", "status", "stage", "eval loss", "train loss", "age", "began from"]]
     parents = parents_of(runs)
     for row in rows[:TERMINAL_ROWS]:
         losses, parent = (loss_or_problem(row.evaluation_loss), loss_or_problem(row.training_loss)), parents.get(row.folder)
-        path, name = display_path(row.folder), row.fields.get("name")
-        table.append([f"{path}  {row.label}" if name else path, row.status, row.stage, *losses, age_text(row.started, now), parent.label if parent else ""])
+        path, name = str(row.folder.relative_to(runs.root)), text_of(row.fields.get("name"), 20)
+        table.append([f"{name}  {path}" if name else path, row.status, row.stage, *losses, age_text(row.started, now), parent.label if parent else ""])
     more = [f"and {len(rows) - TERMINAL_ROWS} older ones"] if len(rows) > TERMINAL_ROWS else []
     return "\n".join([f"{runs.root}: {_counts(runs)}", *(aligned(table, ["<", "<", "<", ">", ">", ">", "<"]) if rows else []), *more])
