@@ -16,11 +16,13 @@ import pytest
 from fake_jobs import BUG, DIVERGED, FLAKY, GOOD, KILLED, REFUSED, SAVES, FakeJobs, read_sweep, wait_until
 
 from common.errors import UserError
+from runner.reporting.live_page import RepeatedPage
 from runner.sweep import scheduler
 from runner.sweep.backends.base import JobExit, LauncherOptions
 from runner.sweep.backends.local import LocalBackend, LocalOptions, Slot, make_slots
 from runner.sweep.session import SweepStopped
 from runner.sweep.state import SweepJob, SweepState
+from runner.tracking.console.sweep_lines import SweepLines
 
 
 class FakeSession:
@@ -30,6 +32,8 @@ class FakeSession:
 
     def __init__(self, state: SweepState) -> None:
         self.state = state
+        self.page = RepeatedPage(lambda: None, print)
+        self.lines = SweepLines("auto")
 
     def run_dir(self, job: SweepJob) -> Path:
         return self.state.folder / job.name
@@ -37,8 +41,6 @@ class FakeSession:
     def prepare(self, job: SweepJob) -> list[str]:
         self.run_dir(job).mkdir(exist_ok=True)
         return [f"resume={self.run_dir(job)}", *job.pending_overrides]
-
-    def report(self) -> None: ...
 
 
 @pytest.fixture
