@@ -32,7 +32,7 @@ from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
-from runner.engine.device.cpu import disable_malloc_trim
+from runner.engine.device.cpu import separate_large_blocks
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
@@ -54,7 +54,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     if dist.device.type == "cpu":
-        disable_malloc_trim()
+        separate_large_blocks()
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)

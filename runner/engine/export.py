@@ -58,6 +58,7 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
 
     The run's last checkpoint must have been saved: sharded weights are read from it. Raises TrainingError if the disk refuses.
     """
+    state.logger.show_activity("writing model/", 0, 1, "folders")
     model = state.model if exported.source is None else _load_unsharded_model(state, exported.source)
     try:
         save_freeing_space(partial(_write_folder, state, model), state.checkpoints.dir, state.checkpoints.retention, state.logger.warning)
@@ -66,6 +67,7 @@ def export_model(state: TrainState, exported: ExportedWeights) -> None:
         raise TrainingError(
             f"model/ was not written: {describe_disk_error(error, state.run_dir, need)}; step {state.progress.step} is saved, and resume= writes model/"
         ) from error
+    state.logger.show_activity("writing model/", 1, 1, "folders")
     state.update_metadata(export={"weights": exported.weights, "step": exported.step, "loss": exported.loss})
     loss = "" if exported.loss is None else f", evaluation loss {exported.loss:.4f}"
     state.logger.info(f"model/ has the {exported.weights} weights: step {exported.step}{loss}")

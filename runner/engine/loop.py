@@ -16,6 +16,7 @@ from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.engine.build import run_summary
+from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, set_rng_state
 from runner.engine.device.stop import as_stop_requests
@@ -178,6 +179,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
         raise
     state.is_consistent = False  # until the step is counted and logged
     gradients = precision.step(state.optimizers, state.cfg.optimizer.grad_clip)
+    if dist.device.type == "cpu":
+        keep_freed_memory()
     names = [batch.names for batch in batches]
     return StepOutput(state.progress.step + 1, names, items, loss_tokens, tokens, examples, sums, losses, gradients)
 

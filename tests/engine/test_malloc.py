@@ -3,17 +3,49 @@
 import ctypes
 import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from runner.engine.loop import train_step
 
+ROOT = Path(__file__).parents[2]
+RESIDENT_AFTER_FREE = """
+from runner.engine.device.cpu import keep_freed_memory, separate_large_blocks
 
-@pytest.mark.slow
-@pytest.mark.skipif(
+def resident_mb():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+def mb_left_by_a_freed_block():
+    before = resident_mb()
+    block = bytearray(64 << 20)
+    block[:: 4096] = bytes(len(block) // 4096)
+    del block
+    return resident_mb() - before
+
+separate_large_blocks()
+first = mb_left_by_a_freed_block()
+keep_freed_memory()
+print(first, mb_left_by_a_freed_block())
+"""
+needs_glibc = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ),
     reason="no glibc, or the environment configures malloc",
 )
+
+
+@needs_glibc
+def test_memory_freed_in_the_first_step_is_returned_and_later_kept() -> None:
+    child = subprocess.run([sys.executable, "-c", RESIDENT_AFTER_FREE], cwd=ROOT, capture_output=True, text=True, check=True)
+    returned, kept = map(float, child.stdout.split())
+    assert returned < 8 and kept > 56
+
+
+@pytest.mark.slow
+@needs_glibc
 def test_malloc_trim_is_disabled_so_that_steps_reuse_their_pages(make_run):
     """Otherwise each step of this size has more than 25,000 page faults."""
     state = make_run("pretrain", "model=tiny", "model.max_position_embeddings=1024", "train.batch_size=64", "data.packing=best_fit", rows=1000)
