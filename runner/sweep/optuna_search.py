@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -161,6 +162,7 @@ class OptunaSearch:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
+        from optuna.study import StudyDirection
 
         class HeldLock:
             """The sweep directory is locked by this process; Optuna's own lock file would outlive a kill."""
@@ -172,8 +174,10 @@ class OptunaSearch:
 
         path = self.state.folder / JOURNAL_FILE
         _drop_partial_line(path)
-        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=HeldLock()))
-        study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=self.options.directions, load_if_exists=True)
+        lock: Any = HeldLock()  # Optuna's base class of locks is not public
+        directions = [StudyDirection[name.upper()] for name in self.options.directions]
+        storage = JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+        study = optuna.create_study(study_name=STUDY_NAME, storage=storage, directions=directions, load_if_exists=True)
         if [direction.name.lower() for direction in study.directions] != self.options.directions:
             raise UserError("the directions of a study cannot change", "hydra.sweeper.direction", "leave it out, or start another sweep")
         study.sampler = self._make_sampler(len(study.trials))
@@ -183,11 +187,14 @@ class OptunaSearch:
         return study
 
     def _make_sampler(self, drawn: int) -> Any:
+        import optuna
         from optuna import samplers
 
         seed = self.options.seed
         if self.options.sampler == "qmc":
-            return samplers.QMCSampler(seed=seed)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # its interface may change: requirements.lock pins it
+                return samplers.QMCSampler(seed=seed)
         later_seed = None if seed is None else seed + drawn  # the same seed again would draw the same points again
         return {"tpe": samplers.TPESampler, "nsgaii": samplers.NSGAIISampler}.get(self.options.sampler, samplers.RandomSampler)(seed=later_seed)
 
