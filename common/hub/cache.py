@@ -30,9 +30,14 @@ def is_hub_offline() -> bool:
     return any(os.environ.get(variable, "").upper() in TRUE_VALUES for variable in OFFLINE_VARIABLES)
 
 
+def model_cache_dir(name: HubName) -> Path:
+    """Return the folder of a model in the cache, whether it exists or not."""
+    return hub_cache_dir() / f"{CACHE_PREFIX}{name.repo.replace('/', '--')}"
+
+
 def cached_snapshot(name: HubName) -> Path | None:
     """Return the folder of the files of this revision, None if the cache has none."""
-    home, commit = hub_cache_dir() / f"{CACHE_PREFIX}{name.repo.replace('/', '--')}", name.revision
+    home, commit = model_cache_dir(name), name.revision
     if not name.is_fixed:
         try:
             commit = read_bounded(home / "refs" / name.revision, 256).decode("ascii").strip()

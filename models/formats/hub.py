@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean_path, print_note
-from common.hub.cache import cached_snapshot, hub_cache_dir, is_hub_offline
+from common.hub.cache import cached_snapshot, hub_cache_dir, is_hub_offline, model_cache_dir
 from common.hub.names import HubName, parse_hub_name
 from models.formats.stored_size import INDEX_SUFFIX, SAFETENSORS, TORCH, read_index
 
@@ -27,15 +27,22 @@ WEIGHT_FILES = (
 TIMEOUT = 10.0  # seconds until the hub counts as unreachable
 
 
+WatchDownload = Callable[[str, Path, int], AbstractContextManager[object]]  # (title, folder that grows, bytes)
+
+
+def _without_progress(title: str, folder: Path, total: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
 class HubUnreachableError(Exception):
     """The hub gave no answer."""
 
 
-def fetch_model(text: str, setting: str) -> Path | None:
+def fetch_model(text: str, setting: str, watch: WatchDownload = _without_progress) -> Path | None:
     """Return the folder of a model of the hub, None if `text` is no name of one. It is downloaded unless the cache has this commit.
 
     A branch means its newest commit, or without a network the commit that was downloaded last. Raises UserError, about `setting`, if there is
-    neither a network nor a copy, and for a repository without a model.
+    neither a network nor a copy, and for a repository without a model. `watch` shows the progress of a download.
     """
     name = parse_hub_name(text)
     if name is None:
@@ -46,10 +53,10 @@ def fetch_model(text: str, setting: str) -> Path | None:
         return cached
     if is_hub_offline():
         raise _offline_error(name, setting, cached, "HF_HUB_OFFLINE=1 forbids to ask the hub")
-    return _download(name, setting, cached)
+    return _download(name, setting, cached, watch)
 
 
-def _download(name: HubName, setting: str, cached: Path | None) -> Path:
+def _download(name: HubName, setting: str, cached: Path | None, watch: WatchDownload) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -62,7 +69,8 @@ def _download(name: HubName, setting: str, cached: Path | None) -> Path:
                 total = sum(sizes[file] for file in files)
                 _check_free_space(total, setting)
                 print_note(f"{setting}: downloading {name.repo}@{info.sha}, {len(files)} files, {total / 2**20:,.0f} MiB")
-            folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT))
+            with watch(f"downloading {name.repo}", model_cache_dir(name), sum(sizes[file] for file in files)), _without_bars():
+                folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=files, etag_timeout=TIMEOUT))
     except HubUnreachableError as error:
         if cached is None or _missing_files(cached):
             raise _offline_error(name, setting, cached, str(error)) from error
@@ -74,6 +82,21 @@ def _download(name: HubName, setting: str, cached: Path | None) -> Path:
         raise UserError(f"{name} has no {missing[0]}", setting, "choose another model, or another revision: owner/name@revision")
     print_note(f"{setting}: {name.repo}@{info.sha}")
     return folder
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Switch off the bars of huggingface_hub, which would be drawn beside ours, and write one line for each change into a pipe."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from runner.run_dir import saved_config
 from runner.run_dir.metadata import RUN_FILE, RunMetadata
 from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir, sweep_of
+from runner.tracking.progress import watch_download
 
 AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
@@ -110,7 +111,7 @@ def _adopt_path(tree: MutableMapping[str, Any], keys: Collection[str]) -> None:
 @cache
 def _local_path(name: str, key: str) -> str:
     """Return the folder of a model of the hub that a YAML file names, any other value as it is. Typed names are resolved before."""
-    return str(fetch_model(name, f"{key}={name}") or name)
+    return str(fetch_model(name, f"{key}={name}", watch_download) or name)
 
 
 def restore_hub_weights(config: Config) -> Config:
@@ -121,7 +122,7 @@ def restore_hub_weights(config: Config) -> Config:
     name = hub_name_of(Path(config.init_from))
     if name is None or Path(config.init_from).is_dir() or not (config.stage.lora or config.stage.needs_reference):
         return config
-    return dataclasses.replace(config, init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}")))
+    return dataclasses.replace(config, init_from=str(fetch_model(f"{name.repo}@{name.revision}", f"init_from={config.init_from}", watch_download)))
 
 
 def _adopt_adapter(tree: MutableMapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from runner.inference.best_job import find_best_job, model_score
 from runner.run_dir import saved_config
 from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_started, holds_run
 from runner.run_dir.naming import find_runs
+from runner.tracking.progress import watch_download
 
 SWEEP_FILE = "sweep.json"
 MODEL_KEYS = ("init_from", "model.path")  # settings that name weights
@@ -61,7 +62,7 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
         if not models:
             raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
         folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
-    elif downloaded := fetch_model(name, f"{setting}={name}"):
+    elif downloaded := fetch_model(name, f"{setting}={name}", watch_download):
         return downloaded
     if is_sweep_dir(folder):
         return find_best_job(folder)
@@ -89,7 +90,7 @@ def _path_of_model(value: str, key: str) -> Path | None:
     path = _unquoted(value)
     if is_sweep_dir(path):
         return find_best_job(path)
-    return None if parse_hub_name(str(path)) is None else fetch_model(str(path), f"{key}={path}")
+    return None if parse_hub_name(str(path)) is None else fetch_model(str(path), f"{key}={path}", watch_download)
 
 
 def _unquoted(value: str) -> Path:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Self
 
 from common.errors import strip_control
 from runner.tracking.console.bar import TaskBar
 from runner.tracking.console.layout import is_live_terminal
-from runner.tracking.console.numbers import format_seconds
+from runner.tracking.console.numbers import format_seconds, format_size
 
+POLL_SECONDS = 1.0
 DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two of its lines where stderr is no terminal
 
 
@@ -48,7 +51,8 @@ class TaskProgress:
         elif now - self._printed >= INTERVAL or self._printed == self._started:
             self._printed = now
             eta = format_seconds(seconds / done * max(0, self.total - done)) if done else "?"
-            print(f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'} ({self._share()}), eta {eta}", file=sys.stderr, flush=True)
+            share = f" ({self._share()}), eta {eta}" if self.total else ""
+            print(f"{self.title}: {count or f'{done:,} of {self.total:,} {self.unit}'}{share}", file=sys.stderr, flush=True)
 
     def _share(self) -> str:
         return f"{min(100, 100 * self.done / max(self.total, 1)):.0f}%"
@@ -72,6 +76,52 @@ class ProgressMeter(TaskProgress):
     def __call__(self, done: int, total: int, rows: int) -> None:
         self.total = total
         self.advance(done, f"{rows:,} rows, {rows / max(time.monotonic() - self._started, 1e-9):,.0f} rows/s")
+
+
+class PolledProgress(TaskProgress):
+    """Progress of work that reports none, e.g. a download: a thread looks at it every second. Without `measure` it shows the seconds."""
+
+    def __init__(self, title: str, measure: Callable[[], int] | None = None, total: int = 0) -> None:
+        """`measure()` returns the bytes that are there, `total`: the bytes at the end that are not there at the beginning."""
+        super().__init__(title)
+        self._measure, self._before = measure, 0
+        self.total = total
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._before = self._measure() if self._measure else 0
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        super().__exit__(*error)
+
+    def _poll(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            if self._measure is None:
+                seconds = time.monotonic() - self._started
+                self.advance(0, f"{seconds:.0f} s")
+            else:
+                done = max(0, self._measure() - self._before)
+                self.advance(done, f"{format_size(done)} of {format_size(self.total)}")
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of all files below `folder`, 0 where there is none. Files may come and go meanwhile."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
+def watch_download(title: str, folder: Path, total: int) -> PolledProgress:
+    """Return the progress of a download of `total` bytes into `folder`, as a context manager."""
+    return PolledProgress(title, lambda: folder_bytes(folder), total)
 
 
 def _never_listen() -> AbstractContextManager[Callable[[], bool]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,23 @@ def test_download_takes_the_files_of_a_model_and_no_code(publish: Publish, monke
     hub.files = ["config.json", "model-q4.gguf"]
     with pytest.raises(UserError, match=r"has no model\.safetensors and no pytorch_model\.bin, but model-q4\.gguf"):
         fetch_model("owner/name", "init_from=owner/name")
+
+
+def test_download_is_watched_in_its_folder_of_the_cache_with_its_size(publish: Publish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    hub = FakeHub(publish(), monkeypatch)
+    watched: list[Any] = []
+
+    @contextmanager
+    def watch(*download: Any) -> Iterator[None]:
+        yield
+        watched.append((*download, are_progress_bars_disabled()))
+
+    monkeypatch.setattr(hub, "download", lambda *args, **_: watched.append(are_progress_bars_disabled()) or str(hub.snapshot))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
+    fetch_model("owner/name", "init_from=owner/name", watch)
+    assert watched == [True, ("downloading owner/name", tmp_path / "hub" / "models--owner--name", 30, False)] and not are_progress_bars_disabled()
 
 
 def test_hub_that_cannot_be_reached_leaves_the_cached_commit(publish: Publish, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

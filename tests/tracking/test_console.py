@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from runner.tracking.console.modes import CONSOLE_MODES, open_console
 from runner.tracking.console.plain import JsonConsole, PlainConsole
 from runner.tracking.console.sweep_lines import SweepLines
 from runner.tracking.logger import RunLogger
-from runner.tracking.progress import ProgressMeter, TaskProgress
+from runner.tracking.progress import PolledProgress, ProgressMeter, TaskProgress, watch_download
 from runner.tracking.run_end import NextCommand, RunEnd
 
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
@@ -232,3 +233,26 @@ def test_events_and_modes_are_documented() -> None:
     assert events == set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     guide = (REPO_ROOT / "docs" / "guide" / "tracking.md").read_text(encoding="utf-8")
     assert all(f"| `{mode}`" in guide for mode in CONSOLE_MODES)
+
+
+def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "earlier").write_bytes(bytes(5000))
+    (tmp_path / "blobs").mkdir()
+    monkeypatch.setattr("runner.tracking.progress.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
+    with watch_download("downloading owner/name", tmp_path, 4096) as progress:
+        (tmp_path / "blobs" / "part").write_bytes(bytes(1024))
+        while progress.done != 1024:  # the thread has looked at it
+            assert progress._thread.is_alive()
+    assert not progress._thread.is_alive()
+    assert progress.total == 4096 and "downloading owner/name: " in capsys.readouterr().err
+
+
+def test_work_that_reports_nothing_shows_its_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("runner.tracking.progress.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
+    shown = threading.Event()
+    monkeypatch.setattr(PolledProgress, "advance", lambda self, done, count: (TaskProgress.advance(self, done, count), shown.set()))
+    with PolledProgress("comparing"):
+        shown.wait()
+    assert capsys.readouterr().err.startswith("comparing: 0 s\n")

@@ -15,6 +15,7 @@ from common.registry import Registry
 from common.settings import check_choice
 from runner.inference.export.model_card import ModelFacts, usage_lines, write_model_card
 from runner.inference.load import checkpoint_dir, load_trained, run_of_checkpoint
+from runner.tracking.progress import PolledProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,18 +68,22 @@ def export(cfg: ExportSettings, folder: Path) -> None:
     """Write the model in `folder` to cfg.to, print what was compared. Raises UserError if it cannot be written so, or if the comparison fails."""
     target = Path(cfg.to).expanduser().absolute()
     check_target(target, cfg.to, folder)
-    source = load_trained(folder, "cpu")
+    with PolledProgress("reading the weights"):
+        source = load_trained(folder, "cpu")
     run = run_of_checkpoint(checkpoint_dir(folder)) or (folder.parent if folder.name == "model" and (folder.parent / "run.json").is_file() else folder)
     facts = ModelFacts.collect(source, read_json_object(run / "run.json"), run, cfg.format, cfg.dtype, cfg.license, cfg.base_model)
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     temporary.mkdir()
     try:
-        verify = FORMATS.get(cfg.format)(cfg, source, temporary)
-        results = verify() if cfg.verify else ["not compared (verify=false)"]
+        with PolledProgress(f"writing {target.name}"):
+            verify = FORMATS.get(cfg.format)(cfg, source, temporary)
+        with PolledProgress("comparing"):
+            results = verify() if cfg.verify else ["not compared (verify=false)"]
         if cfg.base_model:
             _name_base_model(temporary, cfg.base_model)
         write_model_card(temporary, facts, target.name)
-        sync_tree(temporary)
+        with PolledProgress("saving to the disk"):
+            sync_tree(temporary)
         temporary.rename(target)
         sync_path(target.parent)
     finally:

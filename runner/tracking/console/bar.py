@@ -89,7 +89,7 @@ class TaskBar:
         self._bar = Progress(
             text, bar, count, TimeRemainingColumn(), console=open_terminal(stream), refresh_per_second=REFRESH_PER_SECOND, expand=True, transient=not kept
         )
-        self._task = self._bar.add_task(title, total=total, count=f"0/{total:,} {unit}")
+        self._task = self._bar.add_task(title, total=total or None, count=f"0/{total:,} {unit}")  # None: a bar that only moves
         self._bar.start()
 
     def reset(self, title: str, unit: str, total: int) -> None:
