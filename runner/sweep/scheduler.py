@@ -81,12 +81,12 @@ class SweepScheduler:
                     if job := self._take_job():
                         self._start(job)
                     is_exhausted = self.is_stopping or job is None
+                self.session.page.write_if_due()
                 for running in list(self.running):
                     running.forward_output(self.session.lines, self._prefix(running.job))
                     if exit := self.backend.poll(running.handle):
                         self.running.remove(running)
                         self._record_end(running, exit)
-                self.session.page.write_if_due()
                 if is_exhausted and not self.running and (self.is_stopping or not self.waiting):
                     return stop()
                 time.sleep(POLL_SECONDS)

@@ -280,7 +280,7 @@ def test_repeated_page_warns_once_and_waits_in_proportion_to_its_cost(monkeypatc
         raise OSError("disk full")
 
     page = RepeatedPage(write_page, warnings.append)
-    for now in (100.0, 110.0, 300.0, 302.0):
+    for now in (100.0, 105.0, 106.0, 300.0, 307.0):
         clock[0] = max(clock[0], now)
         page.write_if_due()
-    assert written == [100.0, 302.0] and warnings == ["report.html cannot be written: OSError: disk full"]  # 1 s of 200 s
+    assert written == [100.0, 106.0, 307.0] and warnings == ["report.html cannot be written: OSError: disk full"]  # then 1 s of 200 s
