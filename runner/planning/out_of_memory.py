@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from common.limits.memory import peak_resident_bytes
@@ -13,15 +15,17 @@ from runner.planning.alternatives import Alternative, find_alternatives
 from runner.planning.facts.data import data_facts
 from runner.planning.facts.machine import Machine, resident_bytes, this_machine
 from runner.planning.facts.model import model_facts
-from runner.planning.memory import CPU_LIBRARIES, estimate_memory
+from runner.planning.memory import CUDA_CONTEXT
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from runner.engine.state import TrainState
 
 TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")  # of a RuntimeError of PyTorch
-REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ [KMGT]?i?B|\d+ bytes)")
+REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 MAX_ALTERNATIVES = 3
 PLAN = "python runner/plan.py with the same overrides lists more"
 
@@ -34,64 +38,79 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     """Return one line: where, the peak by part, and overrides in the order of what they cost. `error` is what the step raised."""
-    requested = REQUESTED.search(str(error))
-    amount = f", {_size(requested[1])} more were asked for" if requested else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
-    parts = f"out of memory after step {state.progress.step}{amount}: {measured_parts(state)}"
+    found = REQUESTED.search(str(error))
+    requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
+    amount = f", {_mib(requested)} more were asked for" if requested else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
+    peak = peak_bytes(state.dist.device)
+    parts = f"out of memory after step {state.progress.step}{amount}: {measured_parts(state, peak)}"
     try:
-        alternatives = smaller_settings(state)
+        alternatives = smaller_settings(state, peak, requested)
     except Exception:  # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
         alternatives = []
     fixes = [f"{alternative.overrides} (about {_mib(alternative.memory)} in all)" for alternative in alternatives]
     return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {PLAN}; {troubleshooting('out-of-memory')}"
 
 
-def measured_parts(state: TrainState) -> str:
+def measured_parts(state: TrainState, peak: int) -> str:
     """Return the peak of the memory, and what of it are tensors that stay from step to step."""
+    stay = live_bytes(state)
+    stay["gradients"] = max(stay["gradients"], _bytes(p for p in state.model.parameters() if p.requires_grad))  # a step needs all of them
+    name = "activations, logits and temporary tensors" if state.dist.device.type == "cuda" else "activations, logits, program and data"
+    stay[name] = max(0, peak - sum(stay.values()))
+    return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
+
+
+def peak_bytes(device: torch.device) -> int:
     import torch
 
-    device, models = state.dist.device, [state.model, *state.objective.extra_models]
-    trained = [p for model in models for p in model.parameters()]
-    stay = {
-        "weights": _bytes(trained),
-        "gradients": _bytes(p for p in trained if p.requires_grad),  # as large as what is trained, in the middle of the backward pass
-        "optimizer": _bytes(value for part in state.optimizers.parts for entry in part.state.values() for value in entry.values() if torch.is_tensor(value)),
-    }
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-    rest = max(0, peak - sum(stay.values()))
-    name = "activations, logits and temporary tensors" if device.type == "cuda" else "activations, logits, program and data"
-    return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())}, {name} {_mib(rest)})"
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
 
 
-def smaller_settings(state: TrainState) -> list[Alternative]:
-    """Return overrides that need less memory than the run has just not got, the first that fit."""
+def memory_limit(machine: Machine, peak: int, requested: int) -> int:
+    """Return the bytes that the process could get: it has had `peak`, and `requested` more were refused.
+
+    That of the device if it lies between both, else (other programs, fragments, another limit) half way.
+    """
+    import torch
+
+    others = machine.memory - machine.available - torch.cuda.memory_reserved() if machine.device == "cuda" else 0
+    known = machine.memory - max(0, others)
+    had = peak + CUDA_CONTEXT if machine.device == "cuda" else peak
+    return known if had <= known < had + requested else had + requested // 2
+
+
+def smaller_settings(state: TrainState, peak: int, requested: int) -> list[Alternative]:
+    """Return overrides that need at most what the process could get, the first MAX_ALTERNATIVES of them; the smallest if none does."""
     cfg, ranks = state.cfg, state.dist.size
     facts, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, ranks)
-    machine, process = this_machine(cfg.device), resident_bytes()
-    if machine.device == "cpu":  # the process has weights and optimizer already, which the formula adds
-        process = max(CPU_LIBRARIES, process - _bytes(state.model.parameters()))
-    estimate = estimate_memory(cfg, facts, data.shape, data.micro_batches, machine.device, process, ranks)
-    total = estimate.total * (ranks if machine.device == "cpu" else 1)
-    machine = dataclasses.replace(machine, memory=min(_available(machine), total - 1))  # what the settings of the run need was not there
-    found = find_alternatives(cfg, facts, data, machine, process, ranks)
+    machine, process = this_machine(cfg.device), 0
+    if machine.device == "cpu":
+        return_free_memory()
+        process = resident_bytes() - sum(live_bytes(state).values())
+    limit = memory_limit(machine, peak, requested) * (ranks if machine.device == "cpu" else 1)
+    found = find_alternatives(cfg, facts, data, dataclasses.replace(machine, memory=limit), process, ranks)
     fitting = [alternative for alternative in found if alternative.fits]
-    return (fitting or found[-1:])[:MAX_ALTERNATIVES]
+    return fitting[:MAX_ALTERNATIVES] or sorted(found, key=lambda alternative: alternative.memory)[:1]
 
 
-def _available(machine: Machine) -> int:
-    """Return the bytes of the device without what other programs have."""
+def live_bytes(state: TrainState) -> dict[str, int]:
+    """Return the bytes of the tensors that stay from step to step, as far as there are any now."""
     import torch
 
-    if machine.device == "cpu":
-        return machine.memory
-    return machine.available + torch.cuda.memory_reserved()
+    parameters = [p for model in (state.model, *state.objective.extra_models) for p in model.parameters()]
+    optimizer = (value for part in state.optimizers.parts for entry in part.state.values() for value in entry.values() if torch.is_tensor(value))
+    gradients = (p.grad for p in parameters if p.grad is not None)
+    return {"weights": _bytes(parameters), "gradients": _bytes(gradients), "optimizer": _bytes(optimizer)}
+
+
+def return_free_memory() -> None:
+    """Let the C library return its free memory to the system: what stays is used."""
+    with suppress(OSError, AttributeError):  # another C library than that of GNU
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _size(text: str) -> str:
-    return _mib(int(text.split()[0])) if text.endswith("bytes") else text
 
 
 def _mib(size: float) -> str:
