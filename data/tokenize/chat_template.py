@@ -3,18 +3,15 @@
 The template may produce control tokens; the texts of messages may not. To distinguish the two in the rendered text, control tokens
 inside texts are masked with a private character before rendering, and unmasked before that text is encoded as plain text.
 
-The assistant's text is found by the `{% generation %}` marks of the template. Without marks, a turn is the text between two
-renderings that are both prefixes of the whole: all messages before the turn plus the generation prompt, and all messages up to the
-end of the turn.
+templates/turn_marks.py finds the assistant's text in it.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END, appears_in, mask_control_tokens, unmask_control_tokens
+from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, open_template
 from data.tokenize.templates.training_version import (
     TurnEnd,
@@ -35,26 +32,13 @@ from data.tokenize.templates.training_version import (
     possible_end_tokens,
     training_version,
 )
+from data.tokenize.templates.turn_marks import MARKS_HINT, Render, TemplateSegment, TurnMarks, any_of, assistant_turns, expected_renderings
 from data.tokenize.tokenizer import Tokenizer
 
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
-MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
 EncodedChat = tuple[list[int], list[bool]]  # (ids, loss_mask)
-# render(n) is the text of the first n messages; render(n, prompt=True) adds the generation prompt: the header of the answer.
-Render = Callable[..., str]
-# Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
-THINKING_KWARGS: list[dict[str, bool]] = [{}, *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False))]
-
-
-@dataclass(frozen=True)
-class TemplateSegment:
-    """Part of a rendered conversation: one control token, or plain text."""
-
-    text: str
-    is_control: bool
-    has_loss: bool
 
 
 class ChatTemplate:
@@ -72,9 +56,8 @@ class ChatTemplate:
         self.training_version = training_version(stock)
         self._source = apply_edits(stock, self.training_version) if self.training_version else stock
         self._identifiers = set(re.findall(r"\w+", re.sub(r"{#.*?(#}|\Z)", "", self._source, flags=re.DOTALL)))
-        self._has_marks = re.search(r"{%[-+]?\s*generation\b", self._source) is not None
-        self._boundaries = _any_of([BEGIN, END, *tokenizer.control_ids])
-        self._control, self._special = _any_of(_maskable(tokenizer.control_ids)), _any_of(_maskable(tokenizer.special_tokens))
+        self._turns = TurnMarks(self._source, tokenizer.control_ids, tokenizer.named_tokens["eos_token"], self._where)
+        self._control, self._special = any_of(_maskable(tokenizer.control_ids)), any_of(_maskable(tokenizer.special_tokens))
         self._ahead: dict[int, tuple[list[dict], tuple[ConversationRenderer, list[dict]]]] = {}  # by the id of the messages
         self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
@@ -95,7 +78,7 @@ class ChatTemplate:
         conversation, drops a part of it, or does not show which text is the assistant's. A conversation without assistant has no
         loss; the caller decides what to do with it.
         """
-        turns = _assistant_turns(messages)
+        turns = assistant_turns(messages)
         render, masked = self._renderer(messages, tools, where, turns=self._marked_turns(messages, loss_on))
         whole = render(len(messages))
         self._check_contents(whole, masked, where)
@@ -147,11 +130,11 @@ class ChatTemplate:
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next answer begins."""
-        return self.encode_segments([self._split(self._prompt(messages, tools, where))])[0][0]
+        return self.encode_segments([self._turns.split(self._prompt(messages, tools, where))])[0][0]
 
     def render_prompt(self, messages: Any, where: str = "messages", continues_answer: bool = False) -> str:
         """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which the assistant continues."""
-        segments = self._split(self._prompt(messages, None, where, not continues_answer))
+        segments = self._turns.split(self._prompt(messages, None, where, not continues_answer))
         text = unmask_control_tokens("".join(segment.text for segment in segments))
         if not continues_answer:
             return text
@@ -160,14 +143,14 @@ class ChatTemplate:
         return text[: text.rindex(content) + len(content)]
 
     def _prompt(self, messages: Any, tools: Any, where: str, has_generation_prompt: bool = True) -> str:
-        messages, tools = check_chat(messages, tools, where)
+        messages, tools = check_chat(messages, tools, where, allows_empty_answers=True)
         messages = drop_empty_system(messages)
         render, masked = self._renderer(messages, tools, where, stock=True)
         whole = render(len(messages), prompt=has_generation_prompt)
         self._check_contents(whole, masked, where)
-        if not self.turn_end.is_trained and not self._has_marks and messages[-1]["role"] != "assistant":
+        if not self.turn_end.is_trained and not self._turns.has_marks and messages[-1]["role"] != "assistant":
             with suppress(BadRowError):  # earlier answers end as they do in training
-                whole = self._close_turns(self._insert_marks(whole, messages, _assistant_turns(messages), render, where), messages, tools)
+                whole = self._close_turns(self._turns.insert(whole, messages, assistant_turns(messages), render, where), messages, tools)
         return whole
 
     @cached_property
@@ -188,7 +171,7 @@ class ChatTemplate:
     def _answer_and_rest(self, messages: list[dict]) -> tuple[str, str]:
         """Return the text of the only answer of a conversation, and the text after it."""
         render, _ = self._renderer(messages, None, "messages")
-        marked, _ = self._mark_turns(render(len(messages)), messages, [1], render, "messages")
+        marked, _ = self._turns.mark(render(len(messages)), messages, [1], render, "messages")
         start, end = marked.rfind(BEGIN), marked.rfind(END)
         return marked[start + 1 : end], marked[end + 1 :]
 
@@ -202,7 +185,7 @@ class ChatTemplate:
                 followed = render(len(messages) + 1)
                 if followed.startswith(text) and (token := leading_token(followed[len(text) :], self._end_tokens)):
                     last = token
-        return close_turns(marked, self._end_tokens, last, None if self._has_marks else eos_token)
+        return close_turns(marked, self._end_tokens, last, None if self._turns.has_marks else eos_token)
 
     def turn_ends(self, messages: list[dict], tools: list[dict] | None, where: str) -> list[tuple[int, str]]:
         """Return (number of characters, role): where each message ends in the rendered conversation, for display.
@@ -215,7 +198,7 @@ class ChatTemplate:
             if message["role"] == "assistant" and (self.turn_end.added_after == "every" or (self.turn_end.added_after == "last" and count == len(messages))):
                 added += len(self.turn_end.token)
             try:
-                end = self._prefix_length(whole, render(count))
+                end = self._turns.prefix_length(whole, render(count))
             except BadRowError:  # the template rejects a conversation that ends here
                 end = None
             if end is not None:
@@ -257,13 +240,13 @@ class ChatTemplate:
         masked = [mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where) for message in present]
         variables = {"messages": masked, "tools": mask_control_tokens(tools, self._control, where), "documents": None, **self.tokenizer.named_tokens}
         expected: list[Rendering] = [(len(messages), {"add_generation_prompt": False})]
-        if not self._has_marks and len(turns) <= MAX_EXPECTED_TURNS:
-            expected += _expected_renderings(turns, len(messages))
+        if not self._turns.has_marks and len(turns) <= MAX_EXPECTED_TURNS:
+            expected += expected_renderings(turns, len(messages))
         return ConversationRenderer(self._stock_template if stock else self._template, variables, expected), masked
 
     @staticmethod
     def _marked_turns(messages: list[dict], loss_on: str) -> list[int]:
-        turns = _assistant_turns(messages)
+        turns = assistant_turns(messages)
         return turns[-1:] if loss_on == "last_assistant" else turns
 
     def _check_contents(self, whole: str, messages: list[dict], where: str) -> None:
@@ -286,93 +269,14 @@ class ChatTemplate:
 
     def _split_turns(self, whole: str, messages: list[dict], tools: list[dict] | None, turns: list[int], render: Render, where: str) -> list[TemplateSegment]:
         """Split `whole` into segments; those of `turns` have loss."""
-        marked, marks = self._mark_turns(whole, messages, turns, render, where)
+        marked, marks = self._turns.mark(whole, messages, turns, render, where)
         if self.turn_end.is_trained:
-            return self._split(marked, marks)
-        all_turns = _assistant_turns(messages)
-        if not self._has_marks and turns != all_turns:  # end tokens are added to other turns, too: the choice of turns changes no token
+            return self._turns.split(marked, marks)
+        all_turns = assistant_turns(messages)
+        if not self._turns.has_marks and turns != all_turns:  # end tokens are added to other turns, too: the choice of turns changes no token
             with suppress(BadRowError):
-                marked, marks = self._insert_marks(whole, messages, all_turns, render, where), {all_turns.index(turn) for turn in turns}
-        return self._split(self._close_turns(marked, messages, tools), marks)
-
-    def _mark_turns(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> tuple[str, Container[int]]:
-        """Return the text with marks, and the numbers of the marked spans that belong to `turns`."""
-        all_spans = range(sys.maxsize)
-        if not self._has_marks:
-            return self._insert_marks(whole, messages, turns, render, where), all_spans
-        all_turns = _assistant_turns(messages)
-        if turns == all_turns:
-            return whole, all_spans
-        # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
-        marks: set[int] = set()
-        for turn in turns:
-            following = next((later for later in all_turns if later > turn), None)
-            stop = whole if following is None else render(following, prompt=True)
-            marks.update(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)))
-        return whole, marks
-
-    def _insert_marks(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
-        """Return `whole` with marks around each of `turns`, which are found by comparing prefixes."""
-        text, end = "", 0
-        for turn in turns:
-            prompts = (self._prefix_length(whole, render(turn, prompt=True, **options)) for options in THINKING_KWARGS)
-            start = next((prompt for prompt in prompts if prompt is not None), None)
-            stop = len(whole) if turn + 1 == len(messages) else self._prefix_length(whole, render(turn + 1))
-            if start is None or stop is None or start < end or not (answer := whole[start:stop].rstrip()):
-                raise self._rewritten_error(turn, turns, start is None, where)
-            self._check_header(answer, messages[turn], where)
-            text += whole[end:start] + BEGIN + answer + END
-            end = start + len(answer)
-        return text + whole[end:]
-
-    def _rewritten_error(self, turn: int, turns: list[int], is_before: bool, where: str) -> BadRowError:
-        how = f"with the generation prompt of message {turn}, the text before it differs" if is_before else f"message {turn} differs when no message follows"
-        message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
-        fix = f"{self._where}: put {MARKS_HINT}"
-        return BadRowError("turns rewritten by the chat template", message, where, fix if turn == turns[-1] else f"data.loss_on=last_assistant; or {fix}")
-
-    def _prefix_length(self, whole: str, part: str) -> int | None:
-        """Return the length of `part` if `whole` starts with it, else None."""
-        if not whole.startswith(part):
-            part = part.rstrip().removesuffix(self.tokenizer.named_tokens["eos_token"])  # some templates write it once, after the last turn
-        return len(part) if whole.startswith(part) else None
-
-    def _check_header(self, answer: str, message: dict, where: str) -> None:
-        """Reject templates without add_generation_prompt: they do not show where the header ends and the answer begins."""
-        if "add_generation_prompt" in self._source or answer.replace(BREAK, "").lstrip().startswith(message["content"].strip()):
-            return
-        problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
-        raise BadRowError("no add_generation_prompt", problem, where, f"{self._where}: put {MARKS_HINT}")
-
-    def _split(self, rendered: str, marks: Container[int] = range(sys.maxsize)) -> list[TemplateSegment]:
-        """Split marked text into segments. `marks`: numbers of the marked spans that have loss.
-
-        The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns have loss.
-        """
-        segments, has_loss, start, count = [], False, 0, 0
-        for boundary in [*self._boundaries.finditer(rendered), None]:
-            stop = boundary.start() if boundary else len(rendered)
-            if text := rendered[start:stop].replace(BREAK, ""):
-                segments.append(TemplateSegment(text, False, has_loss))
-            if boundary is None:
-                break
-            start = boundary.end()
-            if boundary[0] in (BEGIN, END):
-                has_loss = boundary[0] == BEGIN and count in marks
-                count += boundary[0] == BEGIN
-            else:
-                segments.append(TemplateSegment(boundary[0], True, has_loss))
-        return segments
-
-
-def _assistant_turns(messages: list[dict]) -> list[int]:
-    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
-    """Return the prefixes that `_insert_marks` compares."""
-    prompts: list[Rendering] = [(turn, {"add_generation_prompt": True}) for turn in turns]
-    return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
+                marked, marks = self._turns.insert(whole, messages, all_turns, render, where), {all_turns.index(turn) for turn in turns}
+        return self._turns.split(self._close_turns(marked, messages, tools), marks)
 
 
 def _default_template(template: Any, where: str) -> str:
@@ -383,11 +287,6 @@ def _default_template(template: Any, where: str) -> str:
     if not isinstance(chosen, str):
         raise UserError("the chat template is neither a text nor a list of named texts", where, f"replace it, e.g. by a copy of data/tokenize/{CHATML.name}")
     return chosen
-
-
-def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of any of `tokens`, the longest first; without tokens it matches nothing."""
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 
 def _maskable(tokens: Iterable[str]) -> list[str]:

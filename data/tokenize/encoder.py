@@ -16,7 +16,8 @@ from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair,
 from data.schemas.text import example_weight
 from data.sources.files import Source
 from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats, SpanPair
-from data.tokenize.chat_template import ChatTemplate, EncodedChat, TemplateSegment
+from data.tokenize.chat_template import ChatTemplate, EncodedChat
+from data.tokenize.templates.turn_marks import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
 

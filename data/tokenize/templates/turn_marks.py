@@ -1,0 +1,126 @@
+"""Finds the turns of the assistant in a rendered conversation, and splits the text into control tokens and plain text.
+
+The assistant's text is found by the `{% generation %}` marks of the template. Without marks, a turn is the text between two
+renderings that are both prefixes of the whole: all messages before the turn plus the generation prompt, and all messages up to the
+end of the turn.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from data.errors import BadRowError
+from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END
+from data.tokenize.templates.renderer import Rendering
+
+MARKS_HINT = "{% generation %} ... {% endgeneration %} around the assistant's text and its end token"
+# render(n) is the text of the first n messages; render(n, prompt=True) adds the generation prompt: the header of the answer.
+Render = Callable[..., str]
+# Variables with which templates switch thinking (Qwen, DeepSeek, MiniMind); they change the generation prompt.
+THINKING_KWARGS: list[dict[str, bool]] = [{}, *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False))]
+
+
+@dataclass(frozen=True)
+class TemplateSegment:
+    """Part of a rendered conversation: one control token, or plain text."""
+
+    text: str
+    is_control: bool
+    has_loss: bool
+
+
+class TurnMarks:
+    """Marks around the assistant's turns, as one template renders them."""
+
+    def __init__(self, source: str, control_tokens: Iterable[str], eos_token: str, where: str) -> None:
+        """`source`: the template; `where`: its file, for messages."""
+        self._source, self._eos_token, self._where = source, eos_token, where
+        self.has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
+        self._boundaries = any_of([BEGIN, END, *control_tokens])
+
+    def mark(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> tuple[str, Container[int]]:
+        """Return the text with marks, and the numbers of the marked spans that belong to `turns`."""
+        all_spans = range(sys.maxsize)
+        if not self.has_marks:
+            return self.insert(whole, messages, turns, render, where), all_spans
+        all_turns = assistant_turns(messages)
+        if turns == all_turns:
+            return whole, all_spans
+        # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
+        marks: set[int] = set()
+        for turn in turns:
+            following = next((later for later in all_turns if later > turn), None)
+            stop = whole if following is None else render(following, prompt=True)
+            marks.update(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)))
+        return whole, marks
+
+    def insert(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
+        """Return `whole` with marks around each of `turns`, which are found by comparing prefixes."""
+        text, end = "", 0
+        for turn in turns:
+            prompts = (self.prefix_length(whole, render(turn, prompt=True, **options)) for options in THINKING_KWARGS)
+            start = next((prompt for prompt in prompts if prompt is not None), None)
+            stop = len(whole) if turn + 1 == len(messages) else self.prefix_length(whole, render(turn + 1))
+            if start is None or stop is None or start < end or not (answer := whole[start:stop].rstrip()):
+                raise self._rewritten_error(turn, turns, start is None, where)
+            self._check_header(answer, messages[turn], where)
+            text += whole[end:start] + BEGIN + answer + END
+            end = start + len(answer)
+        return text + whole[end:]
+
+    def _rewritten_error(self, turn: int, turns: list[int], is_before: bool, where: str) -> BadRowError:
+        how = f"with the generation prompt of message {turn}, the text before it differs" if is_before else f"message {turn} differs when no message follows"
+        message = f"the chat template changes earlier text ({how}), so the assistant's text cannot be found"
+        fix = f"{self._where}: put {MARKS_HINT}"
+        return BadRowError("turns rewritten by the chat template", message, where, fix if turn == turns[-1] else f"data.loss_on=last_assistant; or {fix}")
+
+    def prefix_length(self, whole: str, part: str) -> int | None:
+        """Return the length of `part` if `whole` starts with it, else None."""
+        if not whole.startswith(part):
+            part = part.rstrip().removesuffix(self._eos_token)  # some templates write it once, after the last turn
+        return len(part) if whole.startswith(part) else None
+
+    def _check_header(self, answer: str, message: dict, where: str) -> None:
+        """Reject templates without add_generation_prompt: they do not show where the header ends and the answer begins."""
+        if "add_generation_prompt" in self._source or answer.replace(BREAK, "").lstrip().startswith(message["content"].strip()):
+            return
+        problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
+        raise BadRowError("no add_generation_prompt", problem, where, f"{self._where}: put {MARKS_HINT}")
+
+    def split(self, rendered: str, marks: Container[int] = range(sys.maxsize)) -> list[TemplateSegment]:
+        """Split marked text into segments. `marks`: numbers of the marked spans that have loss.
+
+        The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns have loss.
+        """
+        segments, has_loss, start, count = [], False, 0, 0
+        for boundary in [*self._boundaries.finditer(rendered), None]:
+            stop = boundary.start() if boundary else len(rendered)
+            if text := rendered[start:stop].replace(BREAK, ""):
+                segments.append(TemplateSegment(text, False, has_loss))
+            if boundary is None:
+                break
+            start = boundary.end()
+            if boundary[0] in (BEGIN, END):
+                has_loss = boundary[0] == BEGIN and count in marks
+                count += boundary[0] == BEGIN
+            else:
+                segments.append(TemplateSegment(boundary[0], True, has_loss))
+        return segments
+
+
+def assistant_turns(messages: list[dict]) -> list[int]:
+    return [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def expected_renderings(turns: Sequence[int], count: int) -> list[Rendering]:
+    """Return the prefixes that `TurnMarks.insert` compares."""
+    prompts: list[Rendering] = [(turn, {"add_generation_prompt": True}) for turn in turns]
+    return prompts + [(turn + 1, {"add_generation_prompt": False}) for turn in turns if turn + 1 < count]
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of any of `tokens`, the longest first; without tokens it matches nothing."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
