@@ -242,8 +242,9 @@ def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypat
     monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
     with watch_download("downloading owner/name", tmp_path, 4096) as progress:
         (tmp_path / "blobs" / "part").write_bytes(bytes(1024))
-        while progress.done != 1024:  # the thread has looked at it
+        while not progress.done:  # until the thread has looked at it
             assert progress._thread.is_alive()
+        assert progress.done == 1024
     assert not progress._thread.is_alive()
     assert progress.total == 4096 and "downloading owner/name: " in capsys.readouterr().err
 

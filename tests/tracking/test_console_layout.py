@@ -42,7 +42,8 @@ def test_commands_are_the_same_arguments_when_they_are_copied(width: int) -> Non
     arguments = ["python", "runner/train.py", "run=outputs/a run", "data.path=[a.jsonl,b.jsonl]", "run.note=it's $HOME", "optimizer.lr=1e-4", "x=你好"]
     lines = command_lines(arguments, "train longer", width)
     assert lines[0] == "# train longer" and all(cell_width(line) <= width for line in lines)
-    assert shlex.split("\n".join(lines[1:]).replace("\\\n", "")) == arguments  # as a shell joins lines
+    joined = "\n".join(lines[1:]).replace("\\\n", "")  # as a shell joins them
+    assert "\n" not in joined and shlex.split(joined) == arguments
 
 
 def test_shortened_name_keeps_its_end() -> None:
