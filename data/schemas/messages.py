@@ -23,16 +23,16 @@ CHECKED_FIELDS = frozenset(("role", "content", "tool_calls", "weight", "reasonin
 MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
-def check_chat(messages: Any, tools: Any, where: str) -> tuple[list[dict], list[dict] | None]:
+def check_chat(messages: Any, tools: Any, where: str, allows_empty_answers: bool = False) -> tuple[list[dict], list[dict] | None]:
     """Return (messages, tools) with checked types; both may be stored as JSON strings. Raises BadRowError.
 
-    Tools may also be a field of one message. The order of roles is not checked: a prompt alone is valid.
+    `allows_empty_answers`: those of a model, which may end its answer at once. Tools may also be a field of one message. The order of roles is not checked: a prompt alone is valid.
     """
     messages = parse_json_field(messages, where)
     if not isinstance(messages, list) or not messages:
         found = "an empty list" if messages == [] else type_name(messages)
         raise BadRowError("wrong type", f"a conversation must be a list of messages, found {found}", where, 'write [{"role": "user", "content": "..."}, ...]')
-    turns = [_check_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
+    turns = [_check_message(message, f"{where}[{index}]", allows_empty_answers) for index, message in enumerate(messages)]
     for index, turn in enumerate(turns):
         tools = as_objects(turn.pop("tools", None), f"{where}[{index}].tools") or tools
     return turns, as_objects(tools, f"{where} tools")
@@ -87,7 +87,7 @@ def as_objects(value: Any, where: str) -> list[dict] | None:
 # --- one message ---
 
 
-def _check_message(message: Any, where: str) -> dict:
+def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict:
     """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0. Raises BadRowError."""
     if not isinstance(message, dict):
         raise BadRowError("wrong type", f"a message must be a JSON object, found {type_name(message)}", where, MESSAGE_FIX)
@@ -107,7 +107,7 @@ def _check_message(message: Any, where: str) -> dict:
         if turn[field]:
             problem = f"{field} is allowed in assistant messages only, found in a {turn['role']} message"
             raise BadRowError("wrong type", problem, f"{where}.{field}", "remove the field")
-    if is_assistant and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
+    if is_assistant and not allows_empty_answers and not (turn["content"].strip() or turn["reasoning_content"].strip() or turn["tool_calls"]):
         raise BadRowError("empty assistant turn", "the assistant message is empty", f"{where}.content", "add content, or delete the message")
     return turn
 

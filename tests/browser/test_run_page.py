@@ -14,7 +14,7 @@ from typing import Any
 import page_checks
 import pytest
 
-from runner.reporting.server.http_server import PageServer, only_page
+from runner.reporting.page_server import PageServer, only_page
 from runner.reporting.run_page import read
 from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, write_run_page
 
@@ -128,11 +128,11 @@ def test_run_page_is_used_with_the_keyboard_only(open_page: Any, run_page: Path)
     page.locator("#axis").focus()
     page.keyboard.type("to")
     assert page.locator("#axis").input_value() == "tokens"
-    page.keyboard.type("st")
+    page.keyboard.press("ArrowUp")
     page.locator(CHART).nth(0).focus()
     for key in ("Home", "ArrowRight", "ArrowRight", "Shift+ArrowRight", "ArrowLeft"):
         page.keyboard.press(key)
-    page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('step12')")
+    page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('step 12,')")
     assert legend(page)["loss"] == str(RECORDS[11]["loss"]) and legend(page, 1)["step"] == "12"
     page.keyboard.press("+")
     page.wait_for_function("() => lmRunner.charts().every((u) => u.scales.x.max < 60)")
@@ -178,7 +178,7 @@ def test_run_page_shows_gaps_resumes_and_no_value_that_is_not_finite(open_page: 
     page.locator(CHART).nth(0).focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('step2')")
+    page.wait_for_function("() => document.querySelector('.spoken').textContent.startsWith('step 2,')")
     assert legend(page)["loss"] == "not finite"
     page.locator("#axis").select_option("seconds")
     assert [x for x, _ in points(page)[0]["points"]] == [2, 4, 6, 7.5, 16.5, 18.5]  # the second attempt begins after the last record of the first
@@ -261,7 +261,7 @@ def server(live_run: Path) -> Iterator[str]:
 
 
 def test_run_page_that_is_served_follows_the_run(open_page: Any, server: str, live_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.reporting.server.http_server.PAGE_SECONDS", 0.0)
+    monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", 0.0)
     page = open_page(server, clock=time.time())
     wait_for_step(page, 58)
     add_record(live_run, 91)

@@ -83,6 +83,13 @@ def test_chat_drops_the_oldest_turns_and_keeps_the_system_message(hf_folder: Pat
     assert [message["role"] for message in session.messages[1:3]] == ["user", "assistant"]
 
 
+def test_chat_goes_on_after_an_empty_answer(hf_folder: Path) -> None:
+    session = open_session(hf_folder)
+    session.messages += [{"role": "user", "content": "Where does Ludo live?"}, {"role": "assistant", "content": ""}]
+    session.answer("And who is Ludo?", lambda text: None)
+    assert [message["role"] for message in session.messages] == ["user", "assistant"] * 2
+
+
 def write_stage(folder: Path, init_from: object, **data: int) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"status": "completed", "init_from": str(init_from), "data": [data]}))

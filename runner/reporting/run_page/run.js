@@ -254,7 +254,7 @@
 
   function moveCursor(u, index) {
     u.setCursor({ left: u.valToPos(u.data[0][index], "x"), top: u.over.clientHeight / 2 }, true, true);
-    const parts = [...u.root.querySelectorAll(".u-legend .u-series")].map((row) => row.textContent.trim());
+    const parts = [...u.root.querySelectorAll(".u-legend .u-series")].map((row) => [...row.children].map((cell) => cell.textContent.trim()).join(" "));
     u.root.closest("figure").querySelector(".spoken").textContent = parts.join(", ");
   }
 
