@@ -27,9 +27,7 @@ class ReportConfig:
     sweep: Optional[str]  # a sweep directory, any path in it, or last: the newest sweep
     all: bool  # list all runs and sweeps in outputs/
     root: Optional[str]  # with all=true: the folder whose runs are listed; null: outputs/
-    to: Optional[
-        str
-    ]  # HTML file of a comparison or list (outputs/compare.html, outputs/index.html), or a tracker that the run is written to: swanlab, tensorboard, wandb
+    to: Optional[str]  # HTML file of a comparison or list, null: outputs/compare.html or index.html; or a tracker: swanlab, tensorboard, wandb
     serve: bool  # serve the page on 127.0.0.1 until Ctrl-C; it is written again at each request and reloads while a run trains
     port: int  # of serve=true; 0: a free one
 

@@ -97,6 +97,9 @@ def apply_additions(state: SweepState, additions: Additions, conf: Path) -> None
     for job in begun:
         job.pending_overrides = overrides_for_job(session.run_dir(job), job, pending_overrides(session, job, additions.training), lengths[job.name])
         job.applied_overrides = [*dict.fromkeys([*job.applied_overrides, *job.pending_overrides])]
+    kept = [job for job in begun if not job.pending_overrides]
+    if kept and (labels := [override for override in additions.training if override.startswith("run.")]):
+        print_note(f"resume: {len(kept)} completed jobs keep their labels; resume={state.folder / kept[0].name} {' '.join(labels)} changes those of a job")
 
 
 def pending_overrides(session: SweepSession, job: SweepJob, training: list[str]) -> list[str]:

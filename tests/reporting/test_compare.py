@@ -30,18 +30,23 @@ def test_comparison_names_the_best_run_of_one_evaluation_only(tmp_path: Path) ->
     better = make_run(tmp_path / "better", [train_record(10), eval_record(10, 2.0), eval_record(20, 2.4)])
     worse = make_run(tmp_path / "worse", [train_record(10), eval_record(10, 2.2)])
     comparison = read_comparison([worse, better])
-    assert comparison.best is comparison.runs[1] and comparison.runs[1].best == (2.0, 10) and comparison.runs[1].evaluation_loss == 2.4
+    assert comparison.best_labels == {comparison.runs[1].label} and comparison.runs[1].best == (2.0, 10) and comparison.runs[1].evaluation_loss == 2.4
     other = make_run(tmp_path / "other", evaluation={**EVALUATION, "data": "e2"})
     comparison = read_comparison([better, other])
-    assert comparison.best is None and comparison.problem == "the runs were judged with different evaluation rows"
+    assert not comparison.best_labels and comparison.problem == "the runs were judged with different evaluation rows"
     assert "warning: the evaluation losses cannot be compared: the runs were judged with different evaluation rows" in compare_text(comparison)
     assert "No run is called the best" in compare_page(comparison) and "lowest evaluation loss" not in compare_page(comparison)
+
+
+def test_comparison_names_all_runs_that_are_tied(tmp_path: Path) -> None:
+    comparison = read_comparison([make_run(tmp_path / name, [eval_record(10, loss)], name=name) for name, loss in (("a", 2.0), ("b", 2.0), ("c", 3.0))])
+    assert comparison.best_labels == {"a", "b"} and compare_page(comparison).count("lowest evaluation loss</span>") == 2
 
 
 def test_comparison_with_a_run_whose_evaluation_is_unknown_has_no_best_run(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "known"), make_run(tmp_path / "old", [eval_record(10, 1.0)], evaluation=None)]
     comparison = read_comparison(runs)
-    assert comparison.best is None and "run.json does not say what was evaluated" in str(comparison.problem)
+    assert not comparison.best_labels and "run.json does not say what was evaluated" in str(comparison.problem)
 
 
 def test_comparison_says_which_settings_and_data_differ(tmp_path: Path) -> None:
@@ -128,3 +133,8 @@ def test_settings_that_are_read_again_follow_the_file(tmp_path: Path) -> None:
     assert "optimizer.lr" not in dict(read_comparison(runs).differing)
     (runs[0] / ".hydra" / "config.yaml").write_text(json.dumps({"optimizer": {"lr": 0.5}}))
     assert dict(read_comparison(runs).differing)["optimizer.lr"] == ["0.5", "0.001"]
+
+
+def test_comparison_on_a_terminal_aligns_wide_characters(tmp_path: Path) -> None:
+    lines = compare_text(read_comparison([make_run(tmp_path / "a", name="模型一"), make_run(tmp_path / "b", name="plain")])).splitlines()
+    assert lines[1].startswith("* 模型一  completed") and lines[2].startswith("* plain   completed")

@@ -174,7 +174,7 @@ def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, mo
         assert get("run/d/one/")[0] == get("run/s/seed%3D1/")[0] == get("run/s/")[0] == 200 and not (root / "d" / "one" / "report.html").exists()
         assert get("compare?run=d/one&run=d/two")[1].count("<tr data-run") == 2
         assert [get(address)[0] for address in ("run/../secret/", "run/%2e%2e/secret/", "run//etc/", "d/one", "run/d/one/metrics.jsonl", "run/")] == [404] * 6
-        assert [get(address)[0] for address in ("compare", "compare?run=../secret", "run/linked/")] == [400] * 3
+        assert [get(address)[0] for address in ("compare", "compare?run=../secret", "compare?run=d/one&run=gone", "run/linked/")] == [400] * 4
         assert get("", host="evil.example")[0] == 403
         (root / "d" / "one" / "run.json").write_text(json.dumps({"status": "failed", "name": "renamed"}))
         assert "first run" in page and "renamed" in get("")[1]

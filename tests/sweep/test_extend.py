@@ -79,3 +79,9 @@ def test_extend_leaves_a_longer_job_that_was_resumed_by_itself_and_the_report_na
     resume_alone(finished / NAMES[1], read_run(finished / NAMES[1])["overrides"])
     manual = {job.name: job.manual_overrides for job in read_sweep_results(finished).jobs}
     assert manual == {NAMES[0]: ["train.max_steps=90"], NAMES[1]: []}
+
+
+@pytest.mark.slow
+def test_extend_says_that_completed_jobs_keep_their_labels(finished: Path, resume: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resume("run.note=later") == 0
+    assert "2 completed jobs keep their labels" in capsys.readouterr().err

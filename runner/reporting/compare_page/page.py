@@ -15,6 +15,7 @@ from runner.reporting.compare_page.read import ComparedRun, Comparison
 from runner.reporting.curve_points import choose_points
 from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template, short_number
 from runner.reporting.sweep_results.metrics_reader import LossPoint
+from runner.tracking.console.layout import cell_width, pad
 from runner.tracking.console.numbers import format_seconds
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
     return _template().render(
         comparison=comparison,
         columns=columns,
+        best=comparison.best_labels,
         cells=[[(column, sort_key(column.get(run)), _text(column, run)) for column in columns] for run in comparison.runs],
         styles=[f"s{index % COLORS} d{index // COLORS % DASHES}" for index in range(len(comparison.runs))],
         shown=shown,
@@ -119,10 +121,11 @@ def _points(points: list[LossPoint], limit: int) -> dict[str, list]:
 def compare_text(comparison: Comparison) -> str:
     """Return warnings, the table of runs and the settings that differ, for a terminal."""
     columns = [column for column in RUN_COLUMNS if column.terminal and any(_text(column, run) for run in comparison.runs)]
+    best = comparison.best_labels
     table = [["run", *(column.terminal for column in columns)]]
-    table += [[("* " if run is comparison.best else "") + run.label, *(_text(column, run) for column in columns)] for run in comparison.runs]
+    table += [[("* " if run.label in best else "") + run.label, *(_text(column, run) for column in columns)] for run in comparison.runs]
     lines = aligned(table, ["<", *(">" if column.is_number else "<" for column in columns)])
-    lines += ["* lowest evaluation loss (best eval); eval, train: the newest losses"] if comparison.best else []
+    lines += ["* lowest evaluation loss (best eval); eval, train: the newest losses"] if best else []
     lines += [f"warning: the evaluation losses cannot be compared: {comparison.problem}"] if comparison.problem else []
     lines += [f"note: {note}" for note in comparison.notes]
     if differing := comparison.differing:
@@ -148,7 +151,7 @@ def _shorten(text: str, width: int = TERMINAL_WIDTH) -> str:
 
 
 def aligned(table: list[list[str]], alignment: list[str]) -> list[str]:
-    """Return the lines of a table whose columns are aligned by "<" or ">"; long cells keep their end."""
+    """Return the lines of a table whose columns are aligned by "<" or ">"; long cells keep their end, wide characters take two cells."""
     table = [[_shorten(line[0], FIRST_COLUMN), *map(_shorten, line[1:])] for line in table]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    return ["  ".join(f"{cell:{align}{width}}" for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]
+    widths = [max(map(cell_width, cells)) for cells in zip(*table, strict=True)]
+    return ["  ".join(pad(cell, width, align == ">") for cell, align, width in zip(line, alignment, widths, strict=True)).rstrip() for line in table]

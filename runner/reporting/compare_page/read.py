@@ -95,10 +95,10 @@ class Comparison:
         return [(key, values) for key, values in rows if len(set(values)) > 1]
 
     @property
-    def best(self) -> ComparedRun | None:
-        """The run with the lowest evaluation loss; None where the losses cannot be compared or only one has any."""
-        found = [(run.best[0], run) for run in self.runs if run.best]
-        return None if self.problem or len(found) < 2 else min(found, key=lambda pair: pair[0])[1]
+    def best_labels(self) -> set[str]:
+        """Labels of the run, or the tied runs, with the lowest evaluation loss; none where the losses cannot be compared or only one run has any."""
+        found = {run.label: run.best[0] for run in self.runs if run.best}
+        return set() if self.problem or len(found) < 2 else {label for label, loss in found.items() if loss == min(found.values())}
 
     @property
     def is_running(self) -> bool:

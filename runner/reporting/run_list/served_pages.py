@@ -25,9 +25,11 @@ def list_pages(root: Path) -> Pages:
             return _encoded(list_page(runs, served_link(root), is_served=True))
         known = {str(row.folder.relative_to(root)): row.folder for row in runs.rows if row.kind != "other"}
         if path == "compare":
-            names = [name for value in query.get("run", []) for name in [value] if name in known]
-            if not names:
-                raise UserError("no run of the list is chosen", f"{len(query.get('run', []))} names", "choose runs in the list")
+            names = query.get("run", [])
+            missing = [name for name in names if name not in known]
+            if missing or not names:
+                message = f"the list has no run {missing[0]}" if missing else "no run is chosen"
+                raise UserError(message, f"compare?run={missing[0] if missing else ''}", "choose runs in the list")
             return comparison_bytes([known[name] for name in names])
         name = path.removeprefix(RUN_PREFIX).removesuffix(REPORT_FILE).rstrip("/")
         return page_bytes(known[name]) if path.startswith(RUN_PREFIX) and name in known else None
