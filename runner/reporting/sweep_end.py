@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import one_line, strip_control
-from common.paths import command_line_here, display_path
+from common.paths import command_line, command_line_here, display_path
 from runner.reporting.sweep_results.columns import loss_text, point_label, swept_text
 from runner.reporting.sweep_results.leaderboard import LEADERBOARD_FILE, REPORT_FILE
 from runner.reporting.sweep_results.read_results import read_sweep_results
@@ -42,13 +42,19 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
-    """Return (arguments, purpose) of each command."""
-    commands = [(shlex.split(verdict.train_longer), "train the winner longer")] if verdict.train_longer else []
-    commands += [(shlex.split(verdict.repeat), "repeat the winner with three seeds")] if verdict.repeat else []
-    commands += [(shlex.split(edge.command), f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges if edge.command]
-    if sweep.is_unfinished:
-        commands.append(([*command_line_here("train"), f"resume={display_path(sweep.folder)}"], "train the jobs that are not completed"))
-    return commands
+    """Return (arguments, purpose) of each command, as it is typed where this process was started."""
+    commands = [(verdict.train_longer, "train the winner longer"), (verdict.repeat, "repeat the winner with three seeds")]
+    commands += [(edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges]
+    commands += [(sweep.resume_command, "train the jobs that are not completed")] if sweep.is_unfinished else []
+    return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]
+
+
+def _typed_here(arguments: list[str]) -> list[str]:
+    """Return the arguments of a train command of a page, which name the checkout's own python, with paths inside of the current directory relative."""
+    own = arguments[len(command_line("train")) :]
+    key, equals, path = own[0].partition("=") if own else ("", "", "")
+    first = [f"{key}={display_path(Path(path))}"] if key == "resume" and equals else own[:1]
+    return [*command_line_here("train"), *first, *own[1:]]
 
 
 def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
