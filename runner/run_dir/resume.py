@@ -31,6 +31,7 @@ from runner.run_dir.metadata import RunMetadata
 
 SAVED_FILES = (saved_config.CONFIG_FILE, saved_config.OVERRIDES_FILE)
 CACHE_KEY = "data.cache"
+ABSENT = object()
 FIXED_KEYS = ("stage", "model", "data", "experiment")  # groups whose options cannot change in a run
 
 
@@ -66,8 +67,10 @@ def plan_resume(folder: Path, extra: list[str], has_started: bool = True) -> Res
     with translating_hydra_errors(extra, names_files=False), config_snapshot.as_config_dir(folder) if extra or missing else nullcontext(CONF_DIR) as conf:
         overrides.check_overrides(extra, conf)
         fresh = cache(lambda: compose_tree([*kept, *extra], conf))  # the config of a new run with these overrides
+        today = cache(lambda: compose_tree([*kept, *extra], CONF_DIR))  # the run's copies replace files that have newer settings
         for key in missing:
-            _copy_value(tree, key, fresh(), folder)
+            is_in_copies = OmegaConf.select(fresh(), key, default=ABSENT) is not ABSENT
+            _copy_value(tree, key, fresh() if is_in_copies else today(), folder)
             notes.append(f"{key}={OmegaConf.select(tree, key)} is taken from conf/: the setting is newer than the run")
         notes += _replace_foreign_cache(tree, extra)
         before = to_config(tree)

@@ -159,6 +159,16 @@ def test_setting_newer_than_the_run_is_taken_from_conf_with_a_note(run: Path, st
         plan_resume(run, [], has_started=False)
 
 
+def test_setting_that_the_saved_config_and_the_copy_of_conf_lack_is_taken_from_conf(run: Path) -> None:
+    """A run of an earlier version: its copies replace the files of conf/ that have the setting."""
+    for path in (Path(".hydra/config.yaml"), Path(".hydra/conf/config.yaml")):
+        content = yaml.safe_load((run / path).read_text())
+        del content["run"], content["train"]["keep_every"]
+        (run / path).write_text(yaml.safe_dump(content))
+    plan = plan_resume(run, [])
+    assert plan.config.run.name == "" and plan.config.train.keep_every == 0
+
+
 def test_setting_that_no_longer_exists_is_refused_with_the_commit_of_the_run(run: Path) -> None:
     edit_config(run, momentum_of_old=3)
     with pytest.raises(UserError) as error:
