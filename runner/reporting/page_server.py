@@ -75,7 +75,7 @@ class PageHandler(BaseHTTPRequestHandler):
             return self._send(400, f"{one_line(error.message)}\n{one_line(error.fix)}\n".encode("utf-8", "backslashreplace"), "text/plain")
         except OSError as error:
             return self._send(500, f"the page cannot be read or written: {one_line(str(error))}\n".encode("utf-8", "backslashreplace"), "text/plain")
-        except Exception as error:  # a page of files that another has written: what is wrong with one is said there, and the others are served on
+        except Exception as error:  # a page of files that another has written: the answer says what is wrong with it, and the others are still served
             return self._send(
                 500, f"the page cannot be made: {one_line(f'{type(error).__name__}: {error}')}\n".encode("utf-8", "backslashreplace"), "text/plain"
             )

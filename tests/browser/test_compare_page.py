@@ -58,7 +58,7 @@ def listing(outputs: Path) -> Path:
     return path
 
 
-def drawn(page: Any) -> list[list[Any]]:
+def read_curves(page: Any) -> list[list[Any]]:
     """Return [label, x, y] of each curve that the chart draws."""
     return page.evaluate("""() => { const { chart, curves, data } = window.lmRunner; const u = chart(); return curves().map((curve, index) => {
       const kept = u.data[0].map((x, at) => [x, u.data[index + 1][at]]).filter(([, y]) => y !== undefined);
@@ -73,7 +73,7 @@ def test_comparison_draws_what_metrics_jsonl_holds(open_page: Any, comparison: P
     page = open_page(comparison)
     page.select_option("#axis", "tokens")
     page.evaluate("() => { const e = document.getElementById('smoothing'); e.value = 0; e.dispatchEvent(new Event('input')); }")
-    curves = {label: (x, y) for label, x, y in drawn(page)}
+    curves = {label: (x, y) for label, x, y in read_curves(page)}
     base = outputs / "d1" / "base"
     assert len(curves) == 6 and curves["base eval"] == (logged(base, "eval", "tokens"), logged(base, "eval", "loss"))
     x, y = curves["base train"]
@@ -87,10 +87,10 @@ def test_comparison_draws_what_metrics_jsonl_holds(open_page: Any, comparison: P
 def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page: Any, comparison: Path) -> None:
     page = open_page(comparison)
     page.select_option("#kinds", "eval")
-    assert len(drawn(page)) == 3
+    assert len(read_curves(page)) == 3
     page.focus("input[data-show='0']")
     page.keyboard.press("Space")
-    assert [label.split(" ")[0] for label, _, _ in drawn(page)] == ["hot", "</script><script>alert(1)</script><img"]
+    assert [label.split(" ")[0] for label, _, _ in read_curves(page)] == ["hot", "</script><script>alert(1)</script><img"]
     first = "() => document.querySelector('#runs tbody tr td[data-value]').dataset.value"
     page.get_by_role("button", name="best evaluation loss").focus()
     page.keyboard.press("Enter")
@@ -105,7 +105,7 @@ def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page
     assert "No curve is chosen" in page.inner_text("#plot")
     page.click("#show-all")
     page.check("#log")
-    assert len(drawn(page)) == 3 and page.evaluate("() => window.lmRunner.chart().scales.y.distr") == 3
+    assert len(read_curves(page)) == 3 and page.evaluate("() => window.lmRunner.chart().scales.y.distr") == 3
 
 
 def test_pages_of_several_runs_fit_the_screen_and_are_readable(open_page: Any, look: tuple[int, str], comparison: Path, listing: Path) -> None:
@@ -158,4 +158,4 @@ def test_served_list_opens_runs_and_comparisons_and_keeps_its_controls(open_page
     page.focus("#compare")
     page.keyboard.press("Enter")
     page.wait_for_url(f"{server}compare?*")
-    assert page.inner_text("h1") == "2 runs compared" and len(drawn(page)) == 4
+    assert page.inner_text("h1") == "2 runs compared" and len(read_curves(page)) == 4
