@@ -160,7 +160,8 @@ def open_session(config: DictConfig, overrides: list[str]) -> Iterator[SweepSess
         state.set_status("running")
         text = f"{f'{len(state.jobs)} jobs' if state.jobs else 'jobs of the sampler'} -> {state.folder}"
         session.lines.start(text, {"folder": str(state.folder), "jobs": len(state.jobs)})
-        session.page.write()
+        if not sweeper.resume:  # a resumed one may have much to read: its first job starts before
+            session.page.write()
         try:
             yield session
         except (SweepStopped, KeyboardInterrupt):

@@ -60,6 +60,7 @@ state = json.load(open("../sweep.json"))
 assert [job["name"] for job in state["jobs"]] == ["optimizer.lr=0.001", "optimizer.lr=0.002"] and state["status"] == "running"
 assert sorted(os.listdir(".hydra")) == ["conf", "config.yaml", "overrides.yaml"] and not overrides
 assert os.environ[{PLUGINS_ENV!r}] == "[]"
+assert "2 jobs: 2 new" in open("../report.html").read()
 {GOOD}"""
     )
     assert sweep("optimizer.lr=1e-3,2e-3", "hydra.launcher.workers=2") == 0
@@ -67,6 +68,18 @@ assert os.environ[{PLUGINS_ENV!r}] == "[]"
     assert fields["status"] == "completed" and fields["swept"] == {"optimizer.lr": ["0.001", "0.002"]}
     assert [(job["status"], job["loss"], job["attempt"], job["outcome"]) for job in fields["jobs"]] == [("completed", 1.5, 1, "completed")] * 2
     assert (tmp_path / "sweep" / "report.html").is_file() and (tmp_path / "sweep" / "leaderboard.csv").is_file()
+
+
+def test_sweep_goes_on_without_a_page_and_warns_once(
+    sweep: Any, fake_jobs: FakeJobs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(folder: Path, is_final: bool = True) -> None:
+        raise ValueError("no page")
+
+    monkeypatch.setattr("runner.reporting.sweep_results.leaderboard.update_report", fail)
+    fake_jobs.set(default=GOOD)
+    assert sweep("optimizer.lr=1e-3,2e-3") == 0
+    assert capfd.readouterr().err.count("warning: report.html cannot be written: ValueError: no page") == 1
 
 
 def test_sweep_without_a_directory_is_placed_in_outputs(fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def read_job_metrics(path: Path) -> RunMetrics:
     return _read_job_metrics(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=640)  # 0.2 MB each at most
 def _read_job_metrics(path: Path, signature: tuple[int, int, int]) -> RunMetrics:
     metrics = read_run_metrics(path)
     return RunMetrics(_fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second)
