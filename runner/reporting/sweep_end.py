@@ -16,6 +16,7 @@ from runner.reporting.sweep_results.verdict import SweepVerdict, sweep_verdict
 from runner.tracking.console.layout import LINE_WIDTH, command_lines, labelled_lines, shorten_middle, table_lines, widest, wrap_text
 
 INDENT = "  "  # of the commands
+CONTINUE = "train the jobs that are not completed"  # the last line of the process has this command
 MAX_LEADERS = 10  # points of the table
 MIN_CELL = 8  # cells of a swept value
 
@@ -26,8 +27,9 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     verdict = sweep_verdict(sweep)
     commands = next_sweep_commands(sweep, verdict)
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict))]
-    lines += ["next"] if commands else []
-    lines += [INDENT + line for arguments, purpose in commands for line in command_lines(arguments, purpose, LINE_WIDTH - len(INDENT))]
+    printed = [(arguments, purpose) for arguments, purpose in commands if purpose != CONTINUE]
+    lines += ["next"] if printed else []
+    lines += [INDENT + line for arguments, purpose in printed for line in command_lines(arguments, purpose, LINE_WIDTH - len(INDENT))]
     event = {
         "folder": str(sweep.folder),
         "status": sweep.status,
@@ -45,7 +47,7 @@ def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tupl
     """Return (arguments, purpose) of each command, as it is typed where this process was started."""
     commands = [(verdict.train_longer, "train the winner longer"), (verdict.repeat, "repeat the winner with three seeds")]
     commands += [(edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges]
-    commands += [(sweep.resume_command, "train the jobs that are not completed")] if sweep.is_unfinished else []
+    commands += [(sweep.resume_command, CONTINUE)] if sweep.is_unfinished else []
     return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]
 
 
