@@ -201,13 +201,13 @@
       context.beginPath();
       context.arc(u.valToPos(u.data[0][best], "x", true), u.valToPos(values[best], "y", true), 7 * devicePixelRatio, 0, 2 * Math.PI);
       context.stroke();
-    });
+    }, 9 * devicePixelRatio);
   }
 
-  function onCanvas(u, paint) {
+  function onCanvas(u, paint, margin = 0) {
     u.ctx.save();
     u.ctx.beginPath();
-    u.ctx.rect(u.bbox.left, u.bbox.top, u.bbox.width, u.bbox.height);
+    u.ctx.rect(u.bbox.left - margin, u.bbox.top - margin, u.bbox.width + 2 * margin, u.bbox.height + 2 * margin);
     u.ctx.clip();
     paint(u.ctx);
     u.ctx.restore();
