@@ -230,6 +230,7 @@ def test_curves_of_jobs_are_read_once_and_keep_extremes(tmp_path: Path) -> None:
     assert len(read_job_metrics(path).train) == 1
 
 
+@pytest.mark.slow
 def test_html_of_200_jobs_is_below_one_megabyte(tmp_path: Path) -> None:
     lines = [f"line {number} {'x' * 500}" for number in range(20)]
     failed = {"status": "failed", "error": "killed by signal 9", "last_lines": lines}
@@ -248,7 +249,10 @@ def test_html_folds_a_long_reason_and_has_it_complete(tmp_path: Path) -> None:
 
 def test_html_links_only_to_run_directories_of_started_jobs(tmp_path: Path) -> None:
     jobs = [job({"x": "1"}, training(2.0), name="a b#c?d%"), job({"x": "2"}, None, status="new"), job({"x": "3"}, None, name="../y", status="failed")]
-    assert re.findall(r'href="([^"]*)"', page_of(write_sweep(tmp_path, jobs))) == ["./a%20b%23c%3Fd%25/"]
+    folder = write_sweep(tmp_path, jobs)
+    assert re.findall(r'href="([^"]*)"', page_of(folder)) == ["./a%20b%23c%3Fd%25/"]
+    (folder / "a b#c?d%" / "report.html").touch()
+    assert re.findall(r'href="([^"]*)"', page_of(folder)) == ["./a%20b%23c%3Fd%25/report.html", "./a%20b%23c%3Fd%25/"]
 
 
 def test_html_of_an_empty_sweep_is_written(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 SCRIPTS = (CHART_LIBRARY, FOLDER / "sweep.js")
 STYLES = (CSS, FOLDER / "sweep.css", CHART_STYLE)
+RUN_PAGE = "report.html"  # of a job
+SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
 LEAD_COLUMNS = ("loss", "loss_interval")  # before the settings: they are seen on a narrow screen
 MAX_LINES, MAX_LINE_CHARS, MAX_TAIL_CHARS = 20, 400, 120_000  # last lines of a failed job; characters of one; of all jobs together
 MIN_PARALLEL_KEYS, MAX_SELECT_KEYS = 3, 12  # settings of the parallel coordinates; settings with a filter
@@ -40,6 +42,8 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         lead=[column for column in columns if column.key in LEAD_COLUMNS],
         columns=[column for column in columns if column.key not in LEAD_COLUMNS],
         styles=row_styles(sweep),
+        pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / RUN_PAGE).is_file()},
+        smoothing=SMOOTHING if max((len(job.metrics.train) for job in sweep.jobs), default=0) > SMOOTHED_POINTS else 0,
         has_curves=any(job.metrics.last for job in sweep.jobs),
         effects=setting_effects(sweep),
         importance=setting_importance(sweep) if is_final or sweep.status != "running" else later,

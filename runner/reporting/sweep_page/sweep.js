@@ -209,10 +209,10 @@
   }
   const titled = (element, text) => { element.append(svg("title", {}, text)); return element; };
 
-  // Losses from the lowest to a typical one: those far above are drawn at the upper end.
+  // Losses from the lowest to the highest, or to a typical one where the highest are far above: those are drawn at the upper end.
   function lossSpan(losses) {
-    const sorted = [...losses].sort((a, b) => a - b), low = sorted[0], middle = sorted[Math.floor(sorted.length / 2)];
-    const high = Math.min(sorted[sorted.length - 1], middle > low ? middle + 3 * (middle - low) : Infinity);
+    const sorted = [...losses].sort((a, b) => a - b), low = sorted[0], spread = sorted[Math.floor(sorted.length / 2)] - low;
+    const highest = sorted[sorted.length - 1], high = spread > 0 && highest - low > 8 * spread ? low + 4 * spread : highest;
     return high > low ? [low, high] : [low - 0.5, low + 0.5];
   }
   const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
