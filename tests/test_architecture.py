@@ -34,7 +34,7 @@ runner.reporting.sweep_page | runner.reporting.run_page
 runner.reporting.sweep_results
 runner.reporting
 runner.recovery
-runner.run_dir
+runner.run_dir > runner.run_dir.contents
 runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference

@@ -12,7 +12,8 @@ from runner.config.flags import flag_value
 from runner.config.literals import hydra_quote
 from runner.config.overrides import is_hydra_override
 from runner.run_dir import config_snapshot, resume
-from runner.run_dir.metadata import RunMetadata, has_started
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep import extend, grid
 from runner.sweep.command import RunHydra
 from runner.sweep.session import SweepSession

@@ -14,7 +14,7 @@ from runner.fault_injection.config import FAULT_KINDS, FaultsConfig
 from runner.fault_injection.launches import import_heavy_libraries
 from runner.fault_injection.rig import FaultResult, Rig, Trial, UninterruptedRun, as_record, run_reference
 from runner.fault_injection.table import fault_table
-from runner.run_dir.provenance import git_state, library_versions
+from runner.run_dir.contents.provenance import git_state, library_versions
 
 LAUNCHES = {"kills": 1.0, "disk": 1.5, "flips": 1.5, "signals": 1.2, "workers": 1.5}  # undisturbed runs that one fault takes as long as
 FORK_SECONDS, COLD_SECONDS = 0.5, 4.0  # of start-up, in each launch and in each real command

@@ -29,7 +29,8 @@ from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
 from runner.launch.signals import STOP_SIGNALS, SignalForwarder
 from runner.launch.train_process import PEER_TIMEOUT_TEXTS
-from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged
+from runner.run_dir.contents.fields import exported_loss, has_diverged
+from runner.run_dir.metadata import RunMetadata
 from runner.supervise.liveness import Liveness
 from runner.supervise.supervisor import Supervisor
 

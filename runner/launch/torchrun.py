@@ -28,7 +28,8 @@ from runner.launch import rank_logs
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import child_env, die_with_parent, spawn
 from runner.launch.train_process import config_from_json, train_as_rank
-from runner.run_dir.metadata import RUN_FILE, RunMetadata
+from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 
 RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 JOB_ENV = "RUNNER_JOB"  # the job of a sweep that this process trains

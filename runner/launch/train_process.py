@@ -21,8 +21,8 @@ from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
 from runner.reporting.run_page.live import LivePage
+from runner.run_dir.contents.provenance import GitReader
 from runner.run_dir.metadata import RunMetadata
-from runner.run_dir.provenance import GitReader
 from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import load_overrides, reject_interpolations
 from runner.tracking.console.modes import open_console

@@ -20,7 +20,7 @@ from runner.engine.device.heartbeat import start_heartbeat
 from runner.launch.signals import STOP_SIGNALS, StopFlag, handled_signals
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.launch.train_process import config_from_json, train_as_rank
-from runner.run_dir.lock import MAX_JSON_BYTES
+from runner.run_dir.contents.fields import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
 from runner.supervise.liveness import write_stacks_at_a_crash
 from runner.tracking.progress import ignore_broken_pipe

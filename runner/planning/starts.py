@@ -16,7 +16,8 @@ from runner.config.unread import check_typed_are_read
 from runner.engine.config import Config
 from runner.launch import preflight
 from runner.run_dir import config_snapshot, initial_weights, resume
-from runner.run_dir.metadata import RunMetadata, has_started
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir, resolve_run
 from runner.sweep import budget, extend, grid, validation
 from runner.sweep.session import SweepSession

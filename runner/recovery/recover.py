@@ -16,8 +16,8 @@ from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.run_json import check_run_json
 from runner.recovery.settings_files import check_settings
 from runner.recovery.tokenizer_files import check_tokenizer_files
+from runner.run_dir.contents.files import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.run_dir.lock import unusable_error
-from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, check_run_files
 from runner.tracking.log_recovery import LogProof, inspect_log
 
 LOGS = ("metrics", "samples")

@@ -13,8 +13,8 @@ from common.limits.parsers import parse_json
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.run_record import recorded
-from runner.run_dir.lock import MAX_JSON_BYTES
-from runner.run_dir.metadata import DEFAULT_METADATA, RUN_FILE, check_fields
+from runner.run_dir.contents.fields import DEFAULT_METADATA, MAX_JSON_BYTES, check_fields
+from runner.run_dir.contents.files import RUN_FILE
 
 ATTEMPT_FILE = re.compile(r"metrics\.attempt(\d{1,6})\.jsonl")
 TAIL_BYTES = 1 << 16  # of metrics.jsonl, where its last record is

@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.filesystem import read_json_object
 from common.ownership.processes import is_alive
-from runner.run_dir.metadata import RUN_FILE
+from runner.run_dir.contents.files import RUN_FILE
 from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir, resolve_run
 
 STATUSES = ("running", "completed", "diverged", "interrupted", "failed", "new")

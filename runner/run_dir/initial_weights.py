@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, MutableMapping
-from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ from models.formats.json_files import read_adapter_settings, read_config_of_weig
 from runner.config.compose import files_that_choose, section_object
 from runner.config.overrides import key_of
 from runner.engine.config import Config
-from runner.inference.best_job import comparison_problem, find_best_job, model_score
+from runner.inference.best_job import find_best_job
 from runner.run_dir import saved_config
-from runner.run_dir.metadata import RUN_FILE, RunMetadata
-from runner.run_dir.naming import find_runs
-from runner.run_dir.resolve import enclosing_run, is_sweep_dir, sweep_of
+from runner.run_dir.auto_choice import newest_completed_run
+from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.resolve import enclosing_run, is_sweep_dir
 from runner.tracking.progress import watch_download
 
-AGE_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))
 MAX_FULL_LR, MAX_ADAPTER_LR = 2e-4, 1e-3  # above them a fine-tuning of published weights gets a warning
 IRRELEVANT_TO_WEIGHTS = ("name", "path", "attention", "dropout", "router_aux_loss_coef", "rope_scaling")  # settings that change no shape
 
@@ -186,7 +184,7 @@ def _model_source(source: Path) -> Path:
 def resolve_init_from(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool = True) -> str:
     """Return `config.init_from` as a path or "scratch"; `auto` searches outputs/ and the directories beside `folder`. A sweep means its best job."""
     if config.init_from == "auto":
-        return _newest_completed_run(config, folder, fingerprints, warn)
+        return newest_completed_run(config, folder, fingerprints, warn)
     check_init_from(config)
     return str(find_best_job(Path(config.init_from))) if is_sweep_dir(Path(config.init_from)) else config.init_from
 
@@ -243,81 +241,3 @@ def resolve_start(config: Config) -> Config:
 
 def _with_tokenizer_path(config: Config, path: str) -> Config:
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=path))
-
-
-def _newest_completed_run(config: Config, folder: Path, fingerprints: dict[str, str], warn: bool) -> str:
-    stage = config.stage.init_from_stage
-    if stage is None:
-        return "scratch"
-    candidates = [*find_runs(outputs_dir()), *(file.parent for file in folder.parent.glob(f"*/{RUN_FILE}"))]
-    found = {run: fields for run in candidates if _is_compatible(fields := RunMetadata.read(run), stage, fingerprints) and (run / "model").is_dir()}
-    if not found and warn:
-        print_note(f"warning: no completed {stage} run with this model and tokenizer was found; {config.stage.name} starts from random weights")
-    if not found:
-        return "scratch"
-    taken, what = _or_best_job(max(found, key=lambda run: str(found[run].get("ended"))), found)
-    print_note(f"init_from=auto: weights of {what} of stage {stage}, {taken} ({describe_model(found[taken])})")
-    if warning := _better_run_warning(taken, found):
-        print_note(f"warning: {warning}")
-    return str(taken)
-
-
-def _or_best_job(newest: Path, found: Collection[Path]) -> tuple[Path, str]:
-    """Return (the best job of the sweep that the run is a job of, or the run itself; text that names which of the two it is)."""
-    sweep = sweep_of(newest)
-    if sweep == newest:
-        return newest, "the newest run"
-    try:
-        best = find_best_job(sweep)
-    except UserError as error:
-        print_note(f"warning: {error.message}; its job that ended last is taken. init_from=DIR chooses another")
-        return newest, f"the last job of the newest sweep, {sweep.name},"
-    if best in found:
-        return best, f"the best job of the newest sweep, {sweep.name},"
-    return newest, f"the last job of the newest sweep, {sweep.name}, whose best job has another model or tokenizer,"
-
-
-def describe_model(fields: Mapping[str, Any]) -> str:
-    """Return steps, loss, data and age of a completed run, from its run.json."""
-    score, files = model_score(fields), fields.get("data")
-    names = [Path(str(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
-    loss = "not evaluated" if score is None or score.loss is None else f"validation loss {score.loss:.4f}"
-    if score is not None and score.step != fields.get("step"):
-        loss += f" at step {score.step:,}"
-    data = [f"data {', '.join(names[:3])}{', ...' * (len(names) > 3)}"] if names else []
-    return ", ".join([f"{fields.get('step', 0):,} steps", loss, *data, f"ended {_age(fields.get('ended'))}"])
-
-
-def _better_run_warning(taken: Path, found: Mapping[Path, Mapping[str, Any]]) -> str | None:
-    """Return a warning if another run has a lower loss on the same evaluation rows, or has trained longer where losses cannot be compared."""
-    own = found[taken]
-    own_score, better, longer = model_score(own), [], []
-    for run, fields in found.items():
-        score, evaluations = model_score(fields), [own.get("evaluation"), fields.get("evaluation")]
-        losses = [each.loss for each in (own_score, score) if each is not None and each.loss is not None]
-        if len(losses) == 2 and all(isinstance(each, dict) for each in evaluations) and comparison_problem(evaluations) is None:
-            better += [(losses[1], run)] if losses[1] < losses[0] else []
-        elif fields.get("tokens", 0) > own.get("tokens", 0):
-            longer.append((-fields["tokens"], run))
-    for kind, others in (("better", better), ("longer", longer)):
-        if others:
-            other = min(others, key=lambda item: (item[0], str(item[1])))[1]
-            return f"there is a {kind} run: init_from={other} ({describe_model(found[other])})"
-    return None
-
-
-def _age(ended: object) -> str:
-    try:
-        seconds = (datetime.now().astimezone() - datetime.fromisoformat(str(ended))).total_seconds()
-    except (ValueError, TypeError):
-        return "at an unknown time"
-    unit, size = next((each for each in AGE_UNITS if seconds >= 2 * each[1]), ("seconds", 1))
-    return f"{max(0, int(seconds / size)):,} {unit} ago"
-
-
-def _is_compatible(fields: Mapping[str, Any], stage: str, fingerprints: dict[str, str]) -> bool:
-    """Return whether the run of `fields` (run.json) can be the start of another; not if a value that is read here is of another type."""
-    recorded, counts = fields.get("fingerprints"), (fields.get("step", 0), fields.get("tokens", 0))
-    if fields.get("status") != "completed" or fields.get("stage") != stage or not isinstance(recorded, dict):
-        return False
-    return all(isinstance(count, int) for count in counts) and all(recorded.get(name) == value for name, value in fingerprints.items())

@@ -18,10 +18,8 @@ from common.errors import LostRunDirError, UserError, print_note
 from common.file_lock import FileLock, is_file_locked
 from common.filesystem import DISK_ERRORS, describe_disk_error, read_json_object, retry_disk
 from common.ownership import processes
+from runner.run_dir.contents.files import LOCK_FILE, OWNER_FILE
 from runner.run_dir.naming import claim, create_dirs, remove_dir
-
-LOCK_FILE, OWNER_FILE = ".lock", ".owner.json"
-MAX_JSON_BYTES = 16 << 20  # bytes; larger JSON files are not read
 
 
 class RunLock:

@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from common.errors import Outcome, TrainingError, UserError, print_note
-from common.filesystem import describe_disk_error, read_bounded, read_json_object, remove_quietly, retry_disk, sync_path, weaker_promises, write_json
-from common.guarded_files import DAMAGED_DIR, check_own_files
-from common.limits.parsers import parse_json
+from common.filesystem import describe_disk_error, read_json_object, remove_quietly, retry_disk, sync_path, weaker_promises, write_json
 from common.ownership import processes
 from common.ownership.owner_file import is_owner_file
-from runner.checkpoint.atomic_dir import remove_temp, step_names
-from runner.run_dir import naming, provenance
-from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
-
-RUN_FILE, HYDRA_DIR = "run.json", ".hydra"
-RUN_STATUSES = ("new", "running", "interrupted", "failed", "completed")
-DEFAULT_METADATA: dict[str, Any] = {
-    "status": "new",
-    "outcome": None,  # how the last attempt ended: completed, interrupted, diverged, failed
-    "attempt": 0,  # launches that began to train in this directory
-    "step": 0,  # optimizer steps
-    "tokens": 0,
-    "metrics": {},
-    "error": None,
-    "exact": True,  # every resume so far was bitwise equal to a run without interruption
-    "inexact_because": [],
-    "attempts": [],  # of each: when and how it ran, with what code, libraries, processor, ranks, threads and settings
-    "degraded": None,  # message of a disk problem that training survives
-    "model": None,  # name of its architecture, for reports
-    "name": "",  # run.name, run.tags and run.note
-    "tags": [],
-    "note": "",
-    "init_from": None,
-    "tokenizer_source": None,  # folder that tokenizer/ was copied from
-    "evaluation": None,  # what identifies the evaluation rows
-    "export": None,  # the weights in model/: best or last, step, evaluation loss
-    "evaluations": [],  # newest results of evaluate.py: a repeated evaluation replaces its record
-    "fingerprints": {},
-    "id": None,  # of the run: its checkpoints have it, too
-    "recovered": [],  # what resumes have repaired, or could not restore
-    "weaker_promises": [],  # what the file system of the directory cannot do
-}
-# Types of the fields that are read again; None is allowed where the default is None, and for those that are absent at first
-FIELD_TYPES = {name: type(value) for name, value in DEFAULT_METADATA.items() if value is not None} | {
-    "outcome": str, "error": str, "degraded": str, "init_from": str, "tokenizer_source": str, "evaluation": dict, "export": dict, "id": str,
-    "checkpoint": str, "stage": str, "model": str, "changed": list, "tracker_id": str, "attempts": list, "loss_tokens": int,
-}  # fmt: skip
-# What a launch may have written to its directory before it trains
-OWN_NAMES = {
+from runner.checkpoint.atomic_dir import remove_temp
+from runner.run_dir import naming
+from runner.run_dir.contents import provenance
+from runner.run_dir.contents.fields import DEFAULT_METADATA, RUN_STATUSES, load_fields, timestamp, to_json
+from runner.run_dir.contents.files import (
+    HYDRA_DIR,
+    LOCK_FILE,
+    OWN_NAMES,
+    OWNER_FILE,
     RUN_FILE,
-    HYDRA_DIR,
-    LOCK_FILE,
-    f"{LOCK_FILE}.owner",
-    OWNER_FILE,
-    "logs",
-    "tokenizer",
-    "train.log",
-    "metrics.jsonl",
-    "samples.jsonl",
-    "checkpoints",
-}
-# What is opened by its name, or written into: no links, nothing but regular files and folders. The JSON files and checkpoints are checked as they are read.
-GUARDED_NAMES = (
-    HYDRA_DIR,
-    LOCK_FILE,
-    OWNER_FILE,
-    DAMAGED_DIR,
-    "logs",
-    "tokenizer",
-    "model",
-    "train.log",
-    "console.log",
-    "evaluations.jsonl",
-    "incidents.jsonl",
-    "report.html",
-    "uninterrupted",
-    "resumed",
+    check_no_run,
+    check_run_files,
+    has_checkpoints,
+    holds_run,
+    size_of,
 )
-GUARDED_PATTERNS = ("metrics.*jsonl", "samples.*jsonl")
+from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
 
 
 class RunMetadata:
@@ -122,9 +66,9 @@ class RunMetadata:
         try:
             names = [name for name in os.listdir(folder) if name != LOCK_FILE and not is_owner_file(LOCK_FILE, name)]
             recovered = recover(folder) if resume else []
-            fields = _load_fields(folder / RUN_FILE)
+            fields = load_fields(folder / RUN_FILE)
             if not resume:
-                _check_no_run(folder, fields)
+                check_no_run(folder, fields)
             retry_disk(partial(write_json, folder / OWNER_FILE, {**processes.process_id(), "since": timestamp()}))
             for parent in (folder, folder / "checkpoints"):
                 if parent.is_dir():
@@ -150,7 +94,7 @@ class RunMetadata:
     @classmethod
     def attach(cls, folder: Path, rank: int) -> RunMetadata:
         """Open the directory in a rank of the launch that holds its lock and has called `allow_ranks`. Only rank 0 writes."""
-        return cls(folder, acquire_rank(folder, rank), _load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0)
+        return cls(folder, acquire_rank(folder, rank), load_fields(folder / RUN_FILE), owns_folder=False, is_writer=rank == 0)
 
     @classmethod
     def detached(cls, folder: Path, attempt: int) -> RunMetadata:
@@ -171,7 +115,7 @@ class RunMetadata:
 
     def reread(self) -> None:
         """Read run.json again: rank 0, another process, has written to it."""
-        self.fields = _load_fields(self.folder / RUN_FILE)
+        self.fields = load_fields(self.folder / RUN_FILE)
 
     @property
     def status(self) -> str:
@@ -285,7 +229,7 @@ class RunMetadata:
         if self._names_before is None or self.fields["status"] != "new" or self._lock is None:
             return
         names = os.listdir(self.folder)
-        if has_checkpoints(self.folder) or _size_of(self.folder / "metrics.jsonl"):
+        if has_checkpoints(self.folder) or size_of(self.folder / "metrics.jsonl"):
             return
         if self._is_new_dir and OWN_NAMES.issuperset(names):
             return naming.remove_dir(self.folder)
@@ -323,102 +267,7 @@ class RunMetadata:
         return all(self.fields.get(name) == value for name, value in processes.process_id().items())
 
     def _write(self, changed: Mapping[str, Any]) -> None:
-        self.fields = {**self.fields, **_to_json(changed), "weaker_promises": weaker_promises()}
+        self.fields = {**self.fields, **to_json(changed), "weaker_promises": weaker_promises()}
         if self.is_writer:
             self.check_owned()
             retry_disk(partial(write_json, self.folder / RUN_FILE, self.fields))
-
-
-def check_run_files(folder: Path) -> None:
-    """Raise UserError if a file or folder that a run opens in `folder` is a link, or neither a regular file nor a folder."""
-    logs = [path.name for pattern in GUARDED_PATTERNS for path in folder.glob(pattern)]
-    check_own_files(folder, (*GUARDED_NAMES, *logs), shallow=("checkpoints",))
-
-
-def has_started(fields: Mapping[str, Any]) -> bool:
-    """Return whether training began at least once: such a run is resumed, not started."""
-    return bool(fields.get("attempt"))
-
-
-def has_diverged(fields: Mapping[str, Any]) -> bool:
-    return fields.get("outcome") == Outcome.DIVERGED
-
-
-def exported_loss(fields: Mapping[str, Any]) -> float | str | None:
-    """Return the loss that a completed run hands to a sweep: of the evaluation of the weights in model/, otherwise the last training loss.
-
-    "inf" where none was finite, None where nothing was trained.
-    """
-    metrics, export = fields.get("metrics"), fields.get("export")
-    if not isinstance(metrics, dict) or not metrics:
-        return None  # train.verify_resume
-    losses = [*([export.get("loss")] if isinstance(export, dict) else []), metrics.get("val_loss"), metrics.get("loss")]
-    loss = next((value for value in losses if isinstance(value, int | float)), None)
-    return "inf" if loss is None else float(loss)
-
-
-def timestamp() -> str:
-    """Return the local time in ISO format, in seconds."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-def holds_run(folder: Path) -> bool:
-    """Return whether there is a run: its run.json, or checkpoints from which that can be restored."""
-    return (folder / RUN_FILE).is_file() or has_checkpoints(folder)
-
-
-def check_fields(fields: Any) -> dict[str, Any]:
-    """Return the content of run.json with defaults for a new run. Raises ValueError if it is damaged or of an older version."""
-    if not isinstance(fields, dict) or fields.get("status") not in RUN_STATUSES:
-        raise ValueError(f"unknown status {fields.get('status') if isinstance(fields, dict) else ''}")
-    if "outcome" not in fields:
-        raise ValueError("no field `outcome`, it was written by an older version of this program")
-    for name, kind in FIELD_TYPES.items():
-        value = fields.get(name, DEFAULT_METADATA.get(name))
-        if type(value) is not kind and not (value is None and DEFAULT_METADATA.get(name) is None):
-            raise ValueError(f"{name} is not of type {kind.__name__}")
-    return {**DEFAULT_METADATA, **fields}
-
-
-def _load_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of run.json with defaults for a new run. Raises UserError if the file is damaged or of an older version."""
-    try:
-        return check_fields(parse_json(read_bounded(path, MAX_JSON_BYTES)))
-    except FileNotFoundError:
-        return check_fields(dict(DEFAULT_METADATA))
-    except (OSError, ValueError) as error:
-        fix = f"resume={path.parent} restores it from a checkpoint; or start a new run with init_from=DIR"
-        raise UserError(f"run.json cannot be read: {error}", str(path), fix) from error
-
-
-def _check_no_run(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Raise UserError if the directory of a new run holds one, or what is left of one."""
-    if fields["status"] != "new" or has_checkpoints(folder):
-        raise UserError(
-            f"this directory already holds a run ({fields['status']}, step {fields['step']})",
-            str(folder),
-            f"resume={folder} continues it; hydra.run.dir=DIR places the new run in another directory",
-        )
-    if not (folder / RUN_FILE).exists() and _size_of(folder / "metrics.jsonl"):
-        fix = f"restore run.json or checkpoints/ and type resume={folder}; hydra.run.dir=DIR places a new run in another directory"
-        raise UserError("this directory holds records of a run whose run.json and checkpoints are gone", str(folder), fix)
-
-
-def has_checkpoints(folder: Path) -> bool:
-    """Return whether the run has checkpoints, whole or not."""
-    return bool(step_names(folder / "checkpoints"))
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
-
-
-def _to_json(value: Any) -> Any:
-    """Return `value` with paths as text and with null for NaN and infinities, which JSON lacks."""
-    if isinstance(value, Mapping):
-        return {str(name): _to_json(item) for name, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value

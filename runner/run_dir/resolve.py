@@ -15,7 +15,9 @@ from runner.config.flags import RERUN_FLAGS, flag_value, has_flag
 from runner.config.literals import quote_path
 from runner.inference.best_job import find_best_job, model_score
 from runner.run_dir import saved_config
-from runner.run_dir.metadata import RUN_FILE, RunMetadata, check_run_files, has_started, holds_run
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.contents.files import RUN_FILE, check_run_files, holds_run
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.naming import find_runs
 from runner.tracking.progress import watch_download
 

@@ -13,7 +13,8 @@ from runner.checkpoint.atomic_dir import STEP_NAME
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
-from runner.run_dir.metadata import RunMetadata, timestamp
+from runner.run_dir.contents.fields import timestamp
+from runner.run_dir.metadata import RunMetadata
 from runner.supervise.failures import Failure, FailureKind, classify_failure, count_oom_kills
 from runner.supervise.incidents import append_incident
 from runner.supervise.liveness import Liveness

@@ -15,7 +15,8 @@ from runner.config.compose import compose_tree
 from runner.config.overrides import check_overrides, is_hydra_override, plugins_of
 from runner.engine.config import Config, TrainConfig
 from runner.run_dir import resume
-from runner.run_dir.metadata import RunMetadata, has_started
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, grid, validation
 from runner.sweep.grid import PointComposer
 from runner.sweep.session import SweepSession

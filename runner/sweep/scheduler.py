@@ -19,8 +19,9 @@ from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag
 from runner.launch.subprocesses import POLL_SECONDS, failure_reason, last_lines
+from runner.run_dir.contents.fields import exported_loss, has_diverged, has_started, timestamp
 from runner.run_dir.lock import is_locked
-from runner.run_dir.metadata import RunMetadata, exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep.backends.base import CONSOLE_LOG, Backend, JobExit, LauncherOptions
 from runner.sweep.session import SweepSession, SweepStopped
 from runner.sweep.state import INFINITE, SweepJob

@@ -21,7 +21,9 @@ from runner.engine.config import Config
 from runner.launch import torchrun
 from runner.reporting.live_page import RepeatedPage
 from runner.run_dir import config_snapshot, initial_weights, naming, saved_config
-from runner.run_dir.metadata import RunMetadata, has_checkpoints, has_started
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.contents.files import has_checkpoints
+from runner.run_dir.metadata import RunMetadata
 from runner.sweep import budget, validation
 from runner.sweep.backends.base import LauncherOptions
 from runner.sweep.grid import PointComposer, SweeperOptions, merge_overrides, split_swept

@@ -20,8 +20,10 @@ from common.limits.parsers import parse_json
 from common.ownership import processes
 from runner.config.overrides import canonical_value, check_stored
 from runner.run_dir import naming
-from runner.run_dir.lock import LOCK_FILE, MAX_JSON_BYTES, OWNER_FILE, describe_holder
-from runner.run_dir.metadata import HYDRA_DIR, RUN_FILE, RUN_STATUSES, RunMetadata, check_run_files, exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.contents.fields import MAX_JSON_BYTES, RUN_STATUSES, exported_loss, has_diverged, has_started, timestamp
+from runner.run_dir.contents.files import HYDRA_DIR, LOCK_FILE, OWNER_FILE, RUN_FILE, check_run_files
+from runner.run_dir.lock import describe_holder
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.naming import job_dirname
 from runner.run_dir.resolve import SWEEP_FILE
 from runner.sweep.budget import StepSize

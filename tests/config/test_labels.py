@@ -14,7 +14,7 @@ from common.errors import UserError
 from runner.config.compose import compose_config
 from runner.config.overrides import absolutize_path
 from runner.engine.config import LabelConfig
-from runner.run_dir.metadata import check_fields
+from runner.run_dir.contents.fields import check_fields
 
 
 def labels(*typed: str) -> tuple[str, list[str], str]:

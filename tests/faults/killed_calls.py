@@ -145,7 +145,7 @@ def serve() -> None:
     for module in ("runner.launch.run", "runner.engine.build", "runner.sweep.command", "runner.train"):
         importlib.import_module(module)  # once, before the forks
     from runner.checkpoint.environment import code_fingerprint
-    from runner.run_dir import provenance
+    from runner.run_dir.contents import provenance
 
     code_fingerprint()  # cached: this checkout may change meanwhile
     provenance.git_state = lambda root=ROOT: {"commit": None, "dirty": None}

@@ -61,7 +61,7 @@ def make_base(base: Path, is_light: bool) -> None:
 
 def _write_new_run(run: Path) -> None:
     from runner.config.compose import compose_tree, without_hydra
-    from runner.run_dir.metadata import DEFAULT_METADATA
+    from runner.run_dir.contents.fields import DEFAULT_METADATA
     from runner.run_dir.resume import complete_hydra_dir
 
     overrides = harness.TINY_RUN.split()

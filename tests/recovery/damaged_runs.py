@@ -13,7 +13,7 @@ from command_fixtures import TINY_RUN
 from engine_fixtures import DATA_FORMAT, example
 
 from common import paths
-from runner.run_dir.metadata import RUN_FILE
+from runner.run_dir.contents.files import RUN_FILE
 
 STEPS, KILLED_AT, SAVED = 6, 5, 4  # the checkpoints before the kill are those of steps 2 and 4
 LORA = "stage.lora={rank:4,alpha:8.0,dropout:0.0,targets:[q_proj,v_proj],rslora:false,dora:false,quantize:null,continue_adapter:false}"

@@ -23,7 +23,8 @@ from runner.recovery.doctor.examine import examine_run
 from runner.recovery.doctor.prediction import Verdict
 from runner.recovery.finding import Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.metadata import RunMetadata, holds_run
+from runner.run_dir.contents.files import holds_run
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_overrides, load_saved_config
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof

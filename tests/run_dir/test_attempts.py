@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Outcome
-from runner.run_dir import provenance
+from runner.run_dir.contents import provenance
 from runner.run_dir.metadata import RunMetadata
 
 

@@ -16,8 +16,9 @@ import pytest
 from common import filesystem
 from common.errors import Outcome, UserError
 from common.ownership import processes
-from runner.run_dir import provenance
-from runner.run_dir.metadata import RunMetadata, has_diverged
+from runner.run_dir.contents import provenance
+from runner.run_dir.contents.fields import has_diverged
+from runner.run_dir.metadata import RunMetadata
 
 ROOT = Path(__file__).parents[2]
 

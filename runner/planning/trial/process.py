@@ -25,7 +25,7 @@ from common.plugins import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu import set_passive_omp_wait
 from runner.launch.train_process import config_from_json
-from runner.run_dir.lock import MAX_JSON_BYTES
+from runner.run_dir.contents.fields import MAX_JSON_BYTES
 
 if TYPE_CHECKING:
     from runner.engine.state import TrainState

@@ -19,8 +19,9 @@ from runner.checkpoint.format import CHECKPOINTS_DIR
 from runner.recovery.doctor.weights import compare_with_checkpoint
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
-from runner.run_dir.lock import LOCK_FILE, describe_holder, is_locked
-from runner.run_dir.metadata import GUARDED_NAMES, OWN_NAMES, RunMetadata
+from runner.run_dir.contents.files import GUARDED_NAMES, LOCK_FILE, OWN_NAMES
+from runner.run_dir.lock import describe_holder, is_locked
+from runner.run_dir.metadata import RunMetadata
 from runner.tracking.config import TRACKERS
 
 LATEST_POINTER = "latest"

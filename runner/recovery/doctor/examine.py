@@ -14,7 +14,8 @@ from runner.recovery.doctor.prediction import Prediction, Verdict, predict_resum
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 from runner.recovery.recover import inspect_run, recover_run
-from runner.run_dir.metadata import RunMetadata, holds_run
+from runner.run_dir.contents.files import holds_run
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.naming import find_runs
 from runner.run_dir.resolve import enclosing_run, is_sweep_dir, resolve_run
 

@@ -22,7 +22,9 @@ from runner.engine.config import Config
 from runner.launch.preflight import check_inputs
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Severity
-from runner.run_dir.metadata import RUN_FILE, RunMetadata, has_started
+from runner.run_dir.contents.fields import has_started
+from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import plan_resume
 
 UNKNOWN_WITHOUT_TORCH = "the data, and the number of threads and ranks, are compared when it starts"

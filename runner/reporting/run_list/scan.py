@@ -17,7 +17,8 @@ from common.limits.parsers import parse_json
 from runner.inference.best_job import comparison_problem
 from runner.reporting.run_folders import is_file, job_folders, run_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import finite_number
-from runner.run_dir.metadata import RUN_FILE, RunMetadata
+from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder

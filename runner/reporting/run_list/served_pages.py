@@ -8,7 +8,7 @@ from common.errors import UserError
 from runner.reporting.page_server import Pages
 from runner.reporting.run_folders import expand_sweeps, job_folders
 from runner.reporting.sweep_results.leaderboard import REPORT_FILE
-from runner.run_dir.metadata import check_run_files
+from runner.run_dir.contents.files import check_run_files
 from runner.run_dir.resolve import is_sweep_dir
 
 RUN_PREFIX = "run/"  # of the address of a run's page

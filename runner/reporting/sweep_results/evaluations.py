@@ -11,7 +11,8 @@ from typing import Any
 from common.errors import UserError, print_note
 from runner.inference.evaluate import Record, record_results
 from runner.reporting.sweep_results.metrics_reader import finite_number
-from runner.run_dir.metadata import RUN_FILE, RunMetadata
+from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.metadata import RunMetadata
 
 SAME_EVALUATION = ("task", "metric", "data", "shots", "limit", "chat_template")  # fields that make two records one evaluation
 MAX_LABEL = 200  # characters
