@@ -26,6 +26,7 @@ IGNORED_SETTINGS = {
         "log_every", "eval_every", "save_every", "sample_every", "sample_prompts", "sample_tokens", "keep_checkpoints", "keep_every", "patience", "max_failed_saves", "verify_resume", "supervise",
         "final_eval_rows",
     },
+    "run": {"name", "tags", "note"},
     "tracker": {"name", "page", "console"},
     "export": {"weights"},
     "supervise": {"max_restarts", "delay", "hang_timeout", "halve_batch"},
