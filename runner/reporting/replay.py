@@ -20,7 +20,7 @@ from runner.tracking.config import TRACKERS, ExternalTrackerConfig
 from runner.tracking.tracker_process import TrackerProcess, describe_experiment
 
 REPLAY_SECONDS = 600.0  # one run; a million records take TensorBoard and SwanLab less
-STATUS = {"completed": "completed", "interrupted": "interrupted", "running": "interrupted"}  # others: failed
+REPLAYED_STATUS = {"completed": "completed", "interrupted": "interrupted", "running": "interrupted"}  # others: failed
 
 
 def is_tracker(name: str) -> bool:
@@ -54,7 +54,7 @@ def replay(folder: Path, name: str) -> None:
 def replay_run(run: Path, config: ExternalTrackerConfig) -> None:
     """Write one run to its tracker, with the id that it has there already or the id of the run."""
     fields, saved = RunMetadata.read(run), load_saved_config(run)
-    status = STATUS.get(str(fields.get("status")), "failed")
+    status = REPLAYED_STATUS.get(str(fields.get("status")), "failed")
     warnings: list[str] = []
     settings = dataclasses.asdict(dataclasses.replace(config, mode="offline", project=_project(saved) or config.project))
     tracker = TrackerProcess(config.command() or [], run / config.name, print_safely, warnings.append)

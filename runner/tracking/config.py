@@ -15,8 +15,8 @@ from common.settings import check_choice
 from runner.tracking.console.modes import CONSOLE_MODES
 
 TRACKERS: Registry[type[TrackerConfig]] = Registry("tracker", "runner.tracking.trackers", helpers=("program",))
-MODES = ("auto", "online", "offline")
-PROJECT = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb accept
+TRACKER_MODES = ("auto", "online", "offline")
+PROJECT_NAME = re.compile(r"[0-9a-zA-Z_+.-]{1,100}")  # what SwanLab and wandb accept
 
 
 @TRACKERS.register("none")
@@ -59,8 +59,8 @@ class ExternalTrackerConfig(TrackerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("tracker.mode", self.mode, MODES)
-        if not PROJECT.fullmatch(self.project):
+        check_choice("tracker.mode", self.mode, TRACKER_MODES)
+        if not PROJECT_NAME.fullmatch(self.project):
             message = f"tracker.project must be 1 to 100 letters, digits or _-+., got {one_line(self.project)!r}"
             raise UserError(message, f"tracker.project={self.project}", "e.g. tracker.project=training")
         names = [name for name in TRACKERS.names() if name != "none"] if self.also else []

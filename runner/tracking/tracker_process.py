@@ -24,7 +24,6 @@ MAX_TRACKER_LOG_BYTES = 1 << 20  # read from the end of the log
 CLOSE_TIMEOUT = 10.0  # seconds a tracker has to finish
 MAX_FILE_BYTES = 1 << 30  # of each file of a tracker; one that writes on is ended by the system
 MAX_SHOWN_LINES, MAX_SHOWN_BYTES = 20, 1000  # of a tracker's output that are shown, and bytes of a line
-SWEEP_FILE = "sweep.json"
 
 
 class TrackerProcess:
@@ -116,7 +115,7 @@ class TrackerProcess:
 
     def _write(self, pipe: IO[str], message: dict[str, object]) -> None:
         while True:
-            pipe.write(json.dumps(message) + "\n")
+            pipe.write(json.dumps(message, default=str) + "\n")  # str: a date in the YAML of a replayed run
             pipe.flush()
             if message.get("event") == "finish":
                 return
@@ -153,15 +152,15 @@ def describe_experiment(run_dir: Path, run_config: dict[str, Any]) -> dict[str, 
     """Return `name`, `group` (the sweep that the run is a job of, else empty), `tags`, `note` and `stage` of a run for its trackers."""
     run_dir = run_dir.absolute()
     section, stage = (value if isinstance(value := run_config.get(name), dict) else {} for name in ("run", "stage"))
-    sweep = next((folder for folder in run_dir.parents[:2] if (folder / SWEEP_FILE).is_file()), None)
+    sweep = next((folder for folder in run_dir.parents[:2] if (folder / "sweep.json").is_file()), None)
     location = str(run_dir.relative_to(sweep)) if sweep else "/".join(run_dir.parts[-2:])
-    name = section.get("name") or ""
+    name, tags = str(section.get("name") or ""), section.get("tags")
     return {
         "name": " ".join(filter(None, [name, location])) if sweep else name or location,
         "group": "/".join(sweep.parts[-2:]) if sweep else "",
-        "tags": list(section.get("tags") or []),
-        "note": section.get("note") or "",
-        "stage": stage.get("name") or "",
+        "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
+        "note": str(section.get("note") or ""),
+        "stage": str(stage.get("name") or ""),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import io
 import json
 import subprocess
@@ -255,6 +256,18 @@ def test_jobs_of_a_sweep_have_its_group(tmp_path: Path) -> None:
     assert describe_experiment(job, config) == {"name": "letters optimizer.lr=1e-4", **about}
     assert describe_experiment(job, {})["name"] == "optimizer.lr=1e-4"
     assert describe_experiment(job.parent, config)["name"] == "letters"
+
+
+def test_config_of_a_replayed_run_may_have_any_values(tmp_path: Path) -> None:
+    about = describe_experiment(tmp_path, {"run": {"name": 5, "tags": 7, "note": ["n"]}, "stage": "sft"})
+    assert (about["name"], about["tags"], about["note"], about["stage"]) == ("5", [], "['n']", "")
+    assert describe_experiment(tmp_path, {"run": None})["tags"] == []
+    messages: list[str] = []
+    program = "import sys, json; print(json.loads(sys.stdin.readline())['config']['day'], flush=True); sys.stdin.read()"
+    process = TrackerProcess([sys.executable, "-c", program], tmp_path / "program", messages.append, messages.append)
+    process.start(config={"day": datetime.date(2000, 1, 2)})
+    finish_trackers([process], "completed", "")
+    assert messages == ["2000-01-02"]
 
 
 def test_mode_auto_is_online_only_with_a_key_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

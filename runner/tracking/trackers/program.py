@@ -32,8 +32,8 @@ NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
-MAX_NAME, MAX_TAG, MAX_NOTE, MAX_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
-ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
+NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
+EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
 ConnectedMode = Literal["online", "offline"]
 CONNECTED_MODES: tuple[ConnectedMode, ...] = ("online", "offline")
@@ -92,7 +92,7 @@ def run_program(open_experiment: Callable[[Experiment], ExperimentLog]) -> None:
                 _forward(opened, message)
     status, error = NO_FINISH
     for line in sys.stdin:
-        message = clean(json.loads(line))
+        message = clean_texts(json.loads(line))
         if message["event"] == "finish":
             status, error = message["status"], message["error"]
             break
@@ -103,35 +103,35 @@ def run_program(open_experiment: Callable[[Experiment], ExperimentLog]) -> None:
 
 
 def read_start(start: dict[str, Any]) -> Experiment:
-    settings, texts = start["settings"], clean(start)
+    settings, texts = start["settings"], clean_texts(start)
     return Experiment(
         folder=Path(start["folder"]),
-        id=start["id"] if ID.fullmatch(start["id"]) else hashlib.sha256(start["id"].encode("utf-8", "backslashreplace")).hexdigest()[:16],
-        name=cut(texts["name"], MAX_NAME),
+        id=start["id"] if EXPERIMENT_ID.fullmatch(start["id"]) else hashlib.sha256(start["id"].encode("utf-8", "backslashreplace")).hexdigest()[:16],
+        name=shorten(texts["name"], NAME_LENGTH),
         project=settings.get("project", ""),
         mode=settings.get("mode", "offline"),
         config=texts["config"],
-        group=cut(texts.get("group", ""), MAX_NAME),
-        tags=[*dict.fromkeys(cut(tag, MAX_TAG) for tag in texts.get("tags", []) if tag)][:MAX_TAGS],
-        note=cut(texts.get("note", ""), MAX_NOTE),
-        stage=cut(texts.get("stage", ""), MAX_NAME),
+        group=shorten(texts.get("group", ""), NAME_LENGTH),
+        tags=[*dict.fromkeys(shorten(tag, TAG_LENGTH) for tag in texts.get("tags", []) if tag)][:SENT_TAGS],
+        note=shorten(texts.get("note", ""), NOTE_LENGTH),
+        stage=shorten(texts.get("stage", ""), NAME_LENGTH),
         history=start.get("history"),
         is_replay=start.get("is_replay", False),
     )
 
 
-def clean(value: Any) -> Any:
+def clean_texts(value: Any) -> Any:
     """Return `value` with its texts and names without control characters and lone surrogates; numbers that JSON has not become text."""
     if isinstance(value, dict):
-        return {strip_control(str(name)): clean(item) for name, item in value.items()}
+        return {strip_control(str(name)): clean_texts(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [clean(item) for item in value]
+        return [clean_texts(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return strip_control(value) if isinstance(value, str) else value
 
 
-def cut(text: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -175,13 +175,13 @@ def read_history(experiment: Experiment) -> Iterator[dict[str, Any]]:
     run_dir, sizes = experiment.folder.parent, experiment.history or {"metrics": 0, "samples": 0}
     metrics = (_log_message(record) for record in _read_records(run_dir / "metrics.jsonl", sizes["metrics"]))
     samples = _read_records(run_dir / "samples.jsonl", sizes["samples"])
-    by_step = ({"event": "samples", "step": step, "samples": clean(list(group))} for step, group in itertools.groupby(samples, itemgetter("step")))
+    by_step = ({"event": "samples", "step": step, "samples": clean_texts(list(group))} for step, group in itertools.groupby(samples, itemgetter("step")))
     yield from heapq.merge(metrics, by_step, key=itemgetter("step"))
 
 
 def _log_message(record: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: value for name, value in record.items() if name not in NOT_LOGGED and type(value) in (int, float)}
-    return clean({"event": "log", "kind": str(record.get("kind")), "step": record["step"], "numbers": numbers})
+    return clean_texts({"event": "log", "kind": str(record.get("kind")), "step": record["step"], "numbers": numbers})
 
 
 def _read_records(path: Path, size: int) -> Iterator[dict[str, Any]]:

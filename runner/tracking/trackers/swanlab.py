@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_package
 from runner.tracking.trackers.program import Experiment, choose_mode, remove_records, run_program
 
-STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
+SWANLAB_STATES = {"completed": "success", "interrupted": "aborted", "failed": "crashed"}
 
 
 @TRACKERS.register("swanlab")
@@ -63,7 +63,7 @@ class SwanlabLog:
         self._run.log_text(key="samples", data=answers, caption=prompts, step=step)
 
     def finish(self, status: str, error: str) -> None:
-        self._run.finish(STATES[status], error=error or None)
+        self._run.finish(SWANLAB_STATES[status], error=error or None)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from runner.tracking.config import TRACKERS, ExternalTrackerConfig, require_pack
 from runner.tracking.trackers.program import Experiment, choose_mode, remove_records, run_program
 
 API_HOST = "https://api.wandb.ai"  # unless WANDB_BASE_URL is set
-EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
+WANDB_EXIT_CODES = {"completed": 0, "interrupted": 75, "failed": 1}
 
 
 @TRACKERS.register("wandb")
@@ -94,7 +94,7 @@ class WandbLog:
         self._run.summary["status"] = status
         if error:
             self._run.summary["error"] = error
-        self._run.finish(exit_code=EXIT_CODES[status])
+        self._run.finish(exit_code=WANDB_EXIT_CODES[status])
         for path in self._logs.glob("*"):
             if path.is_symlink():  # to a log in ~/.cache; a run directory has no links
                 path.unlink()
