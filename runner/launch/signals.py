@@ -22,6 +22,7 @@ from runner.tracking.console.layout import DUMB_TERMINALS
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # SIGUSR1: Slurm, before the time limit; SIGHUP: the terminal was closed
 DUPLICATE_SIGNAL_WINDOW = 0.2  # seconds; timeout(1) and torchrun send the same request twice
 STDERR = 2
+SHOW_CURSOR = "\x1b[?25h\n"
 ERASE_LINE = "\r\x1b[2K"  # of a progress bar, which is drawn again below the message
 RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
@@ -37,8 +38,20 @@ def handled_signals() -> list[signal.Signals]:
 def _acknowledge(number: int, pending_work: str) -> None:
     """Acknowledge a stop request on stderr, past its buffer: the signal may have interrupted a write to it."""
     with suppress(OSError):  # e.g. the terminal was closed
-        begin = ERASE_LINE if os.isatty(STDERR) and os.environ.get("TERM", "") not in DUMB_TERMINALS else "\n"
+        begin = ERASE_LINE if _is_live_terminal() else "\n"
         os.write(STDERR, f"{begin}{signal.Signals(number).name}: stopping {pending_work}; again to stop now\n".encode())
+
+
+def _is_live_terminal() -> bool:
+    return os.isatty(STDERR) and os.environ.get("TERM", "") not in DUMB_TERMINALS
+
+
+def _exit_now(code: int) -> None:
+    """End the process without clean-up; a progress bar has hidden the cursor of the terminal, and is left above the prompt."""
+    if _is_live_terminal():
+        with suppress(OSError):
+            os.write(STDERR, SHOW_CURSOR.encode())
+    os._exit(code)
 
 
 class _SignalHandler:
@@ -182,7 +195,7 @@ class StopFlag(_SignalHandler, StopRequests):
             if self._announces:
                 _acknowledge(number, self.pending_work)
         elif now - self._time > DUPLICATE_SIGNAL_WINDOW:
-            os._exit(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
+            _exit_now(128 + number)  # the last checkpoint is intact, and the kernel releases the lock
 
 
 class CtrlC(_SignalHandler):
@@ -216,7 +229,7 @@ class CtrlC(_SignalHandler):
             if time.monotonic() > deadline:
                 with suppress(OSError):
                     os.write(STDERR, f"\n{INTERRUPTED_MESSAGE}\n".encode())
-                os._exit(INTERRUPTED_BY_USER)
+                _exit_now(INTERRUPTED_BY_USER)
             time.sleep(0.05)
 
 
