@@ -23,7 +23,7 @@ IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 200_000  # of a picture
 COLUMNS, ROWS = 100, 34  # of the terminal
 RUN = 'run.name=first-run train.eval_every=16 train.log_every=4 \'train.sample_prompts=["It was","Tolo"]\''
-SWEEP = "--multirun optimizer.lr=1e-3,5e-3,2e-2 train.accumulation_steps=1,4 train.eval_every=16 train.sample_every=0 train.save_every=0"
+SWEEP = "--multirun optimizer.lr=1e-3,5e-3,2e-2 seed=1,2 train.max_steps=120 train.batch_size=2 data.max_length=128 train.eval_every=12 train.log_every=4 train.sample_every=0"
 CONSOLE_HTML = '<body style="margin:0"><pre style="margin:0;padding:14px 16px;display:inline-block;background:{background};color:{foreground};font:13px/1.4 monospace">{code}</pre></body>'
 DONE = 'echo "exit code $?"'
 

@@ -1,11 +1,11 @@
 """Chromium for the tests of the pages. `open_page(path_or_url, width=, scheme=)` opens a page; what a page must never do fails its test.
 
-A test is marked slow and asks for `open_page`, and for `look` to run at each width and color scheme:
+A test is marked slow and asks for `open_page`, and for `viewport` to run at each width and color scheme:
 
     pytestmark = pytest.mark.slow
 
-    def test_sweep_page_fits_the_screen(open_page, look, tmp_path):
-        page = open_page(write_report(tmp_path), *look)  # playwright.sync_api.Page
+    def test_sweep_page_fits_the_screen(open_page, viewport, tmp_path):
+        page = open_page(write_report(tmp_path), *viewport)  # playwright.sync_api.Page
         assert page_checks.overflow(page) == []
 """
 
@@ -25,7 +25,7 @@ CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
 # No name is resolved, so that a prefetch cannot leave either. As root, chromium needs --no-sandbox.
 CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 HEIGHTS = {1280: 900, 390: 844}
-LOOKS = [(width, scheme) for width in HEIGHTS for scheme in ("light", "dark")]
+VIEWPORTS = [(width, scheme) for width in HEIGHTS for scheme in ("light", "dark")]
 OpenPage = Callable[..., Any]
 
 
@@ -52,8 +52,8 @@ def chromium() -> Iterator[Chromium]:
     playwright.stop()
 
 
-@pytest.fixture(params=LOOKS, ids=lambda look: f"{look[0]}-{look[1]}")
-def look(request: pytest.FixtureRequest) -> tuple[int, str]:
+@pytest.fixture(params=VIEWPORTS, ids=lambda viewport: f"{viewport[0]}-{viewport[1]}")
+def viewport(request: pytest.FixtureRequest) -> tuple[int, str]:
     """Width in pixels and color scheme: the test runs once for each."""
     return request.param
 

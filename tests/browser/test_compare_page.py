@@ -108,9 +108,9 @@ def test_comparison_controls_choose_curves_sort_and_filter_by_keyboard(open_page
     assert len(read_curves(page)) == 3 and page.evaluate("() => window.lmRunner.chart().scales.y.distr") == 3
 
 
-def test_pages_of_several_runs_fit_the_screen_and_are_readable(open_page: Any, look: tuple[int, str], comparison: Path, listing: Path) -> None:
+def test_pages_of_several_runs_fit_the_screen_and_are_readable(open_page: Any, viewport: tuple[int, str], comparison: Path, listing: Path) -> None:
     for path in (comparison, listing):
-        page = open_page(path, *look)
+        page = open_page(path, *viewport)
         assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
 
 

@@ -72,8 +72,8 @@ def legend(page: Any, chart: int = 0) -> dict[str, str]:
     return {row.locator("th").inner_text(): row.locator("td").inner_text() for row in rows.all()}
 
 
-def test_run_page_fits_the_screen_and_can_be_read(open_page: Any, look: tuple[int, str], run_page: Path) -> None:
-    page = open_page(run_page, *look)
+def test_run_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tuple[int, str], run_page: Path) -> None:
+    page = open_page(run_page, *viewport)
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     assert [page_checks.overflow(page), page_checks.low_contrast(page), page_checks.unnamed(page)] == [[], [], []]
     assert page.locator("canvas").count() == 6

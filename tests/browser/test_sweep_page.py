@@ -139,8 +139,8 @@ def test_sweep_page_shows_effects_parallel_lines_failures_and_two_jobs(open_page
     assert page.locator("#diff").inner_text() == "The same job twice."
 
 
-def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, look: tuple[int, str], tmp_path: Path) -> None:
-    page = open_page(grid(tmp_path / "sweep"), *look)
+def test_sweep_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tuple[int, str], tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"), *viewport)
     assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
 
 
