@@ -107,7 +107,7 @@ def test_wait_for_data_names_its_share_and_twice_the_workers() -> None:
     assert symptom.name == "slow-data" and "50% of the training time" in symptom.message and "data.num_workers=2;" in symptom.message
     assert "data.num_workers=8;" in diagnose(slow, dataclasses.replace(FACTS, num_workers=4))[0].message
     assert "data.packing" in diagnose(slow, dataclasses.replace(FACTS, num_workers=8))[0].message
-    assert names([falling(30)[0] | {"data_wait": 0.9}, *falling(30)[1:]]) == []  # the first steps start the workers
+    assert names([falling(30)[0] | {"data_wait": 0.9, "tokens_per_second": 10.0}, *falling(30)[1:]]) == []  # the first steps start the workers
 
 
 def test_overfitting_names_the_best_step_after_two_evaluations_above_it() -> None:
