@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TextIO
 
 from runner.tracking.console.base import Console, Event
-from runner.tracking.console.layout import MAX_WIDTH, MIN_WIDTH, has_colours
+from runner.tracking.console.layout import MAX_WIDTH, MIN_WIDTH, has_colours, shorten_middle
 
 if TYPE_CHECKING:
     from rich.console import Console as RichTerminal
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 REFRESH_PER_SECOND = 4  # more takes CPU time from training
 BAR_MIN_CELLS = 4  # on a narrow terminal the bar shrinks, not the numbers
+TITLE_CELLS = 32  # of the title of a task
 WARNING_STYLE = "bold yellow"
 
 
@@ -83,18 +84,18 @@ class TaskBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="ellipsis", no_wrap=True, ratio=1, max_width=36))
+        text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="ellipsis", no_wrap=True, max_width=TITLE_CELLS))
         bar = BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=BAR_MIN_CELLS))
         count = TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True))
         self._bar = Progress(
             text, bar, count, TimeRemainingColumn(), console=open_terminal(stream), refresh_per_second=REFRESH_PER_SECOND, expand=True, transient=not kept
         )
-        self._task = self._bar.add_task(title, total=total or None, count=f"0/{total:,} {unit}")  # None: a bar that only moves
+        self._task = self._bar.add_task(shorten_middle(title, TITLE_CELLS), total=total or None, count=f"0/{total:,} {unit}")  # None: a bar that only moves
         self._bar.start()
 
     def reset(self, title: str, unit: str, total: int) -> None:
         """Begin another task in the same bar."""
-        self._bar.reset(self._task, total=total, description=title, count=f"0/{total:,} {unit}")
+        self._bar.reset(self._task, total=total, description=shorten_middle(title, TITLE_CELLS), count=f"0/{total:,} {unit}")
 
     def update(self, done: int, count: str) -> None:
         self._bar.update(self._task, completed=done, count=count)
