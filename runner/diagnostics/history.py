@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from runner.diagnostics.symptoms import Record
+from runner.diagnostics.symptoms import LoggedRecord
 
 RECENT, WINDOW = 5, 20  # logged losses whose median counts as the level of the loss; that it is compared with
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
@@ -27,7 +27,7 @@ class RunHistory:
     waited: float = 0.0  # seconds of them that waited for data
     _tokens: float = 0.0  # of the newest record
 
-    def add(self, record: Record) -> None:
+    def add(self, record: LoggedRecord) -> None:
         """Add a record; fields that are missing or of another type are left out."""
         step, loss = record.get("step"), _finite(record.get("loss"))
         if not isinstance(step, int):
@@ -37,7 +37,7 @@ class RunHistory:
         elif record.get("kind") == "train":
             self._add_step(step, loss, record)
 
-    def _add_step(self, step: int, loss: float | None, record: Record) -> None:
+    def _add_step(self, step: int, loss: float | None, record: LoggedRecord) -> None:
         self.train_records += 1
         tokens, speed, wait = (_finite(record.get(name)) for name in ("tokens", "tokens_per_second", "data_wait"))
         if self.train_records > 1 and tokens and speed and wait is not None:  # the first steps also start workers and compile

@@ -9,7 +9,7 @@ from pathlib import Path
 from common.filesystem import open_regular
 from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
-from runner.diagnostics.symptoms import Record, RunFacts, Symptom
+from runner.diagnostics.symptoms import LoggedRecord, RunFacts, Symptom
 
 MAX_REPLAYED_BYTES = 64 << 20  # of a longer metrics.jsonl nothing is read: a symptom of an earlier attempt may be reported again
 EXCLUDES = {"diverging": ("loss-flat", "loss-spike", "always-clipped"), "loss-flat": ("diverging",)}  # symptom -> those that it explains
@@ -22,7 +22,7 @@ class RunMonitor:
         self._facts, self._history = facts, RunHistory()
         self._done: set[str] = set()
 
-    def add(self, record: Record) -> list[Symptom]:
+    def add(self, record: LoggedRecord) -> list[Symptom]:
         """Return what is new with this record of metrics.jsonl."""
         self._history.add(record)
         found = []
@@ -33,26 +33,26 @@ class RunMonitor:
         return found
 
 
-def diagnose(records: Iterable[Record], facts: RunFacts) -> list[Symptom]:
+def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
     """Return the symptoms of a run from its records, in the order in which it reported them."""
     monitor = RunMonitor(facts)
     return [symptom for record in records for symptom in monitor.add(record)]
 
 
-def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[Record], None]:
+def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
     """Return a function that takes each new record and warns of new symptoms. `earlier`: metrics.jsonl of a resumed run, which has reported its own."""
     monitor = RunMonitor(facts)
     for record in read_metrics(earlier) if earlier else ():
         monitor.add(record)
 
-    def watch(record: Record) -> None:
+    def watch(record: LoggedRecord) -> None:
         for symptom in monitor.add(record):
             warn(symptom.message)
 
     return watch
 
 
-def read_metrics(path: Path) -> Iterator[Record]:
+def read_metrics(path: Path) -> Iterator[LoggedRecord]:
     """Yield the records of a metrics.jsonl. A line that is no object is left out; nothing raises."""
     try:
         fd, size = open_regular(path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 PAGE = "docs/guide/troubleshooting.md"
-Record = Mapping[str, object]  # of metrics.jsonl
+LoggedRecord = Mapping[str, object]  # of metrics.jsonl
 
 
 def troubleshooting(section: str) -> str:

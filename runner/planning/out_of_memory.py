@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from common.limits.memory import peak_resident_bytes
+from common.paths import command_line
 from runner.diagnostics.symptoms import troubleshooting
 from runner.planning.alternatives import Alternative, find_alternatives
 from runner.planning.facts.data import data_facts
@@ -23,17 +24,18 @@ if TYPE_CHECKING:
 
     from runner.engine.state import TrainState
 
-TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")  # of a RuntimeError of PyTorch
+OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")  # of a RuntimeError of PyTorch
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 MAX_ALTERNATIVES = 3
-PLAN = "python runner/plan.py with the same overrides lists more"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (isinstance(error, RuntimeError) and any(text in str(error).lower() for text in TEXTS))
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
+    )
 
 
 def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
@@ -41,14 +43,14 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     found = REQUESTED.search(str(error))
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
     amount = f", {_mib(requested)} more were asked for" if requested else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
-    peak = peak_bytes(state.dist.device)
+    peak = peak_device_bytes(state.dist.device)
     parts = f"out of memory after step {state.progress.step}{amount}: {measured_parts(state, peak)}"
     try:
         alternatives = smaller_settings(state, peak, requested)
     except Exception:  # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
         alternatives = []
     fixes = [f"{alternative.overrides} (about {_mib(alternative.memory)} in all)" for alternative in alternatives]
-    return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {PLAN}; {troubleshooting('out-of-memory')}"
+    return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {' '.join(command_line('plan'))} with the same overrides lists more; {troubleshooting('out-of-memory')}"
 
 
 def measured_parts(state: TrainState, peak: int) -> str:
@@ -60,7 +62,7 @@ def measured_parts(state: TrainState, peak: int) -> str:
     return f"peak {_mib(peak)} ({', '.join(f'{part} {_mib(size)}' for part, size in stay.items())})"
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_device_bytes(device: torch.device) -> int:
     import torch
 
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
