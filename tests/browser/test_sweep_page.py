@@ -126,6 +126,21 @@ def test_sweep_page_lets_a_row_stand_out_and_keeps_it_over_a_reload(open_page: A
     assert page.evaluate("lmRunner.picked()") == row and page.locator("#shown").inner_text() == "4 of 12 jobs"
 
 
+def test_sweep_page_is_zoomed_by_a_drag_that_picks_nothing(open_page: Any, tmp_path: Path) -> None:
+    page = open_page(grid(tmp_path / "sweep"))
+    box = page.locator("#chart .u-over").bounding_box()
+    x, y, width = box["x"], box["y"] + box["height"] / 2, box["width"]
+    page.mouse.move(x + width / 2, y)
+    page.mouse.down()
+    page.mouse.move(x + width - 1, y, steps=4)
+    page.mouse.up()
+    scales = page.evaluate("[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.chart().scales.y.max]")
+    seen = [loss for curve in curves(page) for step, loss in zip(curve["x"], curve["y"], strict=True) if loss is not None and scales[0] <= step <= scales[1]]
+    assert scales[0] == pytest.approx(20, abs=0.2) and scales[2] < 1.1 * max(seen) and page.evaluate("lmRunner.picked()") is None
+    page.mouse.dblclick(x + width / 2, y)
+    assert page.evaluate("[lmRunner.chart().scales.x.min, lmRunner.chart().scales.x.max, lmRunner.picked()]") == [0, 40, None]
+
+
 def test_sweep_page_shows_effects_parallel_lines_failures_and_two_jobs(open_page: Any, tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"))
     assert page.locator(".effect[data-key='optimizer.lr'] circle").count() == 9 and page.locator(".effect[data-key='optimizer.lr'] .cross").count() == 1

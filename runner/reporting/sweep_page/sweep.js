@@ -69,15 +69,15 @@
       for (const y of inside) values.push(y);
       if (inside.length) tops.push(Math.max(...inside));
     }
-    if (!values.length) return [0, 1];
+    if (!values.length) return { min: 1, max: 2 };
     values.sort((a, b) => a - b);
     tops.sort((a, b) => a - b);
     const low = values[0], middle = values[Math.floor(values.length / 2)], typical = tops[Math.floor(tops.length / 2)];
     let high = values[values.length - 1];
-    if (isLog()) return [low * 0.97, (high > typical * 3 ? typical : high) * 1.03];
+    if (isLog()) return { min: low * 0.97, max: (high > typical * 3 ? typical : high) * 1.03 };
     high = Math.min(high, Math.max(values[Math.floor(values.length * 0.95)], low + 3 * (middle - low)));
     const pad = (high - low) * 0.05 || Math.abs(high) * 0.05 || 0.5;
-    return [low - pad, high + pad];
+    return { min: low - pad, max: high + pad };
   }
   const isLog = () => controls.log.checked && drawn.every((curve) => curve.y.every((y) => y === null || y > 0));
 
@@ -189,13 +189,15 @@
       width: place.clientWidth, height: Math.max(260, Math.min(420, place.clientWidth * 0.6)), legend: { show: false },
       series: [{}, { paths: () => null, points: { show: false } }],
       cursor: { points: { show: false }, y: false },
-      scales: { x: { time: false }, y: { distr: isLog() ? 3 : 1, range: lossRange } },
+      scales: { x: { time: false }, y: { distr: isLog() ? 3 : 1, auto: false, range: (u, low, high) => (low === null || low === undefined ? [1, 2] : [low, high]) } },
       axes: [{ ...line, label: titles[axis], labelSize: 18, labelFont: line.font, values: (u, values) => values.map((value) => (axis === "seconds" ? clock(value) : short(value))), space: axis === "seconds" ? 80 : 50 },
              { ...line, size: 56, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) }],
-      hooks: { draw: [paint], setCursor: [hover] },
+      hooks: { draw: [paint], setCursor: [hover], setScale: [(u, key) => { if (key === "x") queueMicrotask(() => { if (u === chart) u.setScale("y", lossRange(u)); }); }] }, // y follows x
     };
     chart = new uPlot(options, [[0, Math.max(1e-9, ...ends)], [1, 2]], place);
-    chart.over.addEventListener("click", () => { if (hovered) pick(data.jobs[hovered.job].row); });
+    let pressed = 0; // x of the pointer; a drag zooms and picks nothing
+    chart.over.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
+    chart.over.addEventListener("click", (event) => { if (hovered && Math.abs(event.clientX - pressed) < 4) pick(data.jobs[hovered.job].row); });
     find("smoothing-value").textContent = controls.smoothing.value;
   }
 
@@ -310,7 +312,17 @@
 
   function pick(row) {
     picked = picked === row ? null : row;
-    redraw();
+    showPicked();
+    if (chart) {
+      drawn = curvesToDraw();
+      chart.redraw(false, false); // zoomed as it is
+    }
+    drawSettings();
+    remember();
+  }
+  function drawSettings() {
+    document.querySelectorAll(".effect").forEach(drawEffect);
+    drawParallel();
   }
 
   function showPicked() {
@@ -412,8 +424,7 @@
     filter();
     showPicked();
     drawChart();
-    document.querySelectorAll(".effect").forEach(drawEffect);
-    drawParallel();
+    drawSettings();
     remember();
   }
 
