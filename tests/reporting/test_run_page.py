@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from runner.reporting.curve_points import choose_points
+from runner.reporting.run_page import read
 from runner.reporting.run_page.live import LivePage
-from runner.reporting.run_page.page import run_text, write_run_page
-from runner.reporting.run_page.series import MAX_POINTS, read_run_series
+from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, run_text, write_run_page
+from runner.reporting.run_page.series import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, read_run_series
+from runner.reporting.run_page.settings import default_settings, read_settings
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
 
@@ -135,3 +137,44 @@ def test_live_page_writes_nothing_into_a_directory_of_another_process(tmp_path: 
 
     LivePage(lambda: folder, check_owned, lambda message: None).write()
     assert not (folder / "report.html").exists()
+
+
+def test_run_page_shows_settings_that_differ_from_the_defaults_of_the_stage(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1)])
+    (folder / ".hydra" / "config.yaml").write_text("optimizer: {name: muon, lr: 0.25}\nstage: {name: sft}\ndata: {cache: /x/.cache}\nmine: 1\n")
+    settings, _ = read_settings(folder)
+    default = default_settings("sft")["optimizer.lr"]
+    assert [(setting.key, setting.value, setting.default) for setting in settings if setting.differs] == [
+        ("optimizer.lr", "0.25", default),
+        ("mine", "1", None),
+    ]
+    assert float(default) < 0.1 and default_settings("sft")["data.path"] != default_settings("pretrain")["data.path"] == default_settings("gone")["data.path"]
+    assert f'<td>0.25</td><td class="dim">{default}</td>' in page_of(folder)
+
+
+def test_run_page_shows_control_characters_of_a_path_as_text(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a\u202eb\u2066", [train(1)]))
+    assert "\\u202eb\\u2066" in page and "\u202e" not in page and "\u2066" not in page
+
+
+def test_run_page_draws_a_bounded_number_of_fields(tmp_path: Path) -> None:
+    records = [{**train(step), **{f"field {step} {index}" * 9: 1.0 for index in range(500)}} for step in range(1, 3)]
+    data = chart_data(page_of(write_run(tmp_path / "run", records)))
+    assert len(data["train"]) == MAX_FIELDS and max(map(len, data["train"])) <= MAX_NAME_CHARS and "loss" in data["train"]
+
+
+def test_run_page_gives_the_command_to_train_longer_only_where_it_would_train(tmp_path: Path) -> None:
+    config = "stage: {name: pretrain, data_format: text}\ntrain: {max_steps: 0, epochs: 3}\n"
+    for name, log, is_whole in (("whole", "step 2/2 100.0% |", True), ("stopped", "step 2/9 22.2% |", False)):
+        folder = write_run(tmp_path / name, [train(1), train(2)])
+        (folder / ".hydra" / "config.yaml").write_text(config)
+        (folder / "train.log").write_text(log + "\n")
+        assert ("train.epochs=6" in run_text(folder)) is is_whole
+
+
+def test_page_of_a_run_that_trains_is_stale_after_ten_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "is_alive", lambda fields: True)
+    for seconds, stale in ((1, STALE_SECONDS), (60, 600)):
+        records = [train(step, time=float(seconds * step)) for step in range(1, 4)]
+        data = chart_data(page_of(write_run(tmp_path / str(seconds), records, status="running")))
+        assert (data["stale"], data["reload"]) == (stale, RELOAD_SECONDS)
