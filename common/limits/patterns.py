@@ -13,14 +13,14 @@ import sys
 
 MATCH_SECONDS = 3  # processor time for all patterns
 MATCH_MEMORY = 1 << 28  # bytes of the process
-MAX_PATTERN_CHARACTERS = 1000
+MAX_MATCHED_CHARACTERS = 1000
 OWN_LIMIT = 30  # seconds until a process that gets no processor time is given up
 
 
 def match_patterns(patterns: list[str], texts: list[str]) -> list[list[bool]]:
     """Return for each pattern which texts it matches as a whole. Raises ValueError, naming the pattern, for one that is invalid or beyond the limits."""
-    if too_long := next((pattern for pattern in patterns if len(pattern) > MAX_PATTERN_CHARACTERS), None):
-        raise ValueError(f"{too_long[:60]}... has {len(too_long):,} characters, at most {MAX_PATTERN_CHARACTERS:,} are allowed")
+    if too_long := next((pattern for pattern in patterns if len(pattern) > MAX_MATCHED_CHARACTERS), None):
+        raise ValueError(f"{too_long[:60]}... has {len(too_long):,} characters, at most {MAX_MATCHED_CHARACTERS:,} are allowed")
     request = json.dumps([patterns, texts]).encode()
     try:
         ended = subprocess.run(

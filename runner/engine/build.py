@@ -76,10 +76,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
-    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
-        logger.warning(warning)
-    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
+    logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
         cfg=cfg,
         run_dir=run_dir,
@@ -95,11 +92,24 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
         precision=precision,
         logger=logger,
-        checkpoints=CheckpointManager(run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag),
+        checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist),
         attempt=attempt,
         update_metadata=update_metadata,
         compatibility=compatibility,
     )
+
+
+def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
+    """Return the logger of a run, after the warnings about its model."""
+    logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
+    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
+        logger.warning(warning)
+    return logger
+
+
+def build_checkpoints(cfg: Config, run_dir: Path, logger: RunLogger, update_metadata: Callable[..., None], dist: DistributedContext) -> CheckpointManager:
+    retention = RetentionPolicy(cfg.train.keep_checkpoints, cfg.train.keep_every)
+    return CheckpointManager(run_dir, retention, cfg.train.max_failed_saves, logger, update_metadata, dist.is_rank_zero, dist.broadcast_flag)
 
 
 def check_machine(cfg: Config, device: torch.device, precision: Precision) -> None:
