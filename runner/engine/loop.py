@@ -15,6 +15,7 @@ from common.errors import DivergedError, Interrupted, StopRequested, TrainingErr
 from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
+from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.build import run_summary
 from runner.engine.device.cpu import keep_freed_memory
 from runner.engine.device.heartbeat import enter
@@ -245,7 +246,8 @@ def finish(state: TrainState) -> float:
     loss = progress.recent_losses[-1] if progress.eval_loss is None else progress.eval_loss
     uniform_loss = state.objective.uniform_loss(state.cfg.model.vocab_size)
     if uniform_loss is not None and loss is not None and loss > DIVERGED_FACTOR * uniform_loss:
-        raise DivergedError(f"diverged: the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}; use a smaller optimizer.lr")
+        measured = f"the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}"
+        raise DivergedError(f"diverged: {measured}; use a smaller optimizer.lr; {troubleshooting('diverging')}")
     exported = choose_weights(state)
     if state.dist.is_rank_zero:
         with state.stop.interrupting("the export, the run is saved"):
