@@ -64,7 +64,6 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     saved = read_newest_state(run_dir)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
-
     build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
     model, objective, frozen = do_unless_stopped(dist, stop, "before the first step", build)
     fingerprints = {"data": pipeline.fingerprint, "tokenizer": tokenizer.fingerprint}
