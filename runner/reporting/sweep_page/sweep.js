@@ -8,6 +8,7 @@
   const controls = Object.fromEntries(["text", "axis", "validation", "training", "smoothing", "log", "seeds"].map((id) => [id, find(id)]).filter(([, element]) => element));
   const selects = [...document.querySelectorAll("#filters select")];
   const MANY_JOBS = 20, TOP_ROWS = 8, NEAR = 40, MANY_VALUES = 12, MAX_OPTIONS = 40; // NEAR in pixels
+  const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 432000, 864000]; // between ticks
   let picked = null; // index of the row that stands out
   let shown = new Set(); // indices of the jobs that the filter lets through
   let chart = null, drawn = [], hovered = null;
@@ -187,10 +188,11 @@
     const line = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
     const options = {
       width: place.clientWidth, height: Math.max(260, Math.min(420, place.clientWidth * 0.6)), legend: { show: false },
+      padding: [null, 26, null, null], // half of the last label of the x axis
       series: [{}, { paths: () => null, points: { show: false } }],
       cursor: { points: { show: false }, y: false },
       scales: { x: { time: false }, y: { distr: isLog() ? 3 : 1, auto: false, range: (u, low, high) => (low === null || low === undefined ? [1, 2] : [low, high]) } },
-      axes: [{ ...line, label: titles[axis], labelSize: 18, labelFont: line.font, values: (u, values) => values.map((value) => (axis === "seconds" ? clock(value) : short(value))), space: axis === "seconds" ? 80 : 50 },
+      axes: [{ ...line, label: titles[axis], labelSize: 18, labelFont: line.font, values: (u, values) => values.map((value) => (axis === "seconds" ? clock(value) : short(value))), ...(axis === "seconds" ? { space: 80, incrs: SECONDS } : { space: 50 }) },
              { ...line, size: 56, values: (u, values) => values.map((value) => (value === null ? "" : short(value))) }],
       hooks: { draw: [paint], setCursor: [hover], setScale: [(u, key) => { if (key === "x") queueMicrotask(() => { if (u === chart) u.setScale("y", lossRange(u)); }); }] }, // y follows x
     };
