@@ -99,6 +99,11 @@ def _files_that_choose(section: str, choices: tuple[str, ...], conf: Path) -> li
     return chosen
 
 
+def compose_values(typed: list[str]) -> dict[str, Any]:
+    """Return the settings of `python runner/train.py <typed>` as plain values, with interpolations unresolved as in a saved config."""
+    return cast(dict[str, Any], OmegaConf.to_container(without_hydra(compose_tree(typed)), resolve=False))
+
+
 def without_hydra(tree: DictConfig) -> DictConfig:
     """Return a copy of Hydra's config without the section `hydra`."""
     return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])

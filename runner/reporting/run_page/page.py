@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import jinja2
 
 PAGE_FILE = "report.html"
-FOLDER = Path(__file__).parent
+RUN_PAGE_FOLDER = Path(__file__).parent
 RELOAD_SECONDS = 5  # of the page of a run that trains
 STALE_RECORDS = 10  # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
 STALE_SECONDS = 120
@@ -89,7 +89,7 @@ def run_page(run: RunReport) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    return load_template(FOLDER / "run.jinja", (CHART_LIBRARY, FOLDER / "run.js"), (CSS, FOLDER / "run.css", CHART_STYLE))
+    return load_template(RUN_PAGE_FOLDER / "run.jinja", (CHART_LIBRARY, RUN_PAGE_FOLDER / "run.js"), (CSS, RUN_PAGE_FOLDER / "run.css", CHART_STYLE))
 
 
 def _charts(run: RunReport) -> list[dict[str, Any]]:

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from common.errors import UserError
 from common.paths import CONF_DIR
-from runner.config.compose import compose_tree, without_hydra
+from runner.config.compose import compose_values
 from runner.reporting.page_settings import flatten_settings
 from runner.reporting.sweep_results.metrics_reader import read_override_list
 from runner.run_dir.saved_config import load_saved_config
@@ -48,5 +46,4 @@ def read_settings(folder: Path) -> tuple[list[Setting], list[str]]:
 def default_settings(stage: str) -> dict[str, str]:
     """Return the settings of `train.py stage=<stage>` by key, uninterpolated as in a saved config; those of train.py for a stage that is not in conf/."""
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
-    tree = without_hydra(compose_tree([f"stage={stage}"] if stage in known else []))
-    return dict(flatten_settings(OmegaConf.to_container(tree, resolve=False)))
+    return dict(flatten_settings(compose_values([f"stage={stage}"] if stage in known else [])))
