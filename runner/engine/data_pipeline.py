@@ -77,9 +77,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         to_sequences(val, cfg, seed=0) if val else None,
         files,
         [
-            *([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []),
             *(f"{warning}; {troubleshooting('test-in-training')}" for warning in warnings),
-            *(symptom.message for symptom in symptoms),
+            *row_warnings([part for group in groups for part in group], cfg, tokenizer),
             *template_warnings,
             *missing_columns(sources),
         ],
@@ -94,6 +93,18 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
         evaluates_training_rows,
         evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
     )
+
+
+def row_warnings(parts: list[WeightedSource], cfg: Config, tokenizer: Tokenizer) -> list[str]:
+    """Return warnings of what the rows of the training files lack: their ends, text of this chat template, labels."""
+    from data.store.truncation import truncation_warning
+    from runner.diagnostics.row_checks import check_rows
+
+    stats, schemas = [part.store.stats for part in parts], (part.store.metadata["encoding"]["schema"] for part in parts)
+    truncated = truncation_warning(stats, cfg.data.max_length, cfg.model.max_position_embeddings)
+    template = None if cfg.stage.data_format == "text" else tokenizer.chat_template
+    symptoms = check_rows([part.source for part in parts], schemas, stats, template)
+    return [*([f"{truncated}; {troubleshooting('truncation')}"] if truncated else []), *(symptom.message for symptom in symptoms)]
 
 
 def describe_tokenizer(tokenizer: Tokenizer, data_format: str) -> tuple[list[str], list[str]]:

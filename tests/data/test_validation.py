@@ -44,7 +44,9 @@ def test_rows_on_both_sides_of_a_split_are_kept_in_validation_and_counted(run_on
     assert len(training) == 180 - 3 * len(set(validation))
     [warning] = pipeline.warnings
     assert warning.startswith(f"{180 - 18 - len(training)} of 162 training rows have the same tokens as a validation row (first: ")
-    assert "a.jsonl:" in warning and warning.endswith("are not trained on; data.val_duplicates=keep trains on them")
+    assert (
+        "a.jsonl:" in warning and "are not trained on; data.val_duplicates=keep trains on them; see docs/guide/troubleshooting.md#test-in-training" in warning
+    )
 
 
 def test_rows_on_both_sides_of_a_split_of_several_files_are_found(run_on):
@@ -116,7 +118,7 @@ def test_tokens_cut_off_warn_with_the_max_length_that_keeps_99_percent(make_run,
     state = make_run(stage, *overrides, "data.max_length=100")
     start_or_resume(state)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
-    assert "data.max_length=100 cuts off" in line and line.endswith("keeps 99%")
+    assert "data.max_length=100 cuts off" in line and line.endswith("keeps 99%; see docs/guide/troubleshooting.md#truncation")
     limit = int(line.split("; data.max_length=")[1].split()[0])
 
     def lost_share(max_length):

@@ -129,7 +129,7 @@ def test_run_that_waits_for_data_names_the_workers(train, tmp_path: Path, monkey
 @pytest.mark.slow
 def test_run_without_memory_names_what_fits(train, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", [{"text": text(i, 100)} for i in range(300)])
-    large = ["data.max_length=128", "train.batch_size=256", "model.intermediate_size=2048", "train.max_steps=2", "train.compile=off"]
+    large = ["data.max_length=128", "train.batch_size=256", "model.intermediate_size=2048", "train.max_steps=1", "train.compile=off"]
     train("pretrain", f"data.path={data}", "train.max_steps=1", folder="before")  # imports and threads are there
     with allocating_at_most(450 << 20):
         run = train("pretrain", f"data.path={data}", *large)
