@@ -1,8 +1,9 @@
 """What trackers cost a training: python benchmarks/trackers.py [--rounds N] [--write].
 
 The engine's training step of model=tiny with one record per step (the default logs every tenth), without a tracker and with each of them, offline. The
-cases take turns in one process; a round of a case is ten steps. The ratio to no tracker is the median over the rounds, by wall clock and by the processor
-time of the training process, which does not depend on the load of the machine. The processor time of the trackers' own processes is listed beside it.
+cases take turns in one process; a round of a case is ten steps. The ratio to no tracker is the median over the rounds; that of a second case without a
+tracker says how far such ratios scatter on this machine. The processor time of a record does not depend on the load: in the training process, from a
+block of records without steps, and in the trackers' own processes. Together, divided by that of a step, they are what training loses if no core is idle.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lib.runs import build_state
 
 CASES: dict[str, list[str]] = {
     "none": [],
+    "none, again": [],  # how far the clocks scatter
     "tensorboard": ["tensorboard"],
     "wandb": ["wandb"],
     "swanlab": ["swanlab"],
@@ -28,6 +30,7 @@ CLOCKS = {"wall clock": time.perf_counter, "processor time": time.process_time}
 STEPS, SEQUENCES = 10, 4  # steps of a round; packed sequences of a step
 OVERRIDES = ["stage=pretrain", "init_from=scratch", "device=cpu", "train.compile=off", "tracker.console=quiet", "data.val_path=null"]
 NUMBERS = ("loss", "lr", "grad_norm", "tokens", "loss_tokens", "tokens_per_second", "data_wait", "epoch")  # of a record of metrics.jsonl
+RECORDS = 500  # of a block without steps
 GOAL = 0.02
 START_TIMEOUT = 60.0  # seconds
 
@@ -63,8 +66,17 @@ def tracker_seconds(logger: Any) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, tuple[float, float]]]:
-    """Return case -> clock -> seconds of each round, and case -> processor seconds of the trackers: at the start, and per record."""
+def logging_seconds(logger: Any) -> float:
+    """Return the processor time of this process for one record, its writer thread included."""
+    started = time.process_time()
+    for step in range(RECORDS):
+        logger.log("train", step, **dict.fromkeys(NUMBERS, float(step)))
+    time.sleep(2)  # the writer thread has sent them
+    return (time.process_time() - started) / RECORDS
+
+
+def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, tuple[float, float, float]]]:
+    """Return case -> clock -> seconds of each round, and case -> processor seconds: of the trackers at their start, and per record here and there."""
     from runner.engine.loop import train_step
 
     state = build_state([*OVERRIDES, "model=tiny"], folder)
@@ -85,7 +97,8 @@ def measure(rounds: int, folder: Path) -> tuple[dict[str, dict[str, list[float]]
                 for clock, read in CLOCKS.items():
                     seconds[name][clock].append(read() - before[clock])
     time.sleep(2)  # the trackers read what waits
-    cost = {name: (started[name], (tracker_seconds(logger) - started[name]) / ((rounds + 1) * STEPS)) for name, logger in loggers.items()}
+    per_record = {name: (tracker_seconds(logger) - started[name]) / ((rounds + 1) * STEPS) for name, logger in loggers.items()}
+    cost = {name: (started[name], logging_seconds(logger), per_record[name]) for name, logger in loggers.items()}
     for logger in loggers.values():
         logger.finish("completed", {})
     return seconds, cost
@@ -98,13 +111,15 @@ def table(rounds: int) -> str:
         f"Medians of {rounds} rounds of {STEPS} steps, {SEQUENCES} packed sequences of 256 tokens, one record per step; {thread_setting()}. "
         f"Goal: at most {GOAL:.0%} more than without a tracker.",
         "",
-        "| tracker | step (ms) | ratio, wall clock | ratio, processor time | tracker: start (CPU s) | per record (CPU ms) |",
-        "|---|---|---|---|---|---|",
+        "| tracker | ratio, wall clock | ratio, processor time | start (CPU s) | record, training process (CPU ms) | record, trackers (CPU ms) | share of a step |",
+        "|---|---|---|---|---|---|---|",
     ]
+    step = statistics.median(seconds["none"]["processor time"]) / STEPS
     for name, by_clock in seconds.items():
         ratios = [statistics.median(mine / none for mine, none in zip(by_clock[clock], seconds["none"][clock], strict=True)) for clock in CLOCKS]
-        cells = [f"{statistics.median(by_clock['wall clock']) / STEPS * 1e3:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
-        lines.append(f"| {name} | {' | '.join(cells)} | {cost[name][0]:.1f} | {cost[name][1] * 1e3:.2f} |")
+        start, here, there = cost[name]
+        share = (here - cost["none"][1] + there) / step
+        lines.append(f"| {name} | {ratios[0]:.3f} | {ratios[1]:.3f} | {start:.1f} | {here * 1e3:.2f} | {there * 1e3:.2f} | {share:.1%} |")
     return "\n".join(lines)
 
 
