@@ -126,9 +126,12 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compil
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
-    """Raises UserError if there is none, or if the model has no embedding for some of its tokens."""
+    """Raises UserError if there is none, if the model has no embedding for some of its tokens, or if conversations need a chat template that it lacks."""
     tokenizer = open_tokenizer(cfg.data, cfg.init_from, run_dir)
     cfg.check_vocabulary(tokenizer.vocab_size)
+    if not tokenizer.chat_template and cfg.stage.data_format != "text":
+        fix = f"copy data/tokenize/chatml.jinja to {Path(cfg.data.tokenizer) / 'chat_template.jinja'}; or data.tokenizer=DIR, a folder with the same tokens and a template"
+        raise UserError(f"stage={cfg.stage.name} trains on conversations, and the tokenizer has no chat template", f"data.tokenizer={cfg.data.tokenizer}", fix)
     return tokenizer
 
 

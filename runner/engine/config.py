@@ -229,6 +229,12 @@ class Config:
     def check_vocabulary(self, tokens: int) -> None:
         """Raise UserError if the model has no embedding for some of the `tokens` of the tokenizer."""
         if tokens > self.model.vocab_size:
+            if self.init_from not in ("auto", "scratch"):  # the size is that of the weights
+                raise UserError(
+                    f"tokenizer vocabulary ({tokens}) is larger than that of the weights ({self.model.vocab_size})",
+                    f"init_from={self.init_from}",
+                    f"data.tokenizer=DIR, the tokenizer of the weights; or with transformers: model.resize_token_embeddings({tokens}), save_pretrained(NEW)",
+                )
             raise UserError(
                 f"tokenizer vocabulary ({tokens}) is larger than model.vocab_size ({self.model.vocab_size})",
                 f"model.vocab_size={self.model.vocab_size}",

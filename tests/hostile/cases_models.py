@@ -80,6 +80,17 @@ def adapter(**fields: Any) -> Callable[[Folder], None]:
     return build
 
 
+def slow_pattern(folder: Folder) -> None:
+    folder.copy("chats.jsonl")
+    adapter(target_modules=r"((\w|\.)+)+!", lora_dropout=0.0)(folder)
+    weights = {"A": [8, 32], "B": [32, 8]}
+    header, end = {}, 0
+    for name, shape in weights.items():
+        start, end = end, end + 4 * 8 * 32
+        header[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{name}.weight"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    folder.write("model/adapter_model.safetensors", safetensors(header, bytes(end)))
+
+
 def safetensors(header: dict[str, Any], data: bytes = b"") -> bytes:
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -162,6 +173,7 @@ CASES = [
     model("adapter of a huge rank", adapter(r=10**9), ""),
     model("adapter of another kind", adapter(peft_type="EVIL", auto_mapping={"parent_library": "evil"}), ""),
     model("adapter with a pattern for modules", adapter(target_modules="(a+)+$"), ""),
+    model("pattern of a continued adapter", slow_pattern, "", f"{INIT} stage=lora stage.lora.continue_adapter=true".replace("rows.jsonl", "chats.jsonl"), code=0),
     model("tokenizer class of the folder", tokenizer("tokenizer_config.json", lambda content: content.update(auto_map=AUTO_MAP, tokenizer_class="T")), "", code=0),
     model("tokenizer with a slow pattern", tokenizer("tokenizer.json", lambda content: content.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+(a+)+$"}, "behavior": "Isolated", "invert": False})), "regular expression"),
     model("tokenizer without a vocabulary", tokenizer("tokenizer.json", lambda content: content.update(model={})), "tokenizer"),

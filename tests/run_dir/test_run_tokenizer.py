@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from command_fixtures import TINY_RUN, Call, Result, is_user_error
 
 from common import paths
+from common.errors import UserError
 from data.tokenize.origin import SAMPLE_TOKENIZER
 from data.tokenize.tokenizer import Tokenizer
 
@@ -127,3 +129,22 @@ def test_run_of_an_earlier_version_without_a_copy_resumes_with_the_folder_it_nam
     resumed = call("resume=base", "train.max_steps=3")
     assert resumed.returncode == 0, resumed.stderr
     assert fingerprint(base / "tokenizer") == fingerprint(other)
+
+
+def test_tokenizer_without_template_or_with_too_many_tokens_is_refused_with_the_folder_to_change(tmp_path: Path) -> None:
+    from runner.config.compose import compose_config
+    from runner.engine.build import load_tokenizer
+
+    folder = shutil.copytree(SAMPLE_TOKENIZER, tmp_path / "tokenizer")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert load_tokenizer(compose_config([f"data.tokenizer={folder}"]), tmp_path).vocab_size == 6400  # of texts
+    chats = compose_config(["stage=sft", f"data.tokenizer={folder}"])
+    with pytest.raises(UserError, match="stage=sft trains on conversations, and the tokenizer has no chat template") as refused:
+        load_tokenizer(chats, tmp_path)
+    assert f"{folder}/chat_template.jinja" in refused.value.fix
+    with pytest.raises(UserError, match=r"tokenizer vocabulary \(6402\) is larger than that of the weights \(6400\)") as refused:
+        dataclasses.replace(chats, init_from=str(tmp_path)).check_vocabulary(6402)
+    assert "model.vocab_size" not in refused.value.fix
