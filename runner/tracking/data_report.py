@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.paths import display_path
-from runner.tracking.console.layout import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest
+from runner.tracking.console.layout import LINE_WIDTH, labelled_lines_of, shorten_middle, table_lines, widest, wrap_text
 
 if TYPE_CHECKING:
     from data.batching.mixture import WeightedSource
@@ -26,7 +26,8 @@ DATA_COLUMNS: dict[str, Callable[[dict[str, Any]], int]] = {  # of data_table, f
     "cut off": lambda file: file["lost_loss_tokens"],
 }
 ALWAYS_SHOWN = ("read", "kept", "tokens", "with loss")
-MIN_NAME_WIDTH = 12  # cells of a file's name
+MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 28  # cells of a file's name in the table, and before a paragraph
+NO_BREAK_SPACE = "\u00a0"
 
 
 def describe_source(part: WeightedSource) -> dict[str, Any]:
@@ -82,9 +83,19 @@ def data_table(files: list[dict[str, Any]]) -> str:
         line[0] = shorten_middle(Path(file["file"]).name, space)
     lines = table_lines(table, is_number)
     if widest(lines) > LINE_WIDTH:
-        texts = [", ".join(f"{cell} {name}" for name, cell in zip(columns, cells, strict=True)) for cells in numbers]
-        lines = labelled_lines_of([(line[0], f"{file['schema']}: {text}") for line, file, text in zip(table[1:], files, texts, strict=True)])
+        lines = _paragraphs(files)
     for file in files:
         for kind in ("dropped", "bad"):
-            lines += [f"  {kind} {count:,}: {reason} (first: {file['first_seen'][reason]})" for reason, count in file[kind].items()]
+            for reason, count in file[kind].items():
+                lines += wrap_text(f"{kind} {count:,}: {reason} (first: {file['first_seen'][reason]})", "  ", "    ")
     return "\n".join(lines)
+
+
+def _paragraphs(files: list[dict[str, Any]]) -> list[str]:
+    """Return the same counts as text, without those that are 0; a number stays in the line of its name."""
+    rows = []
+    for file in files:
+        counts = {name: count(file) for name, count in DATA_COLUMNS.items()}
+        text = ", ".join(f"{count:,}{NO_BREAK_SPACE}{name.replace(' ', NO_BREAK_SPACE)}" for name, count in counts.items() if count or name in ALWAYS_SHOWN)
+        rows.append((shorten_middle(Path(file["file"]).name, MAX_NAME_WIDTH), f"{file['schema']}: {text}"))
+    return [line.replace(NO_BREAK_SPACE, " ") for line in labelled_lines_of(rows)]

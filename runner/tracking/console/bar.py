@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TextIO
 
 from runner.tracking.console.base import Console, Event
-from runner.tracking.console.layout import MAX_WIDTH, MIN_WIDTH, has_colours, shorten_middle
+from runner.tracking.console.layout import MAX_WIDTH, MIN_WIDTH, has_colours, shorten_middle, wrap_text
 
 if TYPE_CHECKING:
     from rich.console import Console as RichTerminal
@@ -66,7 +66,8 @@ class BarConsole(Console):
         self._terminal.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        self._terminal.print(f"warning: {text}", markup=False, soft_wrap=True, style=WARNING_STYLE)
+        lines = wrap_text(text, "warning: ", "  ", self.width)
+        self._terminal.print("\n".join(lines), markup=False, soft_wrap=True, style=WARNING_STYLE)
 
     def stop(self) -> None:
         if self._bar is not None:
