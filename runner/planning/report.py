@@ -9,8 +9,8 @@ from typing import Any
 
 from runner.planning.alternatives import Alternative
 from runner.planning.estimate import RunPlan
+from runner.tracking.console.layout import LINE_WIDTH
 
-LINE_WIDTH = 80
 LABEL = 20
 GIB, MIB = 2**30, 2**20
 

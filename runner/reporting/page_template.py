@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 CSS = Path(__file__).with_name("page.css")
+RELOAD_SECONDS = 5  # of a page whose runs train
 VENDOR = Path(__file__).with_name("run_page") / "vendor"
 CHART_LIBRARY, CHART_STYLE = VENDOR / "uPlot.iife.min.js", VENDOR / "uPlot.min.css"
 

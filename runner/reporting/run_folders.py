@@ -13,7 +13,6 @@ from common.ownership.processes import is_alive
 from runner.run_dir.contents.files import RUN_FILE
 from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir, resolve_run
 
-STATUSES = ("running", "completed", "diverged", "interrupted", "failed", "new")
 MAX_JOBS = 10_000  # of one sweep
 
 

@@ -14,8 +14,8 @@ from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import SweepResults
 from runner.reporting.sweep_results.verdict import SweepVerdict, sweep_verdict
 from runner.tracking.console.layout import LINE_WIDTH, command_lines, labelled_lines, shorten_middle, table_lines, widest, wrap_text
+from runner.tracking.run_end import COMMAND_INDENT
 
-INDENT = "  "  # of the commands
 CONTINUE = "train the jobs that are not completed"  # the last line of the process has this command
 MAX_LEADERS = 10  # points of the table
 MIN_CELL = 8  # cells of a swept value
@@ -29,7 +29,7 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
     lines = [*_leaders(sweep, verdict), *labelled_lines(_rows(sweep, verdict))]
     printed = [(arguments, purpose) for arguments, purpose in commands if purpose != CONTINUE]
     lines += ["next"] if printed else []
-    lines += [INDENT + line for arguments, purpose in printed for line in command_lines(arguments, purpose, LINE_WIDTH - len(INDENT))]
+    lines += [COMMAND_INDENT + line for arguments, purpose in printed for line in command_lines(arguments, purpose, LINE_WIDTH - len(COMMAND_INDENT))]
     event = {
         "folder": str(sweep.folder),
         "status": sweep.status,
@@ -75,7 +75,7 @@ def _leaders(sweep: SweepResults, verdict: SweepVerdict) -> list[str]:
     lines = [*table_lines(table, [False] * len(table[0])), *([f"and {more:,} more, in {LEADERBOARD_FILE}"] if more else [])]
     explained = [job for row in sweep.rows for job in row.jobs if job.reason]
     for job in explained[:MAX_LEADERS]:
-        lines += wrap_text(f"{point_label(job.swept) or job.name}: {job.status}: {one_line(job.reason)}", "", INDENT)
+        lines += wrap_text(f"{point_label(job.swept) or job.name}: {job.status}: {one_line(job.reason)}", "", COMMAND_INDENT)
     return [*lines, *([f"and {len(explained) - MAX_LEADERS:,} more without a result"] if len(explained) > MAX_LEADERS else []), ""]
 
 

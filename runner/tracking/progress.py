@@ -17,7 +17,7 @@ from runner.tracking.console.bar import TaskBar
 from runner.tracking.console.layout import is_live_terminal
 from runner.tracking.console.numbers import format_seconds, format_size
 
-POLL_SECONDS = 1.0
+PROGRESS_POLL_SECONDS = 1.0
 DELAY, INTERVAL = 2.0, 10.0  # seconds before a task is shown, and between two of its lines where stderr is no terminal
 
 
@@ -100,7 +100,7 @@ class PolledProgress(TaskProgress):
         super().__exit__(*error)
 
     def _poll(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
+        while not self._ended.wait(PROGRESS_POLL_SECONDS):
             if self._measure is None:
                 seconds = time.monotonic() - self._started
                 self.advance(0, f"{seconds:.0f} s")

@@ -13,7 +13,7 @@ from common.paths import display_path
 from runner.tracking.console.layout import command_lines, labelled_lines
 from runner.tracking.console.numbers import format_rate, format_size
 
-INDENT = "  "  # of the commands
+COMMAND_INDENT = "  "  # of the commands
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RunEnd:
         commands = self.commands if self.prints_commands else ()
         lines = labelled_lines(rows, width) + (["next"] if commands else [])
         for command in commands:
-            lines += [strip_control(INDENT + line) for line in command_lines(command.arguments, command.purpose, width - len(INDENT))]
+            lines += [strip_control(COMMAND_INDENT + line) for line in command_lines(command.arguments, command.purpose, width - len(COMMAND_INDENT))]
         return lines
 
     def event(self) -> dict[str, Any]:

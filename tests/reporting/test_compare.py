@@ -13,7 +13,7 @@ from report_fixtures import EVALUATION, FINGERPRINTS, HOSTILE, eval_record, make
 
 from common.errors import UserError
 from runner.reporting.compare_page.page import compare_page, compare_text
-from runner.reporting.compare_page.read import MAX_RUNS, read_comparison, unique_labels
+from runner.reporting.compare_page.read import MAX_COMPARED, read_comparison, unique_labels
 from runner.reporting.run_folders import expand_sweeps, resolve_runs, split_names
 
 
@@ -125,7 +125,7 @@ def test_comparison_of_many_long_runs_is_small_and_keeps_extremes(tmp_path: Path
     page = compare_page(read_comparison([long] * 60))
     assert len(page) < 1 << 20 and 9 in page_data(page)["runs"][59]["train"]["loss"]
     with pytest.raises(UserError, match="at most 400"):
-        read_comparison([long] * (MAX_RUNS + 1))
+        read_comparison([long] * (MAX_COMPARED + 1))
 
 
 def test_settings_that_are_read_again_follow_the_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from runner.reporting.run_page import read
 from runner.reporting.run_page.live import LivePage
 from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, run_text, write_run_page
 from runner.reporting.run_page.series import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, read_run_series
-from runner.reporting.run_page.settings import default_settings, read_settings
+from runner.reporting.run_page.settings import read_settings, stage_defaults
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
 
@@ -143,12 +143,12 @@ def test_run_page_shows_settings_that_differ_from_the_defaults_of_the_stage(tmp_
     folder = write_run(tmp_path / "run", [train(1)])
     (folder / ".hydra" / "config.yaml").write_text("optimizer: {name: muon, lr: 0.25}\nstage: {name: sft}\ndata: {cache: /x/.cache}\nmine: 1\n")
     settings, _ = read_settings(folder)
-    default = default_settings("sft")["optimizer.lr"]
+    default = stage_defaults("sft")["optimizer.lr"]
     assert [(setting.key, setting.value, setting.default) for setting in settings if setting.differs] == [
         ("optimizer.lr", "0.25", default),
         ("mine", "1", None),
     ]
-    assert float(default) < 0.1 and default_settings("sft")["data.path"] != default_settings("pretrain")["data.path"] == default_settings("gone")["data.path"]
+    assert float(default) < 0.1 and stage_defaults("sft")["data.path"] != stage_defaults("pretrain")["data.path"] == stage_defaults("gone")["data.path"]
     assert f'<td>0.25</td><td class="dim">{default}</td>' in page_of(folder)
 
 

@@ -238,7 +238,7 @@ def test_events_and_modes_are_documented() -> None:
 def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "earlier").write_bytes(bytes(5000))
     (tmp_path / "blobs").mkdir()
-    monkeypatch.setattr("runner.tracking.progress.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("runner.tracking.progress.PROGRESS_POLL_SECONDS", 0.001)
     monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
     with watch_download("downloading owner/name", tmp_path, 4096) as progress:
         (tmp_path / "blobs" / "part").write_bytes(bytes(1024))
@@ -250,7 +250,7 @@ def test_download_is_watched_by_the_bytes_that_it_adds(tmp_path: Path, monkeypat
 
 
 def test_work_that_reports_nothing_shows_its_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("runner.tracking.progress.POLL_SECONDS", 0.001)
+    monkeypatch.setattr("runner.tracking.progress.PROGRESS_POLL_SECONDS", 0.001)
     monkeypatch.setattr("runner.tracking.progress.DELAY", 0.0)
     shown = threading.Event()
     monkeypatch.setattr(PolledProgress, "advance", lambda self, done, count: (TaskProgress.advance(self, done, count), shown.set()))

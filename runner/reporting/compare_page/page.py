@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import one_line, strip_control
 from runner.reporting.compare_page.read import ComparedRun, Comparison
 from runner.reporting.curve_points import choose_points
-from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template, short_number
+from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, RELOAD_SECONDS, json_block, load_template, short_number
 from runner.reporting.sweep_results.metrics_reader import LossPoint
 from runner.tracking.console.layout import cell_width, pad
 from runner.tracking.console.numbers import format_seconds
@@ -21,15 +21,14 @@ from runner.tracking.console.numbers import format_seconds
 if TYPE_CHECKING:
     import jinja2
 
-FOLDER = Path(__file__).parent
-TABLE_SCRIPT, TABLE_STYLE = FOLDER.parent / "table.js", FOLDER.parent / "table.css"
-SCRIPTS = (CHART_LIBRARY, TABLE_SCRIPT, FOLDER / "compare.js")
-STYLES = (CSS, FOLDER.parent / "run_page" / "run.css", CHART_STYLE, TABLE_STYLE, FOLDER / "compare.css")
-COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of page.css
+COMPARE_FOLDER = Path(__file__).parent
+TABLE_SCRIPT, TABLE_STYLE = COMPARE_FOLDER.parent / "table.js", COMPARE_FOLDER.parent / "table.css"
+COMPARE_SCRIPTS = (CHART_LIBRARY, TABLE_SCRIPT, COMPARE_FOLDER / "compare.js")
+COMPARE_STYLES = (CSS, COMPARE_FOLDER.parent / "run_page" / "run.css", CHART_STYLE, TABLE_STYLE, COMPARE_FOLDER / "compare.css")
+COMPARE_COLORS, DASHES = 8, 4  # classes s0 to s7 and d0 to d3 of page.css
 MAX_PAGE_POINTS, MIN_CURVE_POINTS = 14_000, 12  # of all curves; of one curve
 MAX_CELLS = 12_000  # of the table of settings that differ
 TERMINAL_SETTINGS, TERMINAL_WIDTH, FIRST_COLUMN = 24, 20, 40  # on a terminal: settings that differ; characters of a value, and of the first column
-RELOAD_SECONDS = 5  # while one of the runs trains and the page is served
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
         columns=columns,
         best=comparison.best_labels,
         cells=[[(column, sort_key(column.get(run)), _text(column, run)) for column in columns] for run in comparison.runs],
-        styles=[f"s{index % COLORS} d{index // COLORS % DASHES}" for index in range(len(comparison.runs))],
+        styles=[f"s{index % COMPARE_COLORS} d{index // COMPARE_COLORS % DASHES}" for index in range(len(comparison.runs))],
         shown=shown,
         hidden=len(differing) - len(shown),
         data_json=json_block({"runs": _curves(comparison.runs), "reload": RELOAD_SECONDS if reloads and comparison.is_running else None}),
@@ -89,7 +88,7 @@ def compare_page(comparison: Comparison, reloads: bool = False) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    return load_template(FOLDER / "compare.jinja", SCRIPTS, STYLES)
+    return load_template(COMPARE_FOLDER / "compare.jinja", COMPARE_SCRIPTS, COMPARE_STYLES)
 
 
 def sort_key(value: Any) -> str:

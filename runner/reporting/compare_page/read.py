@@ -19,7 +19,7 @@ from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
 
-MAX_RUNS = 400  # of one comparison
+MAX_COMPARED = 400  # of one comparison
 MAX_VALUE = 120  # characters of a setting
 # Settings of where and how a run is shown: no difference between two trainings.
 NOT_COMPARED = ("hydra.", "run.", "tracker.", "resume", "data.cache")
@@ -124,9 +124,9 @@ def fact_of(run: ComparedRun, title: str) -> str:
 
 
 def read_comparison(folders: list[Path]) -> Comparison:
-    """Read the runs in `folders`. Raises UserError for more than MAX_RUNS."""
-    if len(folders) > MAX_RUNS:
-        raise UserError(f"{len(folders)} runs are too many for one comparison, at most {MAX_RUNS}", f"run= with {len(folders)} runs", "name fewer runs")
+    """Read the runs in `folders`. Raises UserError for more than MAX_COMPARED."""
+    if len(folders) > MAX_COMPARED:
+        raise UserError(f"{len(folders)} runs are too many for one comparison, at most {MAX_COMPARED}", f"run= with {len(folders)} runs", "name fewer runs")
     labels = unique_labels(folders)
     runs = [_read_run(folder, label) for folder, label in zip(folders, labels, strict=True)]
     return Comparison(runs, _problem(runs), [*_notes(runs)])
@@ -163,7 +163,7 @@ def _settings(folder: Path) -> dict[str, str]:
     return _load_settings(folder, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
-@lru_cache(maxsize=2 * MAX_RUNS)
+@lru_cache(maxsize=2 * MAX_COMPARED)
 def _load_settings(folder: Path, signature: tuple[int, int, int]) -> dict[str, str]:
     """Return the settings by dotted key. `signature` of the file: parsing YAML is slow, and a page that is served reads it again and again."""
     try:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from common.paths import command_line_here
 from runner.reporting.compare_page.page import TABLE_SCRIPT, TABLE_STYLE, aligned, loss_or_problem
-from runner.reporting.page_template import CSS, json_block, load_template
+from runner.reporting.page_template import CSS, RELOAD_SECONDS, json_block, load_template
 from runner.reporting.run_folders import text_of
 from runner.reporting.run_list.lineage import draw_lineage, lineage_trees, parents_of
 from runner.reporting.run_list.scan import ListedRun, RunList
@@ -22,8 +22,7 @@ from runner.reporting.run_list.scan import ListedRun, RunList
 if TYPE_CHECKING:
     import jinja2
 
-FOLDER = Path(__file__).parent
-RELOAD_SECONDS = 5  # of the served list
+LIST_FOLDER = Path(__file__).parent
 TERMINAL_ROWS = 20
 AGES = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (0.0, "s"))
 LinkOf = Callable[[ListedRun], str | None]
@@ -51,8 +50,8 @@ def list_page(runs: RunList, link_of: LinkOf, is_served: bool) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    scripts, styles = (TABLE_SCRIPT, FOLDER / "list.js"), (CSS, FOLDER.parent / "run_page" / "run.css", TABLE_STYLE, FOLDER / "list.css")
-    return load_template(FOLDER / "list.jinja", scripts, styles)
+    scripts, styles = (TABLE_SCRIPT, LIST_FOLDER / "list.js"), (CSS, LIST_FOLDER.parent / "run_page" / "run.css", TABLE_STYLE, LIST_FOLDER / "list.css")
+    return load_template(LIST_FOLDER / "list.jinja", scripts, styles)
 
 
 def _row(row: ListedRun, root: Path, parent: ListedRun | None, link_of: LinkOf, now: float) -> dict[str, Any]:

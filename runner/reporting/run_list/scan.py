@@ -23,7 +23,7 @@ from runner.run_dir.resolve import SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # that are opened
-TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
+RECORD_TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
 BROKEN, FOREIGN = "broken", "no run"  # status of folders that no run is read from
 
 
@@ -155,15 +155,15 @@ def _read_tail(row: ListedRun) -> None:
 
 
 def _newest_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records in the last TAIL_BYTES, the newest first."""
+    """Yield the records in the last RECORD_TAIL_BYTES, the newest first."""
     try:
         fd, size = open_regular(path)
         with open(fd, "rb") as file:
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).split(b"\n")
+            file.seek(max(0, size - RECORD_TAIL_BYTES))
+            lines = file.read(RECORD_TAIL_BYTES).split(b"\n")
     except OSError:
         return
-    for line in reversed(lines[1:] if size > TAIL_BYTES else lines):
+    for line in reversed(lines[1:] if size > RECORD_TAIL_BYTES else lines):
         try:
             record = parse_json(line)
         except ValueError:

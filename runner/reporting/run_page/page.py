@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
-from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template, short_number
+from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, RELOAD_SECONDS, json_block, load_template, short_number
 from runner.reporting.run_folders import tags_of
 from runner.reporting.run_page.facts import commands, format_number, labels, notes, numbers
 from runner.reporting.run_page.read import RunReport, read_run_report
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 PAGE_FILE = "report.html"
 RUN_PAGE_FOLDER = Path(__file__).parent
-RELOAD_SECONDS = 5  # of the page of a run that trains
 STALE_RECORDS = 10  # a page that is older than the time of 10 records, and than STALE_SECONDS, says that the run may have ended
 STALE_SECONDS = 120
 SMOOTHED_RECORDS = 100  # curves with fewer points are not smoothed at first

@@ -38,12 +38,12 @@ def read_settings(folder: Path) -> tuple[list[Setting], list[str]]:
     except (UserError, OSError, ValueError):
         return [], overrides
     stage = config.get("stage")
-    default = default_settings(str(stage.get("name")) if isinstance(stage, Mapping) else "")
+    default = stage_defaults(str(stage.get("name")) if isinstance(stage, Mapping) else "")
     return [Setting(key, value, default.get(key)) for key, value in flatten_settings(config) if not key.startswith("hydra.")], overrides
 
 
 @lru_cache(maxsize=16)
-def default_settings(stage: str) -> dict[str, str]:
+def stage_defaults(stage: str) -> dict[str, str]:
     """Return the settings of `train.py stage=<stage>` by key, uninterpolated as in a saved config; those of train.py for a stage that is not in conf/."""
     known = {path.stem for path in (CONF_DIR / "stage").glob("*.yaml")}
     return dict(flatten_settings(compose_values([f"stage={stage}"] if stage in known else [])))

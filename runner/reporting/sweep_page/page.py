@@ -19,9 +19,9 @@ from runner.reporting.sweep_results.verdict import sweep_verdict
 if TYPE_CHECKING:
     import jinja2
 
-FOLDER = Path(__file__).parent
-SCRIPTS = (CHART_LIBRARY, FOLDER / "sweep.js")
-STYLES = (CSS, FOLDER / "sweep.css", CHART_STYLE)
+SWEEP_FOLDER = Path(__file__).parent
+SWEEP_SCRIPTS = (CHART_LIBRARY, SWEEP_FOLDER / "sweep.js")
+SWEEP_STYLES = (CSS, SWEEP_FOLDER / "sweep.css", CHART_STYLE)
 RUN_PAGE = "report.html"  # of a job
 SMOOTHING, SMOOTHED_POINTS = 0.6, 100  # at first, of training curves; where none has more points, they are not smoothed
 LEAD_COLUMNS = ("loss", "loss_interval")  # before the settings: they are seen on a narrow screen
@@ -57,7 +57,7 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
 
 @cache
 def _load_template() -> jinja2.Template:
-    template = load_template(FOLDER / "sweep.jinja", SCRIPTS, STYLES)
+    template = load_template(SWEEP_FOLDER / "sweep.jinja", SWEEP_SCRIPTS, SWEEP_STYLES)
     template.globals.update({"point_label": point_label, "swept_text": swept_text, "with_note": with_note, "id": id, "sort_value": _sort_value})
     return template
 

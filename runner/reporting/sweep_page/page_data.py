@@ -8,18 +8,17 @@ from typing import Any
 
 from runner.inference.best_job import SEED_KEY
 from runner.reporting.curve_points import choose_points
-from runner.reporting.page_template import short_number
+from runner.reporting.page_template import RELOAD_SECONDS, short_number
 from runner.reporting.sweep_page.effects import sorted_values
 from runner.reporting.sweep_page.job_settings import differing_settings
 from runner.reporting.sweep_results.columns import point_label
 from runner.reporting.sweep_results.metrics_reader import LossPoint
 from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepResults
 
-RELOAD_SECONDS = 5  # of the page of a sweep that runs
-STALE_SECONDS = 900  # a page of a running sweep that is older says that the sweep may have ended
-COLORS = 8  # classes s0 to s7 of page.css
+SWEEP_STALE_SECONDS = 900  # a page of a running sweep that is older says that the sweep may have ended
+CURVE_CLASSES = 8  # classes s0 to s7 of page.css
 POINTS_PER_PAGE, POINTS_PER_CURVE, MIN_POINTS = 22_000, 500, 24  # of all curves; at most and at least of one
-OTHER_ROWS = "sx"  # class of the rows below the best COLORS
+OTHER_ROWS = "sx"  # class of the rows below the best CURVE_CLASSES
 
 
 def page_data(sweep: SweepResults) -> dict[str, Any]:
@@ -34,15 +33,15 @@ def page_data(sweep: SweepResults) -> dict[str, Any]:
         "jobs": [_job(sweep, job, row_of[id(job)], keys, limit) for job in sweep.jobs],
         "settings": {key: _coded(values) for key, values in differing_settings(sweep).items()},
         "written": int(time.time()),
-        "stale": STALE_SECONDS,
+        "stale": SWEEP_STALE_SECONDS,
         "reload": RELOAD_SECONDS if sweep.status == "running" else None,
     }
 
 
 def row_styles(sweep: SweepResults) -> list[str]:
     """Return the color class of each row: by its jobs while the colors suffice, so that it stays when the rank changes; else only the best have one."""
-    if len(sweep.rows) > COLORS:
-        return [f"s{index}" if index < COLORS and row.score else OTHER_ROWS for index, row in enumerate(sweep.rows)]
+    if len(sweep.rows) > CURVE_CLASSES:
+        return [f"s{index}" if index < CURVE_CLASSES and row.score else OTHER_ROWS for index, row in enumerate(sweep.rows)]
     position = {id(job): index for index, job in enumerate(sweep.jobs)}
     order = sorted(range(len(sweep.rows)), key=lambda index: position[id(sweep.rows[index].jobs[0])])
     return [f"s{order.index(index)}" for index in range(len(sweep.rows))]

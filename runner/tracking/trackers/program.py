@@ -32,7 +32,7 @@ NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
-NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
+SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
 ConnectedMode = Literal["online", "offline"]
@@ -107,14 +107,14 @@ def read_start(start: dict[str, Any]) -> Experiment:
     return Experiment(
         folder=Path(start["folder"]),
         id=start["id"] if EXPERIMENT_ID.fullmatch(start["id"]) else hashlib.sha256(start["id"].encode("utf-8", "backslashreplace")).hexdigest()[:16],
-        name=shorten(texts["name"], NAME_LENGTH),
+        name=shorten(texts["name"], SERVICE_NAME_LENGTH),
         project=settings.get("project", ""),
         mode=settings.get("mode", "offline"),
         config=texts["config"],
-        group=shorten(texts.get("group", ""), NAME_LENGTH),
+        group=shorten(texts.get("group", ""), SERVICE_NAME_LENGTH),
         tags=[*dict.fromkeys(shorten(tag, TAG_LENGTH) for tag in texts.get("tags", []) if tag)][:SENT_TAGS],
         note=shorten(texts.get("note", ""), NOTE_LENGTH),
-        stage=shorten(texts.get("stage", ""), NAME_LENGTH),
+        stage=shorten(texts.get("stage", ""), SERVICE_NAME_LENGTH),
         history=start.get("history"),
         is_replay=start.get("is_replay", False),
     )
