@@ -48,8 +48,6 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     from data.batching.validation import separate_validation
     from data.schemas.registry import missing_columns
     from data.sources.splits import resolve_data_files
-    from data.store.truncation import truncation_warning
-    from runner.diagnostics.row_checks import check_rows
 
     encoding = encoding_config(cfg, tokenizer)
     tokenizer_notes, template_warnings = describe_tokenizer(tokenizer, cfg.stage.data_format)
@@ -58,15 +56,10 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     held_out = [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
     files = [describe_source(part) for group in [*groups, held_out] for part in group]
-    truncated = truncation_warning((part.store.stats for group in groups for part in group), cfg.data.max_length, cfg.model.max_position_embeddings)
     is_split = not held_out
     if is_split:
         groups, held_out = split_validation(groups, cfg.data)
     groups, warnings = separate_validation(groups, held_out, cfg.data, is_split)
-    parts = [part for group in groups for part in group]
-    schemas = (part.store.metadata["encoding"]["schema"] for part in parts)
-    template = None if cfg.stage.data_format == "text" else tokenizer.chat_template
-    symptoms = check_rows([part.source for part in parts], schemas, [part.store.stats for part in parts], template)
     rows = mix_sources(groups, cfg.data.weights)
     train = to_sequences(rows, cfg, cfg.seed)
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0

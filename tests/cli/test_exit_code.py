@@ -84,6 +84,7 @@ PRINTS = {  # files that print without these functions, and what
     "runner/inference/token_view.py": "stripped",
     "runner/launch/subprocesses.py": "the message of sys.exit",
     "runner/launch/train_process.py": "a constant",
+    "runner/tracking/trackers/program.py": "read by the logger, which strips",
     "runner/sweep/session.py": "the leaderboard, which is stripped; numbers",
     "runner/tracking/console/bar.py": "lines that the logger has stripped",
     "runner/tracking/console/base.py": "the interface",

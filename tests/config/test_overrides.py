@@ -38,6 +38,7 @@ UNKNOWN = [
     ("+stage.lora.rankk=3", "stage.lora.rank"),
     ("init_form=scratch", "init_from"),
     ("export.weight=best", "export.weights"),
+    ("run.nam=first", "run.name"),
 ]
 
 INVALID = [  # overrides, and the setting that the error names

@@ -66,18 +66,18 @@ def test_stop_flag_acknowledges_the_first_signal_once(capfd):
 
 @pytest.mark.parametrize(("term", "erase", "cursor"), [("xterm", "\r\x1b[2K", "\x1b[?25h\r\n"), ("dumb", "\r\n", "")])
 def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(term: str, erase: str, cursor: str) -> None:
-    ours, theirs = os.openpty()
+    terminal, child_end = os.openpty()
     program, env = WAIT.replace("StopFlag()", "StopFlag(announces=True)"), {**os.environ, "TERM": term}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=theirs, text=True, env=env) as child:
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=child_end, text=True, env=env) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "SIGINT\n"
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 130
-    os.close(theirs)
-    assert os.read(ours, 1000).decode() == f"{erase}SIGINT: stopping at the start; again to stop now\r\n{cursor}"
-    os.close(ours)
+    os.close(child_end)
+    assert os.read(terminal, 1000).decode() == f"{erase}SIGINT: stopping at the start; again to stop now\r\n{cursor}"
+    os.close(terminal)
 
 
 def test_stop_flag_without_a_terminal_to_write_to_still_stops():
