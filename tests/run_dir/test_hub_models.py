@@ -184,6 +184,7 @@ def test_download_is_watched_in_its_folder_of_the_cache_with_its_size(publish: P
     from huggingface_hub.utils import are_progress_bars_disabled
 
     hub = FakeHub(publish(), monkeypatch)
+    before = are_progress_bars_disabled()  # another test of this process may have disabled them
     watched: list[Any] = []
 
     @contextmanager
@@ -194,7 +195,7 @@ def test_download_is_watched_in_its_folder_of_the_cache_with_its_size(publish: P
     monkeypatch.setattr(hub, "download", lambda *args, **_: watched.append(are_progress_bars_disabled()) or str(hub.snapshot))
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
     fetch_model("owner/name", "init_from=owner/name", watch)
-    assert watched == [True, ("downloading owner/name", tmp_path / "hub" / "models--owner--name", 30, False)] and not are_progress_bars_disabled()
+    assert watched == [True, ("downloading owner/name", tmp_path / "hub" / "models--owner--name", 30, before)] and are_progress_bars_disabled() == before
 
 
 def test_hub_that_cannot_be_reached_leaves_the_cached_commit(publish: Publish, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
