@@ -117,7 +117,7 @@ def test_rows_prints_all_positions_of_a_packed_sequence(rows) -> None:
 
 def test_rows_counts_bad_rows_by_reason_with_the_first_line(rows) -> None:
     printed = rows(CHAT * 3 + "not json\n", "data.on_bad_row=skip", "data.max_bad_fraction=0.5")
-    assert re.search(r"bad 1: invalid JSON \(first: \S+rows\.jsonl:4", printed)
+    assert re.search(r"bad 1: invalid JSON \(first:\s+\S+rows\.jsonl:4", printed)
 
 
 def test_length_histogram_counts_every_row_once(tmp_path: Path) -> None:
