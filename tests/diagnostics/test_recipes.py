@@ -28,7 +28,9 @@ def argv(line: str) -> list[str]:
     if command == "train.py" and any(argument in STARTS_PROCESSES for argument in arguments):
         command = "plan.py"
     given = {argument.partition("=")[0] for argument in arguments}
-    settings = SMALL if command in ("train.py", "plan.py", "rows.py") else {}
+    settings = dict(SMALL) if command in ("train.py", "plan.py", "rows.py") else {}
+    settings |= {"train.max_steps": "12"} if "schedule.warmup_steps" in given else {}
+    settings |= {"train.eval_every": "1"} if "train.patience" in given else {}
     arguments += [f"{key}={value}" for key, value in settings.items() if key not in given and not (key.startswith("model.") and "init_from" in given)]
     return [command, *arguments, *(["timing=false"] if command == "plan.py" and "timing" not in given else [])]
 
