@@ -25,7 +25,7 @@ from common.plugins import PLUGINS_ENV
 from runner.cli.show_config import show_sweep_config
 from runner.config import compose
 from runner.config.compose import compose_config, compose_tree
-from runner.run_dir import initial_weights
+from runner.run_dir import auto_choice, initial_weights
 from runner.sweep import command, validation
 from runner.sweep.backends import LAUNCHERS
 from runner.sweep.session import SweepSession
@@ -325,7 +325,8 @@ def test_jobs_start_from_the_same_weights_whatever_run_completes_meanwhile(
     sweep: Any, resume: Any, fake_jobs: FakeJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprints = initial_weights.compatibility_fingerprints(compose_config(["stage=sft"]))
-    monkeypatch.setattr(initial_weights, "outputs_dir", lambda: tmp_path / "outputs")
+    for module in (auto_choice, initial_weights):
+        monkeypatch.setattr(module, "outputs_dir", lambda: tmp_path / "outputs")
 
     def complete_run(name: str) -> str:
         (tmp_path / "outputs" / "day" / name / "model").mkdir(parents=True)
