@@ -42,11 +42,22 @@ def diagnose(records: Iterable[LoggedRecord], facts: RunFacts) -> list[Symptom]:
 def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], None]) -> Callable[[LoggedRecord], None]:
     """Return a function that takes each new record and warns of new symptoms. `earlier`: metrics.jsonl of a resumed run, which has reported its own."""
     monitor = RunMonitor(facts)
+    is_watching = True
+
+    def symptoms_of(record: LoggedRecord) -> list[Symptom]:
+        nonlocal is_watching
+        try:
+            return monitor.add(record) if is_watching else []
+        except Exception as error:  # of any kind: a fault in a warning must not end a training
+            is_watching = False
+            warn(f"the numbers of this run are not watched any more: {type(error).__name__}: {error}"[:300])
+            return []
+
     for record in read_metrics(earlier) if earlier else ():
-        monitor.add(record)
+        symptoms_of(record)
 
     def watch(record: LoggedRecord) -> None:
-        for symptom in monitor.add(record):
+        for symptom in symptoms_of(record):
             warn(symptom.message)
 
     return watch

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from data.sources.files import Source, resolve_sources
+from common.filesystem import open_regular
+from common.ownership.processes import is_on_this_host
+from data.sources.byte_stream import COMPRESSION_MAGIC
+from data.sources.files import Source
 
 MAX_BYTES = 64 << 20  # of the training files together, and of the evaluated ones: about two seconds; larger ones are not compared
+MAX_FILES, MAX_ROWS, MAX_SECONDS = 100, 2_000_000, 20.0  # of the training data; beyond one of them nothing is compared
 
 
 class TrainingOverlap(NamedTuple):
@@ -20,24 +26,53 @@ class TrainingOverlap(NamedTuple):
     first: str  # file:line of the first of them
 
 
-def training_overlap(evaluated: Iterable[Source], trained_on: Any) -> TrainingOverlap | None:
-    """Return how many rows of `evaluated` are, field by field, rows of the files of `trained_on`: data.path of the run.
+def training_overlap(evaluated: Iterable[Source], run: Mapping[str, Any]) -> TrainingOverlap | None:
+    """Return how many rows of `evaluated` are, field by field, rows of the training files that `run`, a run.json, names.
 
-    None: there is no such file any more, or it is too large to be compared. Data sets of the hub are not fetched.
+    None: another machine made the run, a file is not there any more, or they are too large to be compared. A run folder may be that of
+    another person: each file is read only if its name is literally that of a regular file, neither a link nor compressed.
     """
-    paths = [entry for entry in ([trained_on] if isinstance(trained_on, str) else trained_on or []) if isinstance(entry, str) and not entry.startswith("hub:")]
-    evaluated, training = list(evaluated), list[Source]()
-    with suppress(UserError, OSError):  # moved, deleted or of another machine
-        training = [source for group in resolve_sources(paths) for source in group]
+    evaluated = list(evaluated)
     try:
+        training = _training_files(run)
         if not training or max(sum(source.size for source in files) for files in (training, evaluated)) > MAX_BYTES:
             return None
-        seen = {digest for source in training for _, digest in _digests(source)}
+        if (seen := _training_digests(training)) is None:
+            return None
         rows = [(source.where(position), digest in seen) for source in evaluated for position, digest in _digests(source)]
-    except (UserError, OSError):  # a file that only an evaluation or a training with other settings can read
+    except (UserError, OSError, ValueError):  # a file that only an evaluation or a training with other settings can read
         return None
     found = [where for where, is_known in rows if is_known]
     return TrainingOverlap(len(found), len(rows), found[0]) if found else None
+
+
+def _training_files(run: Mapping[str, Any]) -> list[Source]:
+    """Return the files that can be compared; none of a run of another machine."""
+    files = run.get("data")
+    if not is_on_this_host(run) or not isinstance(files, list) or len(files) > MAX_FILES:
+        return []
+    names = [entry.get("file") for entry in files if isinstance(entry, dict)]
+    return [Source.open(name) for name in names if isinstance(name, str) and _is_plain_file(Path(name))]
+
+
+def _is_plain_file(path: Path) -> bool:
+    try:
+        fd, size = open_regular(path)
+    except (OSError, ValueError):  # ValueError: a name with a NUL
+        return False
+    with open(fd, "rb") as file:
+        return size > 0 and not file.read(8).startswith(tuple(COMPRESSION_MAGIC))  # files of /proc have no size, compressed ones any when they are read
+
+
+def _training_digests(training: list[Source]) -> set[bytes] | None:
+    """Return the hashes of the rows, None beyond MAX_ROWS or MAX_SECONDS."""
+    seen, end = set[bytes](), time.monotonic() + MAX_SECONDS
+    rows = (digest for source in training for _, digest in _digests(source))
+    for number, digest in enumerate(islice(rows, MAX_ROWS + 1)):
+        if number == MAX_ROWS or number % 1024 == 1023 and time.monotonic() > end:
+            return None
+        seen.add(digest)
+    return seen
 
 
 def _digests(source: Source) -> Iterator[tuple[int, bytes]]:

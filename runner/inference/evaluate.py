@@ -107,7 +107,7 @@ def evaluate(cfg: EvaluateConfig, folder: Path, listen: Listen = None, record: C
     with EvaluationProgress(cfg.metric, listen) as progress:
         examples = open_evaluation_set(cfg.data, cfg.metric, progress)  # before the weights are read, which takes longer
         trained = load_trained(folder, cfg.device)
-        if overlap := training_overlap([source for source, _ in examples.files], trained.data_settings.get("path")):
+        if overlap := training_overlap([source for source, _ in examples.files], read_json_object(records_dir(folder) / "run.json")):
             measured = f"{overlap.rows:,} of {overlap.total:,} rows are training rows of this run, too (first: {overlap.first})"
             print_note(f"warning: {measured}: the result is too good; {troubleshooting('test-in-training')}")
         with torch.inference_mode():

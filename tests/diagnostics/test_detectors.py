@@ -137,6 +137,18 @@ def test_symptom_is_reported_once_also_by_a_resumed_run(tmp_path: Path) -> None:
     assert len(shown) == 1
 
 
+def test_numbers_that_no_float_holds_do_not_end_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = list[str]()
+    watch = watch_records(FACTS, None, shown.append)
+    watch(step(1, 10**400) | {"grad_norm": -(10**400)})
+    watch(step(10**5000, 3.0))
+    assert shown == []
+    monkeypatch.setattr("runner.diagnostics.monitor.RunHistory.add", lambda history, record: 1 / 0)
+    watch(step(2, 3.0))
+    watch(step(3, 3.0))
+    assert len(shown) == 1 and "ZeroDivisionError" in shown[0]
+
+
 def test_interval_of_a_validation_loss_is_that_of_a_ratio_of_sums() -> None:
     chance = random.Random(1)
     rows = [(n := chance.randint(5, 50), n * chance.gauss(3.0, 0.5)) for _ in range(4000)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.ownership.processes import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.tokenize.block import RowStats
@@ -26,6 +28,11 @@ SAMPLES = ROOT / "data" / "samples"
 
 def chat(question: str, answer: str) -> dict:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def run_of(*files: object) -> dict:
+    """run.json of a run that this machine has trained on `files`."""
+    return process_id() | {"data": [{"file": str(file) if isinstance(file, Path) else file} for file in files]}
 
 
 @pytest.fixture
@@ -91,16 +98,28 @@ def test_row_checks_leave_bad_rows_to_the_encoder(source) -> None:
 def test_overlap_compares_fields_not_bytes(source) -> None:
     trained = source([{"text": "a", "id": 1}, {"text": "b", "id": 2}], "train.jsonl")
     tested = source(['{"id": 2,   "text": "b"}', {"text": "c", "id": 3}], "test.jsonl")
-    assert training_overlap([tested], [str(trained.path)]) == TrainingOverlap(1, 2, f"{tested.path}:1")
-    assert training_overlap([source([{"text": "z"}], "other.jsonl")], str(trained.path)) is None
+    assert training_overlap([tested], run_of(trained.path)) == TrainingOverlap(1, 2, f"{tested.path}:1")
+    assert training_overlap([source([{"text": "z"}], "other.jsonl")], run_of(trained.path)) is None
 
 
 def test_overlap_is_not_computed_without_the_training_files(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = source([{"text": "a"}])
-    for path in (None, [], str(tmp_path / "gone.jsonl"), "hub:owner/name", [3], str(tmp_path / "none*.jsonl")):
-        assert training_overlap([rows], path) is None
-    monkeypatch.setattr("runner.diagnostics.training_overlap.MAX_BYTES", 5)
-    assert training_overlap([rows], str(rows.path)) is None
+    for fields in ({}, run_of(), run_of(tmp_path / "gone.jsonl"), run_of("hub:owner/name"), run_of(3), run_of(rows.path) | {"data": "x"}):
+        assert training_overlap([rows], fields) is None
+    for limit in ("MAX_BYTES", "MAX_FILES", "MAX_ROWS"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"runner.diagnostics.training_overlap.{limit}", 0)
+            assert training_overlap([rows], run_of(rows.path)) is None
+
+
+def test_overlap_reads_no_glob_folder_link_pipe_or_file_of_another_machine(source, tmp_path: Path) -> None:
+    rows = source([{"text": "a"}])
+    (tmp_path / "link.jsonl").symlink_to(rows.path)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("*.jsonl", "**", "", "link.jsonl", "pipe.jsonl", "nul\0.jsonl"):
+        assert training_overlap([rows], run_of(f"{tmp_path}/{name}")) is None
+    assert training_overlap([rows], run_of(rows.path) | {"host": "another machine"}) is None
+    assert training_overlap([rows], run_of(rows.path)) is not None
 
 
 def test_nonfinite_loss_names_the_rows_of_its_micro_batch_only(make_run) -> None:
