@@ -6,7 +6,9 @@ packed and not; 19 to 520 logged steps) has a symptom; the largest value among t
 
 from __future__ import annotations
 
+import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Callable
 
 from runner.diagnostics.history import RECENT, WINDOW, RunHistory
@@ -16,8 +18,10 @@ from runner.diagnostics.symptoms import RunFacts, Symptom
 # So a loss counts as high if it is above the largest of the WINDOW before it, not above their mean.
 SPIKE_RISE, SPIKE_BEFORE, SPIKE_AFTER = 1.5, 10, 3  # nats (healthy: 0.9); losses before it at least, and after it, which show that it is over
 DIVERGING_RISE = 1.5  # nats of the level of the loss above its lowest, with all RECENT losses above those that led to the lowest
+STAYING_RISE, STAYING_SHARE = 0.5, 0.3  # nats, and of the lowest level: a smaller rise that WINDOW losses have kept
 ABOVE_UNIFORM = 1.1  # times the loss of a uniform guess
 FLAT_RECORDS, FLAT_SHARE, FLAT_FALL = 20, 0.5, 0.02  # logged steps at least; of the run; fall of the level (healthy, at half of the run: 0.2)
+FALL_NOISE, SMALL_LR, SMALL_NORM = 2.0, 1e-5, 1e-2  # standard errors of a fall; a learning rate and a gradient norm that may be too small for weights
 FLAT_EVAL_FALL, LEARNT_LOSS = 0.01, 0.5  # fall of the validation loss; a training loss that is small enough not to fall any more
 NOTHING_LEARNT = 0.95  # of the loss of a uniform guess, at half of a run from random weights (healthy: 0.75)
 UNTRAINED, EARLY_STEPS = 0.9, 10  # of the loss of a uniform guess, in the first steps from weights (healthy: 0.5)
@@ -29,10 +33,14 @@ Detector = Callable[[RunHistory, RunFacts], Symptom | None]
 
 
 def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    """One logged loss far above those before, and those after it are not: a loss that stays up is `diverging`."""
-    at = len(history.losses) - 1 - SPIKE_AFTER
-    before = history.losses[max(0, at - WINDOW) : max(0, at)]
-    if len(before) < SPIKE_BEFORE or history.losses[at] < max(before) + SPIKE_RISE or statistics.median(history.losses[at + 1 :]) > max(before):
+    """Logged losses far above those before, and those after them, within WINDOW, are not: a loss that stays up is `diverging`."""
+    end = len(history.losses) - SPIKE_AFTER
+    if end <= SPIKE_BEFORE:
+        return None
+    after = statistics.median(history.losses[-SPIKE_AFTER:])
+    starts = ((at, history.losses[max(0, at - WINDOW) : at]) for at in range(max(SPIKE_BEFORE, end - WINDOW), end))
+    at, before = next(((at, before) for at, before in starts if history.losses[at] >= max(before) + SPIKE_RISE and after <= max(before)), (0, []))
+    if not before:
         return None
     usual = statistics.median(before)
     measured = f"loss {history.losses[at]:.2f} at step {history.steps[at]}, {usual:.2f} before it: a spike"
@@ -44,7 +52,10 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     if level is None:
         return None
     step, fix = history.steps[-1], f"optimizer.lr={facts.lr / 10:g} (now {facts.lr:g}), or {_warmup(facts)}"
-    if level > history.lowest_level + DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest:
+    rise = level - history.lowest_level
+    is_far = rise > DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest
+    stays = rise > max(STAYING_RISE, STAYING_SHARE * history.lowest_level) and min(history.losses[-WINDOW:]) > history.high_at_lowest
+    if is_far or stays:
         measured = f"the loss is {level:.2f} at step {step} and was {history.lowest_level:.2f} at step {history.lowest_step}: training diverges"
         return Symptom("diverging", step, measured, fix)
     has_risen = not facts.starts_from_weights or level > history.losses[0]  # confident weights may begin above it on other data
@@ -57,7 +68,7 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
 def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
     """The loss has hardly fallen in half of the run. Only of a loss in nats per token: others may stay while the model learns."""
     level = history.level()
-    since = next((i for i, step in enumerate(history.steps[:1000]) if step > facts.warmup_steps), len(history.steps))
+    since = bisect_right(history.steps, facts.warmup_steps)
     if level is None or facts.uniform_loss is None or len(history.losses) - since < FLAT_RECORDS or history.steps[-1] < FLAT_SHARE * facts.total_steps:
         return None
     first, step, fix = statistics.median(history.losses[since : since + RECENT]), history.steps[-1], f"optimizer.lr={facts.lr * 10:g} (now {facts.lr:g})"
@@ -68,8 +79,21 @@ def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:
     has_fallen = len(evaluated) > 1 and evaluated[-1] < (1 - FLAT_EVAL_FALL) * evaluated[0]
     if has_fallen or level < LEARNT_LOSS or abs(first - level) > FLAT_FALL * first:
         return None
+    if facts.starts_from_weights:
+        if _falls(history.losses[since:]):
+            return None
+        if facts.lr > SMALL_LR and statistics.median(history.grad_norms or [1.0]) > SMALL_NORM:
+            fix = f"compare optimizer.lr (now {facts.lr:g}), or the model already knows this data"
     measured = f"the loss has not fallen: {first:.3f} at step {history.steps[since]}, {level:.3f} at step {step} of {facts.total_steps}"
     return Symptom("loss-flat", step, measured, fix)
+
+
+def _falls(losses: list[float]) -> bool:
+    """Return whether the mean of the newest losses is below that of the first by more than their noise."""
+    size = min(WINDOW, len(losses) // 2)
+    first, newest = losses[:size], losses[-size:]
+    noise = math.sqrt((statistics.variance(first) + statistics.variance(newest)) / size)
+    return statistics.fmean(first) - statistics.fmean(newest) > FALL_NOISE * noise
 
 
 def high_initial_loss(history: RunHistory, facts: RunFacts) -> Symptom | None:

@@ -63,7 +63,8 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     total, *values = state.dist.all_reduce_sum([count, *(value.item() for value in sums.values())])
     means = {name: value / total for name, value in zip(sums, values, strict=True)}
     means["loss"] -= means.pop("aux_loss", 0.0)  # the load-balancing loss of experts is a means of training
-    if state.progress.eval_loss is None and not state.pipeline.evaluates_training_rows:
+    is_first = state.progress.best_loss is None and not state.progress.evals_since_best  # one that was not finite counts
+    if is_first and not state.pipeline.evaluates_training_rows:
         warn_of_tiny_validation(state, per_batch)
     return means | state.objective.eval_metrics(means)
 

@@ -12,12 +12,15 @@ import math
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from runner.diagnostics.monitor import diagnose, read_metrics, watch_records
 from runner.diagnostics.symptoms import RunFacts
 from runner.diagnostics.validation_interval import half_width, tiny_validation
+from runner.engine import evaluation as engine_evaluation
 
 HEALTHY = json.loads(Path(__file__).with_name("healthy.json").read_text())
 UNIFORM = math.log(6400)
@@ -78,8 +81,34 @@ def test_losses_of_two_kinds_of_rows_are_no_spike() -> None:
 @pytest.mark.parametrize(("first", "starts_from_weights", "text"), [(UNIFORM, False, "nothing is learnt"), (3.2, True, "has not fallen")])
 def test_loss_that_does_not_fall_in_half_of_the_run_is_flat(first: float, starts_from_weights: bool, text: str) -> None:
     records = [step(i, first + 0.01 * math.sin(i)) for i in range(1, 201)]
-    (symptom,) = diagnose(records, dataclasses.replace(FACTS, starts_from_weights=starts_from_weights))
-    assert (symptom.name, symptom.step) == ("loss-flat", 100) and text in symptom.message and "optimizer.lr=0.01 (now 0.001)" in symptom.message
+    (symptom,) = diagnose(records, dataclasses.replace(FACTS, starts_from_weights=starts_from_weights, lr=1e-6))
+    assert (symptom.name, symptom.step) == ("loss-flat", 100) and text in symptom.message and "optimizer.lr=1e-05 (now 1e-06)" in symptom.message
+
+
+def test_flat_loss_of_weights_proposes_a_higher_rate_only_of_a_small_one() -> None:
+    (symptom,) = diagnose([step(i, 3.2 + 0.01 * math.sin(i)) for i in range(1, 201)], dataclasses.replace(FACTS, starts_from_weights=True))
+    assert "the model already knows this data" in symptom.message and "optimizer.lr=" not in symptom.message
+
+
+def test_small_fall_above_the_noise_is_not_flat_for_weights() -> None:
+    chance = random.Random(0)
+    records = [step(i, 1.2 * (1 - 0.015 * i / 400) + chance.gauss(0, 0.005)) for i in range(1, 401)]
+    assert names(records, starts_from_weights=True, total_steps=400) == []
+
+
+def test_flat_loss_is_seen_after_a_long_warmup() -> None:
+    assert names([step(i, UNIFORM) for i in range(1, 2001)], warmup_steps=1500, total_steps=2000) == ["loss-flat"]
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_spike_of_several_steps_names_the_first(width: int) -> None:
+    records = falling(60)
+    found = diagnose([*records[:40], *(step(41 + i, 9.0) for i in range(width)), *records[40 + width :]], FACTS)
+    assert [(symptom.name, symptom.step) for symptom in found] == [("loss-spike", 41)]
+
+
+def test_smaller_rise_that_stays_is_diverging() -> None:
+    assert names([*falling(200, last=2.7, noise=0.05), *(step(200 + i, 4.1 + 0.05 * math.sin(i)) for i in range(1, 301))], total_steps=500) == ["diverging"]
 
 
 def test_loss_is_not_flat_if_validation_falls_in_warmup_or_if_it_is_learnt() -> None:
@@ -114,7 +143,7 @@ def test_overfitting_names_the_best_step_after_two_evaluations_above_it() -> Non
     records = [record for i, loss in enumerate([4.0, 3.0, 3.1, 3.2, 3.4]) for record in [*falling(60)[12 * i : 12 * i + 12], evaluation(12 * i + 12, loss)]]
     (symptom,) = diagnose(records, FACTS)
     assert (symptom.name, symptom.step) == ("overfitting", 48) and "best at step 24 (3.000)" in symptom.message and "train.max_steps=24" in symptom.message
-    rising = [record | {"loss": 2.0 + i / 50} if record["kind"] == "train" else record for i, record in enumerate(records)]
+    rising = [record | {"loss": 2.0 + i / 200} if record["kind"] == "train" else record for i, record in enumerate(records)]
     assert names(rising) == []  # the training loss rises as well
 
 
@@ -163,3 +192,15 @@ def test_validation_of_few_rows_is_named_and_of_many_is_not() -> None:
     assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30, 5) is None
     assert tiny_validation([30.0], [10], 2, 5) is not None and tiny_validation([30.0], [10], 16, 5) is None
     assert tiny_validation([math.nan, 1.0], [1, 1], 2, 5) is None
+
+
+def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, warned = MagicMock(), list[int]()
+    state.dist.all_reduce_sum = lambda numbers: numbers
+    state.pipeline.evaluates_training_rows, state.objective.eval_metrics = False, lambda means: {}
+    monkeypatch.setattr(engine_evaluation, "sum_losses", lambda state: (1, {"loss": torch.tensor(math.nan)}, []))
+    monkeypatch.setattr(engine_evaluation, "warn_of_tiny_validation", lambda state, per_batch: warned.append(1))
+    for number in range(3):
+        state.progress = MagicMock(eval_loss=None, best_loss=None, evals_since_best=number)
+        engine_evaluation.evaluate_loss(state)
+    assert warned == [1]
