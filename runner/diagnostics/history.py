@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from runner.diagnostics.symptoms import LoggedRecord
 
 RECENT, WINDOW = 5, 20  # logged losses whose median counts as the level of the loss; that it is compared with
-MAX_NUMBER, MAX_STEP = 1e100, 1 << 63  # larger numbers count as not finite; a record of a larger step is left out
+MAX_LOGGED_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63  # larger numbers count as not finite; a record of a larger step is left out
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
 
 
@@ -31,7 +31,7 @@ class RunHistory:
     def add(self, record: LoggedRecord) -> None:
         """Add a record; fields that are missing or of another type are left out."""
         step, loss = record.get("step"), _finite(record.get("loss"))
-        if not isinstance(step, int) or not 0 <= step < MAX_STEP:
+        if not isinstance(step, int) or not 0 <= step < MAX_LOGGED_STEP:
             return
         if record.get("kind") == "eval" and loss is not None:
             self.evaluations.append((step, loss, self.level()))
@@ -62,4 +62,4 @@ class RunHistory:
 
 
 def _finite(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_NUMBER else None
+    return float(value) if isinstance(value, (int, float)) and abs(value) < MAX_LOGGED_NUMBER else None

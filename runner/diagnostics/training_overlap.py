@@ -17,7 +17,7 @@ from data.sources.byte_stream import COMPRESSION_MAGIC
 from data.sources.files import Source
 
 MAX_BYTES = 64 << 20  # of the training files together, and of the evaluated ones: about two seconds; larger ones are not compared
-MAX_FILES, MAX_ROWS, MAX_SECONDS = 100, 2_000_000, 20.0  # of the training data; beyond one of them nothing is compared
+MAX_TRAINING_FILES, MAX_TRAINING_ROWS, MAX_READ_SECONDS = 100, 2_000_000, 20.0  # of the training data; beyond one of them nothing is compared
 
 
 class TrainingOverlap(NamedTuple):
@@ -49,7 +49,7 @@ def training_overlap(evaluated: Iterable[Source], run: Mapping[str, Any]) -> Tra
 def _training_files(run: Mapping[str, Any]) -> list[Source]:
     """Return the files that can be compared; none of a run of another machine."""
     files = run.get("data")
-    if not is_on_this_host(run) or not isinstance(files, list) or len(files) > MAX_FILES:
+    if not is_on_this_host(run) or not isinstance(files, list) or len(files) > MAX_TRAINING_FILES:
         return []
     names = [entry.get("file") for entry in files if isinstance(entry, dict)]
     return [Source.open(name) for name in names if isinstance(name, str) and _is_plain_file(Path(name))]
@@ -65,11 +65,11 @@ def _is_plain_file(path: Path) -> bool:
 
 
 def _training_digests(training: list[Source]) -> set[bytes] | None:
-    """Return the hashes of the rows, None beyond MAX_ROWS or MAX_SECONDS."""
-    seen, end = set[bytes](), time.monotonic() + MAX_SECONDS
+    """Return the hashes of the rows, None beyond MAX_TRAINING_ROWS or MAX_READ_SECONDS."""
+    seen, end = set[bytes](), time.monotonic() + MAX_READ_SECONDS
     rows = (digest for source in training for _, digest in _digests(source))
-    for number, digest in enumerate(islice(rows, MAX_ROWS + 1)):
-        if number == MAX_ROWS or number % 1024 == 1023 and time.monotonic() > end:
+    for number, digest in enumerate(islice(rows, MAX_TRAINING_ROWS + 1)):
+        if number == MAX_TRAINING_ROWS or number % 1024 == 1023 and time.monotonic() > end:
             return None
         seen.add(digest)
     return seen

@@ -203,7 +203,8 @@ def log_metrics(state: TrainState, result: StepResult, lr: float, epoch: int, th
         metrics |= {"scale": state.precision.loss_scale, "overflows": progress.overflows}
     if progress.nonfinite_steps:
         metrics["skipped_steps"] = progress.nonfinite_steps
-    state.logger.log("train", progress.step, **metrics)
+    with throughput.paused():  # files, the console and the page of the run
+        state.logger.log("train", progress.step, **metrics)
 
 
 def save_and_interrupt(state: TrainState) -> NoReturn:

@@ -29,12 +29,12 @@ class Alternative:
 
 
 def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int) -> list[Alternative]:
-    """Return settings that need less memory, each with its estimate: one change at a time, and all that fit together where none is enough."""
+    """Return settings that need less memory, each with its estimate. `ranks`: of this machine. One change at a time, and all that fit together where none is enough."""
     found = []
 
     def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape) -> bool:
         micro_batches = data.micro_batches * cfg.train.batch_size // changed.train.batch_size
-        memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, ranks)
+        memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, ranks * cfg.distributed.nnodes)
         total = memory.total * (ranks if machine.device == "cpu" else 1)
         found.append(Alternative(overrides, total, total <= machine.memory))
         return found[-1].fits

@@ -19,8 +19,11 @@ class RepeatedPage:
         self._due = 0.0  # monotonic time of the next page
 
     def write_if_due(self) -> None:
-        if time.monotonic() >= self._due:
+        if self._is_due():
             self.write()
+
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._due
 
     def write(self) -> None:
         begun = time.monotonic()

@@ -66,9 +66,11 @@ class PageHandler(BaseHTTPRequestHandler):
     timeout = 10  # seconds for a client to send its request
 
     def do_GET(self) -> None:
-        host = (self.headers.get("Host") or "").rpartition(":")[0]
-        if host not in (HOST, "localhost"):  # another name for this address: pages of other hosts must not read this one
+        host, _, port = (self.headers.get("Host") or "").rpartition(":")
+        if host not in (HOST, "localhost") or port != str(self.server.server_address[1]):  # a name of another page for this address
             return self.send_error(403, "this server answers for 127.0.0.1 and localhost only")
+        if self.headers.get("Sec-Fetch-Site") == "cross-site":  # a page of another host makes the browser ask
+            return self.send_error(403, "pages of other hosts may not use this server")
         try:
             page = self.server.page(self.path)
         except UserError as error:

@@ -106,7 +106,7 @@ def test_overlap_is_not_computed_without_the_training_files(source, tmp_path: Pa
     rows = source([{"text": "a"}])
     for fields in ({}, run_of(), run_of(tmp_path / "gone.jsonl"), run_of("hub:owner/name"), run_of(3), run_of(rows.path) | {"data": "x"}):
         assert training_overlap([rows], fields) is None
-    for limit in ("MAX_BYTES", "MAX_FILES", "MAX_ROWS"):
+    for limit in ("MAX_BYTES", "MAX_TRAINING_FILES", "MAX_TRAINING_ROWS"):
         with monkeypatch.context() as patched:
             patched.setattr(f"runner.diagnostics.training_overlap.{limit}", 0)
             assert training_overlap([rows], run_of(rows.path)) is None

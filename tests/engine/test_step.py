@@ -131,6 +131,25 @@ def test_throughput_leaves_out_the_time_while_it_is_paused(monkeypatch) -> None:
     assert throughput.read()["tokens_per_second"] == 50
 
 
+def test_throughput_leaves_out_the_time_of_logging_and_of_the_page(make_run, monkeypatch) -> None:
+    state, clock = make_run("pretrain", "train.max_steps=3", "train.log_every=1"), [0.0]
+    monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: clock[0])
+    rates = list[float]()
+
+    def log(kind: str, step: int, **numbers: float) -> None:
+        clock[0] += 1000  # of a page
+        rates.extend([numbers["tokens_per_second"]] if kind == "train" else [])
+
+    def count(throughput: Throughput, tokens: int) -> None:
+        clock[0] += 1
+        throughput._tokens += 100
+
+    monkeypatch.setattr(state.logger, "log", log)
+    monkeypatch.setattr(Throughput, "count", count)
+    train(state)
+    assert rates == [100.0, 100.0, 100.0]
+
+
 def test_state_restores_the_loss_scale(make_run) -> None:
     saved, restored = make_run("pretrain", "precision=fp16", folder="saved"), make_run("pretrain", "precision=fp16", folder="restored")
     saved.precision.load_state_dict(saved.precision.state_dict() | {"scale": 512.0, "_growth_tracker": 7})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.reporting.curve_points import choose_points
-from runner.reporting.run_page import read
+from runner.reporting.run_page import live, read
 from runner.reporting.run_page.live import LivePage
 from runner.reporting.run_page.page import RELOAD_SECONDS, STALE_SECONDS, run_text, write_run_page
 from runner.reporting.run_page.series import MAX_FIELDS, MAX_NAME_CHARS, MAX_POINTS, read_run_series
@@ -178,3 +178,31 @@ def test_page_of_a_run_that_trains_is_stale_after_ten_records(tmp_path: Path, mo
         records = [train(step, time=float(seconds * step)) for step in range(1, 4)]
         data = chart_data(page_of(write_run(tmp_path / str(seconds), records, status="running")))
         assert (data["stale"], data["reload"]) == (stale, RELOAD_SECONDS)
+
+
+def test_run_page_of_a_diverged_run_proposes_a_smaller_learning_rate_and_no_plain_resume(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1), train(2)], status="failed", outcome="diverged")
+    text = run_text(folder)
+    assert "diverged" in text and "optimizer.lr=0.00033" in text and "resume=" not in text
+
+
+@pytest.mark.parametrize(
+    ("log", "fields"),
+    [("step 1/" + "9" * 5000 + " 0.1% | loss 1\n", {}), ("", {"data": [{"file": "a", "lost_loss_tokens": 5, "loss_tokens": -5}]})],
+    ids=["digits", "negative count"],
+)
+def test_run_page_is_written_whatever_numbers_a_damaged_run_names(log: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1)], **fields)
+    (folder / "train.log").write_text(log)
+    assert "run" in run_text(folder) and "<html" in page_of(folder)
+
+
+def test_live_page_waits_for_the_end_of_a_run_whose_metrics_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, warnings = write_run(tmp_path / "run", [train(step) for step in range(9)]), list[str]()
+    monkeypatch.setattr(live, "MAX_LIVE_BYTES", 100)
+    page = LivePage(lambda: folder, lambda: None, warnings.append)
+    for _ in range(3):
+        page.record_logged()
+    assert not (folder / "report.html").exists() and len(warnings) == 1 and "report.py run=" in warnings[0]
+    page.write()
+    assert (folder / "report.html").exists()

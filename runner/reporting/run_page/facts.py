@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from common.paths import REPO_ROOT
+from runner.inference.best_job import parse_number
 from runner.reporting.run_page.read import RunReport
 from runner.run_dir.saved_config import REPO_INTERPOLATION
 from runner.tracking.console.numbers import format_seconds, format_size
-from runner.tracking.next_commands import STAGE_METRICS, commands_to_continue, next_commands
+from runner.tracking.next_commands import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
 OVERFITTING_RATIO = 1.02  # of the newest validation loss to the lowest one
 
@@ -81,7 +82,7 @@ def _truncation(files: Any) -> Iterator[str]:
             continue
         lost, kept = entry.get("lost_loss_tokens"), entry.get("loss_tokens")
         if isinstance(lost, int) and lost > 0:
-            whole = lost + (kept if isinstance(kept, int) else 0)
+            whole = lost + (kept if isinstance(kept, int) and kept > 0 else 0)
             yield f"{Path(str(entry.get('file'))).name}: truncation removed {lost:,} of {whole:,} tokens with loss ({lost / whole:.0%}); raise data.max_length"
 
 
@@ -97,6 +98,9 @@ def commands(run: RunReport) -> list[tuple[str, str]]:
         path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
         data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
         found = next_commands(run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings))
+    elif run.status == "diverged":
+        lr, can_resume = parse_number(settings.get("optimizer.lr", "")), bool(run.checkpoints) and (run.total_steps is None or run.step < run.total_steps)
+        found = commands_after_divergence(run.folder, lr, run.overrides, can_resume) if lr else ()
     elif run.status in ("interrupted", "failed"):
         found = commands_to_continue(run.folder, bool(run.checkpoints))
     else:

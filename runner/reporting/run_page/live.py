@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from runner.reporting.live_page import RepeatedPage
+
+MAX_LIVE_BYTES = 8 << 20  # of metrics.jsonl, about 30,000 records: a page reads all of them, and training waits for half a second
 
 
 class LivePage(RepeatedPage):
@@ -21,6 +24,17 @@ class LivePage(RepeatedPage):
             write_run_page(run_dir())
 
         super().__init__(write_page, warn)
+        self._run_dir, self._is_short = run_dir, True
 
     def record_logged(self) -> None:
-        self.write_if_due()
+        if self._is_short and self._is_due() and not self._stays_short():
+            self._is_short = False
+            limit = f"metrics.jsonl is larger than {MAX_LIVE_BYTES >> 20} MiB: report.html is next written at the end"
+            self._warn(f"{limit}; report.py run={self._run_dir()} serve=true draws it in a process of its own")
+        if self._is_short:
+            self.write_if_due()
+
+    def _stays_short(self) -> bool:
+        with suppress(OSError):
+            return (self._run_dir() / "metrics.jsonl").stat().st_size <= MAX_LIVE_BYTES
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,8 +39,10 @@ class RunReport:
 
     @property
     def status(self) -> str:
-        """Status of run.json; a run without its process is interrupted."""
+        """Status of run.json; a run without its process is interrupted, one that diverged is named so."""
         status = str(self.fields.get("status") or "unknown")
+        if status == "failed" and self.fields.get("outcome") == "diverged":
+            return "diverged"
         return "interrupted" if status == "running" and not self.is_running else status
 
     @property
@@ -69,7 +72,7 @@ def read_run_report(folder: Path) -> RunReport:
         overrides=overrides,
         checkpoints=[(name, _size(folder / "checkpoints" / name)) for name in step_names(folder / "checkpoints")],
         warnings=_warnings(folder / "train.log"),
-        evaluations=[record for record in islice(iter_records(folder / "evaluations.jsonl"), 1000)],
+        evaluations=[*deque(islice(iter_records(folder / "evaluations.jsonl"), MAX_RECORDS), maxlen=1000)],
         total_steps=_total_steps(folder / "train.log"),
     )
 
@@ -108,5 +111,5 @@ def _warnings(path: Path) -> list[str]:
 
 def _total_steps(path: Path) -> int | None:
     """Return the number of steps that the newest progress line of train.log names."""
-    found = re.findall(r"^step \d+/(\d+) ", _log_text(path), re.MULTILINE)
+    found = re.findall(r"^step \d{1,15}/(\d{1,15}) ", _log_text(path), re.MULTILINE)
     return int(found[-1]) if found else None

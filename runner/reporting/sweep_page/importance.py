@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from common.errors import one_line
 from runner.inference.best_job import SEED_KEY, parse_number
 from runner.reporting.sweep_page.effects import job_loss
 from runner.reporting.sweep_results.results import SweepResults
@@ -65,6 +66,8 @@ def _fanova(points: tuple[Point, ...]) -> Importance:
             params = {key: parse_number(value) if key in numeric else value for key, value in swept}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=loss))
         shares = optuna.importance.get_param_importances(study, evaluator=optuna.importance.FanovaImportanceEvaluator(n_trees=TREES, seed=0))
+    except ValueError as error:  # a value that scikit-learn cannot take, e.g. one beyond float32
+        return Importance(reason=f"it cannot be computed from these values: {one_line(str(error))}")
     finally:
         optuna.logging.set_verbosity(verbosity)
     return Importance(sorted(((key, float(share)) for key, share in shares.items()), key=lambda item: -item[1]), len(points))

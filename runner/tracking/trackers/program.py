@@ -32,6 +32,7 @@ NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
+MAX_STEP = (1 << 63) - 1  # what the files of trackers can hold
 SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
@@ -195,7 +196,7 @@ def _read_records(path: Path, size: int) -> Iterator[dict[str, Any]]:
                 record = parse_json(line)
             except ValueError:
                 continue
-            if isinstance(record, dict) and type(record.get("step")) is int:
+            if isinstance(record, dict) and type(step := record.get("step")) is int and 0 <= step <= MAX_STEP:
                 yield record
 
 
