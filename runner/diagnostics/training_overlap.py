@@ -51,7 +51,7 @@ def _training_files(run: Mapping[str, Any]) -> list[Source]:
     files = run.get("data")
     if not is_on_this_host(run) or not isinstance(files, list) or len(files) > MAX_TRAINING_FILES:
         return []
-    names = [entry.get("file") for entry in files if isinstance(entry, dict)]
+    names = [entry.get("file") for entry in files if isinstance(entry, dict) and entry.get("use") == "training"]
     return [Source.open(name) for name in names if isinstance(name, str) and _is_plain_file(Path(name))]
 
 

@@ -55,7 +55,8 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     groups = [[tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in group] for group in data_files.train]
     held_out = [tokenize_source(source, cfg.data, encoding, tokenizer, cfg.tracker.console) for source in data_files.validation]
     sources = [*itertools.chain.from_iterable(data_files.train), *data_files.validation]
-    files = [describe_source(part) for group in [*groups, held_out] for part in group]
+    uses = [*((part, "training") for group in groups for part in group), *((part, "validation") for part in held_out)]
+    files = [describe_source(part) | {"use": use} for part, use in uses]
     is_split = not held_out
     if is_split:
         groups, held_out = split_validation(groups, cfg.data)

@@ -32,7 +32,7 @@ def chat(question: str, answer: str) -> dict:
 
 def run_of(*files: object) -> dict:
     """run.json of a run that this machine has trained on `files`."""
-    return process_id() | {"data": [{"file": str(file) if isinstance(file, Path) else file} for file in files]}
+    return process_id() | {"data": [{"file": str(file) if isinstance(file, Path) else file, "use": "training"} for file in files]}
 
 
 @pytest.fixture
@@ -100,6 +100,13 @@ def test_overlap_compares_fields_not_bytes(source) -> None:
     tested = source(['{"id": 2,   "text": "b"}', {"text": "c", "id": 3}], "test.jsonl")
     assert training_overlap([tested], run_of(trained.path)) == TrainingOverlap(1, 2, f"{tested.path}:1")
     assert training_overlap([source([{"text": "z"}], "other.jsonl")], run_of(trained.path)) is None
+
+
+def test_overlap_leaves_out_the_validation_files_of_the_run(source) -> None:
+    rows = source([{"text": "a"}])
+    fields = run_of(rows.path)
+    fields["data"][0]["use"] = "validation"
+    assert training_overlap([rows], fields) is None
 
 
 def test_overlap_is_not_computed_without_the_training_files(source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
