@@ -111,9 +111,11 @@ def count_ranks(cfg: Config) -> int:
 
 
 def shared_settings(cfg: Config) -> list[object]:
-    """Return the settings that the time of a step depends on."""
+    """Return the settings that the time of a step, an evaluation or a set of samples depends on."""
     parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data)]
-    return [*parts, cfg.optimizer.name, cfg.train.batch_size, cfg.train.compile, cfg.train.activation_checkpointing, cfg.device, cfg.train.sample_tokens]
+    train = cfg.train
+    timed = (train.batch_size, train.compile, train.activation_checkpointing, train.sample_prompts, train.sample_tokens, train.final_eval_rows)
+    return [*parts, cfg.optimizer.name, *timed, cfg.init_from, cfg.device]
 
 
 def notes_of(plan: RunPlan) -> list[str]:

@@ -103,7 +103,7 @@ def _data_lines(plan: RunPlan) -> list[str]:
     data, cfg = plan.data, plan.run.config
     kind = "packed sequences" if data.shape.is_packed else "rows"
     lines = _line("rows per epoch", f"{data.rows:,}, {data.held_out:,} more held out; {data.tokens:,} tokens")
-    lines += _line("step", f"{data.sequences_per_step:,} {kind} in {data.micro_batches} micro-batches")
+    lines += _line("step", f"{data.sequences_per_step:,} {kind} in {_plural(data.micro_batches, 'micro-batch', 'micro-batches')}")
     lines += _line("longest micro-batch", f"{data.shape.rows} x {data.shape.tokens} tokens")
     done = f", {plan.run.done:,} of them done" if plan.run.done else ""
     lines += _line("steps", f"{data.steps:,} ({data.epochs:.2f} epochs, {data.run_tokens:,} tokens){done}")
@@ -137,7 +137,7 @@ def _time_lines(plan: RunPlan) -> list[str]:
 
 def _disk_lines(plan: RunPlan) -> list[str]:
     disk = plan.disk
-    checkpoints = f"{disk.checkpoints} checkpoints of {bytes_text(disk.checkpoint)}"
+    checkpoints = f"{_plural(disk.checkpoints, 'checkpoint', 'checkpoints')} of {bytes_text(disk.checkpoint)}"
     best = f", best weights {bytes_text(disk.best)}" if disk.best else ""
     return _line("disk", f"{bytes_text(disk.total)}: {checkpoints}{best}, model/ {bytes_text(disk.export)}, logs {bytes_text(disk.logs)}")
 
@@ -150,6 +150,10 @@ def _alternative_lines(alternative: Alternative) -> Iterable[str]:
 
 def _line(label: str, text: str) -> list[str]:
     return textwrap.wrap(f"{label:<{LABEL}}{text}", LINE_WIDTH, subsequent_indent=" " * LABEL, break_on_hyphens=False)
+
+
+def _plural(count: int, one: str, more: str) -> str:
+    return f"{count:,} {one if count == 1 else more}"
 
 
 def _wrapped(label: str, text: str) -> str:
