@@ -102,6 +102,7 @@ from runner.tracking.config import TRACKERS, TrackerConfig
 @TRACKERS.register("lines")
 @dataclass
 class LinesConfig(TrackerConfig):
+    page: bool = False
     console: str = "auto"
     path: str = "events.txt"  # file to write
 

@@ -20,6 +20,7 @@ def separate_large_blocks() -> None:
     among them fit the blocks of no later step. oneDNN keeps an object per shape of a product, and packed rows have many shapes.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+    keep_freed_memory.cache_clear()  # of an earlier run of this process
     if mallopt := _glibc_mallopt():
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
