@@ -144,8 +144,9 @@ def serving(pages: Any) -> Iterator[Any]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
 
-        def get(address: str, host: str = "127.0.0.1") -> tuple[int, str]:
-            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{address}", headers={"Host": f"{host}:{server.server_port}"})
+        def get(address: str, host: str = "127.0.0.1", port: int = server.server_port, site: str = "none") -> tuple[int, str]:
+            headers = {"Host": f"{host}:{port}", "Sec-Fetch-Site": site}
+            request = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/{address}", headers=headers)
             try:
                 with urllib.request.urlopen(request) as answer:
                     return answer.status, answer.read().decode()
@@ -175,6 +176,6 @@ def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, mo
         assert get("compare?run=d/one&run=d/two")[1].count("<tr data-run") == 2
         assert [get(address)[0] for address in ("run/../secret/", "run/%2e%2e/secret/", "run//etc/", "d/one", "run/d/one/metrics.jsonl", "run/")] == [404] * 6
         assert [get(address)[0] for address in ("compare", "compare?run=../secret", "compare?run=d/one&run=gone", "run/linked/")] == [400] * 4
-        assert get("", host="evil.example")[0] == 403
+        assert [get("", **asked)[0] for asked in ({"host": "evil.example"}, {"port": 1}, {"site": "cross-site"}, {"site": "same-origin"})] == [403] * 3 + [200]
         (root / "d" / "one" / "run.json").write_text(json.dumps({"status": "failed", "name": "renamed"}))
         assert "first run" in page and "renamed" in get("")[1]

@@ -292,12 +292,14 @@ def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_pat
         {"kind": "eval", "step": 2, "loss": 1.5, "time": 0.3, "attempt": 1},
     ]
     text = "".join(json.dumps(record) + "\n" for record in records) + "damaged\n[]\n"
+    text += f'{{"kind": "train", "step": {10**23}, "loss": 1.0}}\n{{"kind": "train", "step": -1, "loss": 1.0}}\n'
+    text += f'{{"kind": "train", "step": 3, "loss": 1e305}}\n'
     (tmp_path / "metrics.jsonl").write_text(text + json.dumps({"kind": "train", "step": 3, "loss": 1.0}) + "\n")
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n')
     message = start_message(folder=str(tmp_path / "wandb"), history={"metrics": len(text), "samples": 1000})
     messages = list(read_history(read_start(message)))
-    assert [(message["event"], message["step"]) for message in messages] == [("log", 1), ("samples", 1), ("log", 2), ("log", 2)]
-    assert [message["numbers"] for message in messages if message["event"] == "log"] == [{"loss": 2.0}, {"lr": 1}, {"loss": 1.5}]
+    assert [(message["event"], message["step"]) for message in messages] == [("log", 1), ("samples", 1), ("log", 2), ("log", 2), ("log", 3)]
+    assert [message["numbers"] for message in messages if message["event"] == "log"] == [{"loss": 2.0}, {"lr": 1}, {"loss": 1.5}, {}]
     assert [sample["prompt"] for sample in messages[1]["samples"]] == ["p\\x07", "q"]
 
 

@@ -32,7 +32,7 @@ NICENESS = 10  # training comes first where processors are short
 PROBE_TIMEOUT = 3  # seconds
 FINISH_TIMEOUT = 60  # seconds; an upload that hangs longer ends with the process, and the offline files stay
 MAX_LINE_BYTES = 1 << 20  # a longer record is not replayed
-MAX_STEP = (1 << 63) - 1  # what the files of trackers can hold
+MAX_STEP, LARGEST_NUMBER = (1 << 63) - 1, 1e300  # what the files of trackers can hold
 SERVICE_NAME_LENGTH, TAG_LENGTH, NOTE_LENGTH, SENT_TAGS = 128, 64, 1024, 30  # characters, and tags; the services refuse more
 EXPERIMENT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # becomes a part of file names
 NOT_LOGGED = {"kind", "step", "time", "attempt", "nonfinite"}  # fields of metrics.jsonl that a tracker does not get
@@ -181,7 +181,7 @@ def read_history(experiment: Experiment) -> Iterator[dict[str, Any]]:
 
 
 def _log_message(record: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: value for name, value in record.items() if name not in NOT_LOGGED and type(value) in (int, float)}
+    numbers = {name: value for name, value in record.items() if name not in NOT_LOGGED and type(value) in (int, float) and abs(value) < LARGEST_NUMBER}
     return clean_texts({"event": "log", "kind": str(record.get("kind")), "step": record["step"], "numbers": numbers})
 
 
