@@ -293,7 +293,7 @@ def test_history_is_read_in_the_order_of_steps_and_not_beyond_the_resume(tmp_pat
     ]
     text = "".join(json.dumps(record) + "\n" for record in records) + "damaged\n[]\n"
     text += f'{{"kind": "train", "step": {10**23}, "loss": 1.0}}\n{{"kind": "train", "step": -1, "loss": 1.0}}\n'
-    text += f'{{"kind": "train", "step": 3, "loss": 1e305}}\n'
+    text += '{"kind": "train", "step": 3, "loss": 1e305}\n'
     (tmp_path / "metrics.jsonl").write_text(text + json.dumps({"kind": "train", "step": 3, "loss": 1.0}) + "\n")
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "p\\u0007", "answer": "a"}\n{"step": 1, "prompt": "q", "answer": "b"}\n')
     message = start_message(folder=str(tmp_path / "wandb"), history={"metrics": len(text), "samples": 1000})
