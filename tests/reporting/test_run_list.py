@@ -176,6 +176,8 @@ def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, mo
         assert get("compare?run=d/one&run=d/two")[1].count("<tr data-run") == 2
         assert [get(address)[0] for address in ("run/../secret/", "run/%2e%2e/secret/", "run//etc/", "d/one", "run/d/one/metrics.jsonl", "run/")] == [404] * 6
         assert [get(address)[0] for address in ("compare", "compare?run=../secret", "compare?run=d/one&run=gone", "run/linked/")] == [400] * 4
-        assert [get("", **asked)[0] for asked in ({"host": "evil.example"}, {"port": 1}, {"site": "cross-site"}, {"site": "same-origin"})] == [403] * 3 + [200]
+        assert [get("", **request)[0] for request in ({"host": "evil.example"}, {"port": 1}, {"site": "cross-site"}, {"site": "same-origin"})] == [403] * 3 + [
+            200
+        ]
         (root / "d" / "one" / "run.json").write_text(json.dumps({"status": "failed", "name": "renamed"}))
         assert "first run" in page and "renamed" in get("")[1]
