@@ -175,9 +175,14 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
         sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
         sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
         ignore_broken_pipe()
-        in_call(loop, "train_step", lambda *args: True, lambda: time.sleep(0.1))
+        in_call(loop, "train_step", at(3), wait_until_closed)
 
-    run_dir = uninterrupted / console
+    def wait_until_closed() -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while not closed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    run_dir, closed = uninterrupted / console, uninterrupted / f"{console}-closed"
     config = make_config(uninterrupted, *RUN, f"tracker.console={console}")
     child = launch(config, run_dir, train_on_terminal)
     shown = b""
@@ -186,6 +191,7 @@ def test_closed_terminal_saves_and_resumes_bitwise_equal(console, uninterrupted)
         shown += os.read(master, 4096)
     os.close(slave)  # not before: a terminal that no process has open cannot be read
     os.close(master)
+    closed.touch()
     assert wait_for_exit(child) == 75
     assert 3 <= saved_steps(run_dir)[-1] < LAST and read_run_json(run_dir)["status"] == "interrupted"
     assert train(make_config(uninterrupted, *RUN), run_dir) == 0
