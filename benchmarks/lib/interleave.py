@@ -127,7 +127,11 @@ def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CasePro
 
 
 def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str) -> dict[str, Any]:
-    """Return the spec of our cases. Their rows are tokenized here, so that no first step contains it. `rows` per step, `length` tokens per row."""
+    """Return the spec of the cases. Rows are tokenized here, so that no first step contains it. `rows` per step, `length` tokens per row.
+
+    Its file `tokens` has all rows concatenated: other trainers cut sequences of equal length from it, in processes that import none of our code.
+    """
+    import numpy as np
     import torch
 
     from data.tokenize.tokenizer import Tokenizer
@@ -141,6 +145,11 @@ def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, ro
     ]  # fmt: skip
     config = compose_run(overrides)
     build_data_pipeline(config, Tokenizer.load(Path(tokenizer)))
+    unpacked = compose_run([*overrides, "data.packing=none", "data.too_long=auto"])
+    rows_of_file = build_data_pipeline(unpacked, Tokenizer.load(Path(tokenizer))).train
+    ids = np.concatenate([sequence.ids for index in range(len(rows_of_file)) for row in rows_of_file[index] for sequence in row.sequences[:1]])
+    np.save(f"{folder}/tokens.npy", ids)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in create_model(config.model).parameters())
-    return {"overrides": overrides, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "rows": rows, "length": length}
+    spec = {"overrides": overrides, "model": dataclasses.asdict(config.model), "parameters": parameters, "stage": stage, "rows": rows, "length": length}
+    return spec | {"tokens": f"{folder}/tokens.npy"}
