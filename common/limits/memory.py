@@ -14,12 +14,17 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 def machine_memory() -> int:
     """Return the bytes of memory that this process could get at most: of the machine, its container, or its `ulimit -v`."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    return smallest_limit()[0]
+
+
+def smallest_limit() -> tuple[int, str]:
+    """Return (bytes, what sets them) of the smallest limit on the memory of this process."""
+    limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")]
     for path in CGROUP_LIMITS:
         with suppress(OSError, ValueError):  # ValueError: "max"
-            limits.append(int(Path(path).read_text()))
+            limits.append((int(Path(path).read_text()), f"container, {path}"))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return min([*limits, *([] if soft == resource.RLIM_INFINITY else [soft])])
+    return min([*limits, *([] if soft == resource.RLIM_INFINITY else [(soft, "address space, ulimit -v")])])
 
 
 @contextmanager

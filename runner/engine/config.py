@@ -126,7 +126,7 @@ class SuperviseConfig:
     max_restarts: int  # restarts in a row without a newer checkpoint, at least 1; after that the fault counts as permanent
     delay: float  # seconds before the first restart of a row; doubled with every further one, up to 300
     hang_timeout: float  # minutes without a sign of life (a micro-batch, an evaluation batch) after which a process is ended; 0: never
-    halve_batch: bool  # after a lack of memory: half of train.batch_size and twice train.accumulation_steps, the same rows per step
+    halve_batch: bool  # after a lack of memory: at most half of train.batch_size and as many train.accumulation_steps as keep the rows per step
 
     def __post_init__(self) -> None:
         check_at_least("supervise.max_restarts", self.max_restarts, 1, 3)

@@ -11,12 +11,12 @@ from models.config import LoraConfig
 from runner.engine.config import Config
 from runner.planning.facts.data import BatchShape, DataFacts
 from runner.planning.facts.machine import Machine
+from runner.planning.facts.micro_batch import MicroBatch, half_micro_batch, smaller_micro_batch
 from runner.planning.facts.model import ModelSizes, model_facts
 from runner.planning.memory import estimate_memory
 
 LORA = LoraConfig(rank=16, alpha=32.0, dropout=0.0, targets=["all-linear"], rslora=False, dora=False, quantize=None, continue_adapter=False)
 LORA_OVERRIDE = "'stage.lora={rank: 16, alpha: 32, dropout: 0, targets: [all-linear], rslora: false, dora: false, quantize: null, continue_adapter: false}'"
-MAX_HALVINGS = 10
 
 
 @dataclass(frozen=True)
@@ -26,28 +26,30 @@ class Alternative:
     overrides: str
     memory: int  # bytes
     fits: bool
+    changes: str = ""  # what differs in the training, where that is not named by the override itself
 
 
 def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int) -> list[Alternative]:
     """Return settings that need less memory, each with its estimate. `ranks`: of this machine. One change at a time, and all that fit together where none is enough."""
     found = []
+    world, per_batch = ranks * cfg.distributed.nnodes, min(cfg.train.batch_size, data.sequences)
 
-    def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape) -> bool:
-        micro_batches = data.micro_batches * cfg.train.batch_size // changed.train.batch_size
-        memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, ranks * cfg.distributed.nnodes)
+    def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape, changes: str = "") -> bool:
+        per_rank = min(changed.train.batch_size * changed.train.accumulation_steps, -(-data.sequences // world))
+        micro_batches = -(-per_rank // changed.train.batch_size)
+        memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, world)
         total = memory.total * (ranks if machine.device == "cpu" else 1)
-        found.append(Alternative(overrides, total, total <= machine.memory))
+        found.append(Alternative(overrides, total, total <= machine.memory, changes))
         return found[-1].fits
 
-    shape, size = data.shape, cfg.train.batch_size
-    smaller = cfg
-    for _ in range(MAX_HALVINGS):
-        if size % 2:
-            break
-        size, shape = size // 2, shape.halved()
-        accumulation = cfg.train.accumulation_steps * (cfg.train.batch_size // size)
-        smaller = with_train(cfg, batch_size=size, accumulation_steps=accumulation)
-        if add(f"train.batch_size={size} train.accumulation_steps={accumulation}", smaller, facts, shape):
+    shape, smaller = data.shape, cfg
+    while (same_rows := smaller_micro_batch(smaller.train.batch_size, smaller.train.accumulation_steps)) is not None:
+        half = half_micro_batch(smaller.train.batch_size, smaller.train.accumulation_steps)
+        for micro_batch in (half, same_rows) if half is not None else (same_rows,):
+            smaller = with_train(cfg, batch_size=micro_batch.size, accumulation_steps=micro_batch.accumulation)
+            shape = data.shape.scaled(min(micro_batch.size, per_batch), per_batch)
+            fits = add(micro_batch.overrides, smaller, facts, shape, micro_batch.changes)
+        if fits:
             break
     for mode in ("selective", "full"):
         if cfg.train.activation_checkpointing in ("none", "selective") and mode != cfg.train.activation_checkpointing:
@@ -60,9 +62,9 @@ def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: 
     if adapters is not None and of_adapters is not None:
         add(LORA_OVERRIDE, adapters, of_adapters, data.shape)
     if not any(alternative.fits for alternative in found):
-        size = smaller.train.batch_size
-        together = with_train(bf16, batch_size=size, accumulation_steps=smaller.train.accumulation_steps, activation_checkpointing="full")
-        text = f"train.batch_size={size} train.accumulation_steps={together.train.accumulation_steps} train.activation_checkpointing=full precision=bf16"
+        size, steps = smaller.train.batch_size, smaller.train.accumulation_steps
+        together = with_train(bf16, batch_size=size, accumulation_steps=steps, activation_checkpointing="full")
+        text = f"{MicroBatch(size, steps).overrides} train.activation_checkpointing=full precision=bf16"
         if not add(text, together, facts, shape) and of_adapters is not None and (both := with_lora(together)) is not None:
             add(f"{text} {LORA_OVERRIDE}", both, of_adapters, shape)
     return found

@@ -18,7 +18,7 @@ MUON_BYTES = 26  # per number of the largest matrix, while it is updated: moment
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
 CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
 LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
-# The heap of a CPU process keeps freed memory (runner/engine/device/cpu.py), and holes between saved tensors are not all used again. The share
+# The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors are not all used again. The share
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from common.limits.memory import peak_resident_bytes
+from common.limits.memory import peak_resident_bytes, smallest_limit
 from common.paths import command_line
 from runner.diagnostics.symptoms import troubleshooting
 from runner.planning.alternatives import Alternative, find_alternatives
@@ -44,13 +44,24 @@ def describe_out_of_memory(state: TrainState, error: BaseException) -> str:
     requested = round(float(found[1]) * UNITS[found[2]]) if found else 0
     amount = f", {_mib(requested)} more were asked for" if requested else f" ({type(error).__name__}: {str(error).partition('.')[0][:200]})"
     peak = peak_device_bytes(state.dist.device)
-    parts = f"out of memory after step {state.progress.step}{amount}: {measured_parts(state, peak)}"
+    parts = f"out of memory after step {state.progress.step}{amount}, {limit_text(state.dist.device)}: {measured_parts(state, peak)}"
     try:
         alternatives = smaller_settings(state, peak, requested)
     except Exception:  # the formula needs memory, too, and of other models facts that may be missing: the cause is reported all the same
         alternatives = []
-    fixes = [f"{alternative.overrides} (about {_mib(alternative.memory)} in all)" for alternative in alternatives]
+    fixes = [f"{each.overrides} (about {_mib(each.memory)} in all{', ' + each.changes if each.changes else ''})" for each in alternatives]
     return f"{parts}; {', or '.join(fixes) or 'a smaller train.batch_size'}; {' '.join(command_line('plan'))} with the same overrides lists more; {troubleshooting('out-of-memory')}"
+
+
+def limit_text(device: torch.device) -> str:
+    """Return the limit that the process may have hit, and what sets it."""
+    import torch
+
+    if device.type != "cuda":
+        size, origin = smallest_limit()
+        return f"the limit is {_mib(size)} ({origin})"
+    free, total = torch.cuda.mem_get_info(device)
+    return f"the GPU has {_mib(total)}, {_mib(free)} are free"
 
 
 def measured_parts(state: TrainState, peak: int) -> str:
@@ -83,8 +94,8 @@ def memory_limit(machine: Machine, peak: int, requested: int) -> int:
 
 def smaller_settings(state: TrainState, peak: int, requested: int) -> list[Alternative]:
     """Return overrides that need at most what the process could get, the first MAX_ALTERNATIVES of them; the smallest if none does."""
-    cfg, ranks = state.cfg, state.dist.size
-    facts, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, ranks)
+    cfg, ranks = state.cfg, max(1, state.dist.size // state.cfg.distributed.nnodes)  # of this machine
+    facts, data = model_facts(cfg), data_facts(cfg, state.pipeline, state.tokenizer, state.dist.size)
     machine, process = this_machine(cfg.device), 0
     if machine.device == "cpu":
         return_free_memory()

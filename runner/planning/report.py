@@ -144,7 +144,8 @@ def _disk_lines(plan: RunPlan) -> list[str]:
 
 def _alternative_lines(alternative: Alternative) -> Iterable[str]:
     size = f"  {bytes_text(alternative.memory):>9} {'fits' if alternative.fits else '    '}  "
-    rows = textwrap.wrap(alternative.overrides, LINE_WIDTH - len(size), break_on_hyphens=False)
+    text = alternative.overrides + (f" ({alternative.changes})" if alternative.changes else "")
+    rows = textwrap.wrap(text, LINE_WIDTH - len(size), break_on_hyphens=False)
     return [(size if number == 0 else " " * len(size)) + line for number, line in enumerate(rows)]
 
 

@@ -13,6 +13,7 @@ from runner.checkpoint.atomic_dir import STEP_NAME
 from runner.checkpoint.format import CHECKPOINTS_DIR, step_of
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.config import Config
+from runner.planning.facts.micro_batch import half_micro_batch, smaller_micro_batch
 from runner.run_dir.contents.fields import timestamp
 from runner.run_dir.metadata import RunMetadata
 from runner.supervise.failures import Failure, FailureKind, classify_failure, count_oom_kills
@@ -72,11 +73,13 @@ class Supervisor:
     def _adapt(self, kind: FailureKind) -> str:
         """Halve the micro-batch after a lack of memory, if asked for; return what changes. The rows of a step stay, their sums are rounded differently."""
         train = self.config.train
-        if kind != FailureKind.OUT_OF_MEMORY or not (self._is_on and self.config.supervise.halve_batch) or train.batch_size % 2:
+        if kind != FailureKind.OUT_OF_MEMORY or not (self._is_on and self.config.supervise.halve_batch):
             return ""
-        smaller = dataclasses.replace(train, batch_size=train.batch_size // 2, accumulation_steps=train.accumulation_steps * 2)
-        self.config = dataclasses.replace(self.config, train=smaller)
-        return f", train.batch_size={smaller.batch_size} train.accumulation_steps={smaller.accumulation_steps}"
+        if (smaller := smaller_micro_batch(train.batch_size, train.accumulation_steps)) is None:
+            return ""
+        changed = dataclasses.replace(train, batch_size=smaller.size, accumulation_steps=smaller.accumulation)
+        self.config = dataclasses.replace(self.config, train=changed)
+        return f", {smaller.overrides}"
 
     def _advice(self, kind: FailureKind) -> str:
         """Return what to type where the process could not say it itself: it was killed."""
@@ -85,8 +88,9 @@ class Supervisor:
             return f"hang: the stacks show what the process waits for; {troubleshooting('hang')}"
         if kind != FailureKind.OUT_OF_MEMORY or (self._is_on and self.config.supervise.halve_batch):
             return ""
-        size, steps = train.batch_size // 2, train.accumulation_steps * 2
-        fix = f"train.batch_size={size} train.accumulation_steps={steps}" if train.batch_size % 2 == 0 else "train.activation_checkpointing=full"
+        same_rows, half = (find(train.batch_size, train.accumulation_steps) for find in (smaller_micro_batch, half_micro_batch))
+        fix = same_rows.overrides if same_rows is not None else "train.activation_checkpointing=full"
+        fix += f" (or {half.overrides}: {half.changes})" if half is not None else ""
         return f"out of memory: {fix} needs less, python runner/plan.py with the same overrides says how much; {troubleshooting('out-of-memory')}"
 
     def _record(self, failure: Failure, action: str, stacks: list[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.limits.memory import smallest_limit
 from common.ownership.processes import process_id
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
@@ -164,7 +165,9 @@ def test_lack_of_memory_names_settings_that_need_less(make_run) -> None:
     """Slow: a model without memory imports more of PyTorch than a run does."""
     state = make_run("pretrain", "train.batch_size=16", "train.max_steps=1")
     message = describe_out_of_memory(state, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"))
-    assert message.startswith("out of memory after step 0, 2.00 GiB more were asked for: peak")
+    assert message.startswith("out of memory after step 0, 2.00 GiB more were asked for, the limit is ")
+    size, origin = smallest_limit()
+    assert f"the limit is {size / 2**30:,.2f} GiB ({origin}): peak" in message
     assert "train.batch_size=8 train.accumulation_steps=2 (about" in message and message.endswith(f"see {PAGE}#out-of-memory") and "\n" not in message
 
 

@@ -20,12 +20,12 @@ from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.engine.optim.groups import build_optimizer
 from runner.planning.activations import saved_per_layer
-from runner.planning.alternatives import find_alternatives
+from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner
 from runner.planning.estimate import RunPlan
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
-from runner.planning.memory import CPU_LIBRARIES, FP32, computation
+from runner.planning.memory import CPU_LIBRARIES, FP32, computation, estimate_memory
 from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import planned_start
 from runner.planning.trial.start import remove_leftovers
@@ -128,6 +128,29 @@ def test_run_that_does_not_fit_gets_overrides_with_the_estimate_of_the_same_form
     assert {"precision=bf16", "train.activation_checkpointing=full"} <= by_override.keys()
     text = plan_text(plan)
     assert "does not fit" in text and halved.overrides.split()[0] in text
+
+
+def test_odd_micro_batch_that_does_not_fit_gets_one_with_the_same_rows_per_step_and_half_of_it_with_others(tiny_plan: RunPlan):
+    machine, process = dataclasses.replace(tiny_plan.machine, memory=0), 0
+    for size, accumulation, expected in ((7, 4, {(2, 14): "", (1, 28): ""}), (13, 1, {(7, 2): "14 rows per step instead of 13", (1, 13): ""}), (1, 3, {})):
+        cfg = with_train(tiny_plan.run.config, batch_size=size, accumulation_steps=accumulation)
+        found = find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, process, 1)
+        proposed = {alternative.overrides: alternative for alternative in found if alternative.overrides.count(" ") == 1}
+        assert {overrides: alternative.changes for overrides, alternative in proposed.items()} == {
+            f"train.batch_size={rows} train.accumulation_steps={steps}": changes for (rows, steps), changes in expected.items()
+        }
+        plan = dataclasses.replace(tiny_plan, machine=machine, alternatives=found)
+        shown = " ".join(plan_text(plan).split())
+        assert all(not changes or f"{overrides} ({changes})" in shown for overrides, changes in ((o, a.changes) for o, a in proposed.items()))
+
+
+def test_alternatives_share_memory_among_the_ranks_of_all_machines(tiny_plan: RunPlan):
+    cfg = dataclasses.replace(tiny_plan.run.config, distributed=dataclasses.replace(tiny_plan.run.config.distributed, name="fsdp", nproc="2", nnodes=3))
+    machine = dataclasses.replace(tiny_plan.machine, memory=0)
+    found = {each.overrides: each for each in find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 0, 2)}
+    checkpointed = with_train(cfg, activation_checkpointing="full")
+    expected = estimate_memory(checkpointed, tiny_plan.model, tiny_plan.data.shape, 1, machine.device, 0, 6)
+    assert found["train.activation_checkpointing=full"].memory == expected.total * 2  # both ranks of this machine
 
 
 def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):

@@ -19,6 +19,8 @@ from runner.config.compose import compose_config
 from runner.config.unread import check_typed_are_read
 from runner.launch import local_ranks, preflight, subprocesses
 from runner.run_dir.metadata import RunMetadata
+from runner.supervise.failures import FailureKind
+from runner.supervise.supervisor import Supervisor
 
 HEAD = """
 import json, os, signal, sys, time
@@ -227,6 +229,32 @@ def test_lack_of_memory_halves_the_micro_batch_only_if_asked_for(supervise: Any,
     ]
     with pytest.raises(UserError):  # the run is completed
         supervise(fails)
+
+
+@pytest.mark.parametrize(
+    ("size", "accumulation", "adapted", "advised"),
+    [
+        (8, 3, ", train.batch_size=4 train.accumulation_steps=6", "train.batch_size=4 train.accumulation_steps=6 needs less"),
+        (15, 1, ", train.batch_size=5 train.accumulation_steps=3", "train.batch_size=5 train.accumulation_steps=3 needs less"),
+        (
+            13, 1, ", train.batch_size=1 train.accumulation_steps=13",
+            "train.batch_size=1 train.accumulation_steps=13 (or train.batch_size=7 train.accumulation_steps=2: 14 rows per step instead of 13) needs less",
+        ),
+        (1, 4, "", "train.activation_checkpointing=full needs less"),
+    ],
+)  # fmt: skip
+def test_lack_of_memory_keeps_the_rows_of_a_step_for_odd_micro_batches(
+    config: Any, tmp_path: Path, size: int, accumulation: int, adapted: str, advised: str
+) -> None:
+    train = dataclasses.replace(config.train, batch_size=size, accumulation_steps=accumulation)
+    for halves in (True, False):
+        changed = dataclasses.replace(config, train=train, supervise=dataclasses.replace(config.supervise, halve_batch=halves))
+        with RunMetadata.open(tmp_path / f"run-{halves}") as metadata:
+            supervisor = Supervisor(changed, metadata)
+        assert supervisor._adapt(FailureKind.OUT_OF_MEMORY) == (adapted if halves else "")
+        assert halves or advised in supervisor._advice(FailureKind.OUT_OF_MEMORY)
+        after = supervisor.config.train
+        assert after.batch_size * after.accumulation_steps == size * accumulation
 
 
 @pytest.mark.slow

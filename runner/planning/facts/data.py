@@ -34,8 +34,9 @@ class BatchShape:
     def numbers(self) -> int:
         return self.rows * self.tokens
 
-    def halved(self) -> BatchShape:
-        return replace(self, rows=max(1, self.rows // 2))
+    def scaled(self, size: int, of_size: int) -> BatchShape:
+        """Return the shape of a micro-batch of `size` examples, where this one has `of_size` of them."""
+        return replace(self, rows=max(1, math.ceil(self.rows * size / of_size)))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from common.filesystem import read_bounded, write_json
 from common.limits.memory import peak_resident_bytes
 from common.plugins import import_inherited_plugins
 from runner.engine.config import Config
-from runner.engine.device.cpu import set_passive_omp_wait
+from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.train_process import config_from_json
 from runner.run_dir.contents.fields import MAX_JSON_BYTES
 
@@ -37,11 +37,12 @@ SECONDS = 60.0  # after which no further step is timed
 
 
 def run_trial_process(folder: Path) -> None:
-    set_passive_omp_wait()
+    set_wait_policy()
     import_inherited_plugins()
     request = json.loads(read_bounded(folder / "trial.json", MAX_JSON_BYTES))
     try:
-        result = run_trial(config_from_json(request["config"], folder / "trial.json"), folder / "run")
+        with adapt_spinning():
+            result = run_trial(config_from_json(request["config"], folder / "trial.json"), folder / "run")
     except UserError as error:
         result = {"error": [error.message, error.setting, error.fix]}
     write_json(folder / "result.json", result)
