@@ -114,8 +114,7 @@ def _defaults_error(error: BaseException, message: str, typed: list[str]) -> Use
         chosen = [override.lstrip("+").replace("=", "/") for override in typed]
         position = position or yaml_files.default_position(error.missing_cfg_file, dirs, [file[1] if file else "", *chosen])
         options = list(error.options or groups.get(group) or ())
-        hint = did_you_mean(name, options, "")
-        return UserError(f"{group} has no option {name}", position or error.missing_cfg_file, f"{hint} the options are {', '.join(options)}".strip())
+        return schema.unknown_option(group, name, position or error.missing_cfg_file, options)
     if unknown := re.search(r"Could not override '([^']*)'", message):
         key = unknown[1].partition("@")[0]
         if override := next((override for override in typed if overrides.key_of(override) == key), None):

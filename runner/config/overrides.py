@@ -12,7 +12,7 @@ from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
 from common.plugins import locate_plugin
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_output, literal_path, parse_value, quote_columns, quote_path
-from runner.config.schema import config_groups, config_schema
+from runner.config.schema import config_groups, config_schema, unknown_option
 
 HYDRA_PREFIXES = ("hydra.", "hydra/")
 RUN_DIR_CALLBACK = "hydra.callbacks.run_dir creates and locks the run directory"
@@ -147,9 +147,7 @@ def _check_options(group: str, value: str, options: list[str]) -> None:
         raise UserError(f"{group} takes the name of one option, got a list", f"{group}={value}", fix)
     for option in value.split(","):
         if option.strip() not in options and not (group == "experiment" and option == "null") and "(" not in value:
-            hint = did_you_mean(option, options, "")
-            message = f"{group} has no option {option}" if option else f"{group} needs the name of an option"
-            raise UserError(message, f"{group}={option}", f"{hint} the options are {', '.join(options)}".strip())
+            raise unknown_option(group, option, f"{group}={option}", options)
 
 
 def nearest_key(key: str) -> str:

@@ -15,6 +15,8 @@ from common.paths import CONF_DIR
 from common.plugins import imported_plugins
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
+OWN_PACKAGES = ("runner", "models")  # of the classes that have YAML files in conf/
+
 
 def config_schema() -> dict[str, Any]:
     """Return the type of every setting by its dotted key; a section is there too, with its dataclass.
@@ -53,10 +55,28 @@ def unread_setting(key: str, chosen: str) -> UserError:
 
 def default_values(section: str, name: str) -> dict[str, Any] | None:
     """Return the values of the class registered as `name`, as a YAML file of the group would have them; None if a setting has no default."""
-    key, registry = REGISTERED_SECTIONS[section]
-    fields = {field.name: field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)}
-    values = {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields.values()}
+    key, values = REGISTERED_SECTIONS[section][0], _field_defaults(section, name)
     return None if dataclasses.MISSING in values.values() else {"name": name, key: name, **values}
+
+
+def unknown_option(group: str, name: str, position: str, options: list[str]) -> UserError:
+    """Return the error for a name that is no option of the group: unknown, or a class of a plugin with settings that have no value."""
+    if group in REGISTERED_SECTIONS and name in REGISTERED_SECTIONS[group][1].names():
+        cls = REGISTERED_SECTIONS[group][1].get(name)
+        missing = [key for key, value in _field_defaults(group, name).items() if value is dataclasses.MISSING]
+        if missing and cls.__module__.partition(".")[0] not in OWN_PACKAGES:
+            message = f"the class {cls.__name__} of {group}={name} has no default for {', '.join(missing)}"
+            fix = f"give each a default in the class, or write DIR/{group}/{name}.yaml with their values and add --config-dir DIR"
+            return UserError(message, position, fix)
+    message = f"{group} has no option {name}" if name else f"{group} needs the name of an option"
+    return UserError(message, position, f"{did_you_mean(name, options, '')} the options are {', '.join(options)}".strip())
+
+
+def _field_defaults(section: str, name: str) -> dict[str, Any]:
+    """Return the default of each setting of a registered class but its name, MISSING where there is none."""
+    key, registry = REGISTERED_SECTIONS[section]
+    fields = [field for field in dataclasses.fields(registry.get(name)) if field.name not in ("name", key)]
+    return {field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory() for field in fields}
 
 
 def _names(section: type) -> list[str]:

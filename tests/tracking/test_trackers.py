@@ -20,6 +20,7 @@ import pytest
 from common.errors import UserError
 from runner.config.compose import compose_config
 from runner.config.overrides import check_overrides
+from runner.config.schema import config_groups, config_schema
 from runner.config.unread import check_typed_are_read
 from runner.tracking import tracker_process
 from runner.tracking.config import TRACKERS, TrackerConfig, require_package
@@ -102,6 +103,19 @@ def test_list_of_options_is_refused_with_the_setting_for_further_trackers() -> N
     with pytest.raises(UserError, match="takes the name of one option, got a list") as caught:
         check_overrides(["tracker=[tensorboard,wandb]"])
     assert caught.value.fix == "tracker=tensorboard 'tracker.also=[wandb]'"
+
+
+def test_tracker_class_without_a_default_for_each_setting_is_refused_by_their_names() -> None:
+    config_schema(), config_groups()  # kept from before the class is registered
+    TRACKERS.register("mine")(ProgramTracker)
+    try:
+        with pytest.raises(UserError, match="class ProgramTracker of tracker=mine has no default for page, console, program',") as caught:
+            check_overrides(["tracker=mine"])
+    finally:
+        TRACKERS.remove("mine")
+    assert caught.value.setting == "tracker=mine" and "give each a default in the class, or write DIR/tracker/mine.yaml" in caught.value.fix
+    with pytest.raises(UserError, match="tracker has no option mine"):
+        check_overrides(["tracker=mine"])
 
 
 def test_project_of_trackers_without_projects_is_refused() -> None:
