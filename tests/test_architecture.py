@@ -40,7 +40,7 @@ runner.inference.export.formats > runner.inference.export | runner.inference.har
 runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
 runner.engine
-runner.engine.objectives | runner.engine.optim > runner.engine.device
+runner.engine.objectives | runner.engine.optim > runner.engine.device > runner.engine.device.cpu
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
 data.batching > data.store > data.tokenize > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.families > models.config

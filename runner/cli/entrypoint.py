@@ -19,7 +19,7 @@ from runner.config import hydra_runtime, overrides
 from runner.config.flags import RERUN_FLAGS, flag_value, has_flag, parse_argv
 from runner.config.schema import config_groups, config_schema
 from runner.config.unread import check_typed_are_read
-from runner.engine.device.cpu import set_passive_omp_wait
+from runner.engine.device.cpu.spinning import set_wait_policy
 from runner.launch import preflight, torchrun
 from runner.launch.subprocesses import run_then_hard_exit
 from runner.recovery.recover import recover_run
@@ -39,7 +39,7 @@ Task = Callable[[DictConfig], float]
 
 def train_command(task: Task, argv: list[str] | None = None) -> None:
     """Execute the command line `argv` (default: of this process); Hydra calls `task` for a new run. Exits with the code of common/exit_codes.py."""
-    set_passive_omp_wait()
+    set_wait_policy()
     ignore_broken_pipe()
     argv = sys.argv[1:] if argv is None else argv
     if torchrun.is_multi_process():

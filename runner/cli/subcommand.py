@@ -30,7 +30,7 @@ from runner.config.hydra_errors import translating_hydra_errors, value_error
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_path, quote_columns
 from runner.config.schema import config_groups, config_schema, iter_fields
 from runner.engine.config import Config
-from runner.engine.device.cpu import set_passive_omp_wait
+from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.signals import CtrlC
 from runner.run_dir.initial_weights import adopt_model, resolve_start
 from runner.run_dir.resolve import resolve_model_override
@@ -53,10 +53,10 @@ def run_subcommand(
     returns instead; resume= and --multirun are then allowed.
     Exits with the code of common/exit_codes.py unless the action returns.
     """
-    set_passive_omp_wait()
+    set_wait_policy()
     ignore_broken_pipe()
     kinds = value_kinds(schema)
-    with exiting_with_code(), CtrlC():
+    with exiting_with_code(), CtrlC(), adapt_spinning():
         typed, flags = _parse(sys.argv[1:], kinds, with_train_config)
         if has_flag(flags, "--help"):
             return print(help.subcommand_help(name, schema, with_train_config))

@@ -32,7 +32,8 @@ from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
-from runner.engine.device.cpu import separate_large_blocks
+from runner.engine.device.cpu.allocator import separate_large_blocks
+from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
@@ -53,15 +54,14 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     Raises UserError if the settings, the data and the machine do not fit together, StopRequested if `stop_requested()` on some rank.
     """
     dist = init_distributed(cfg.distributed, cfg.device)
-    if dist.device.type == "cpu":
-        separate_large_blocks()
+    saved = read_newest_state(run_dir)
+    thread_reason = prepare_cpu(saved) if dist.device.type == "cpu" else None
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
     tokenizer = load_tokenizer(cfg, run_dir)
     stop = as_stop_requests(stop_requested)
     pipeline = do_unless_stopped(dist, stop, "before the first step", partial(build_data_pipeline, cfg, tokenizer))
     update_metadata(data=pipeline.files, evaluation=pipeline.evaluation)
-    saved = read_newest_state(run_dir)
     rows_per_step = resolve_rows_per_step(cfg, dist.size, saved["compatibility"] if saved else {})
     check_cuda_graphs(cfg.train.compile, dist.device, math.ceil(rows_per_step / (dist.size * cfg.train.batch_size)))
     build = partial(prepare_model, cfg, dist.device, resumed_run=None if saved is None else run_dir)
@@ -95,7 +95,15 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         attempt=attempt,
         update_metadata=update_metadata,
         compatibility=compatibility,
+        thread_reason=thread_reason,
     )
+
+
+def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
+    """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own number of threads."""
+    separate_large_blocks()
+    threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
+    return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
 def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
@@ -251,7 +259,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
     parameters, trainable = (sum(p.numel() for p in state.model.parameters() if p.requires_grad or not only) for only in (False, True))
     trained = "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
     labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
-    threads = torch.get_num_threads()
+    threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
     summary = {
         "run": display_path(state.run_dir),
         **{title: text for title, text in labels if text},
@@ -262,7 +270,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "data": data_summary(cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out),
         "batch": batch_summary(state),
         "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
-        "device": f"{state.dist.device}, {cfg.precision.name}, {threads} threads" + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
+        "device": f"{state.dist.device}, {cfg.precision.name}, {threads}" + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
         "compile": state.compile_decision.reason,
     }
     return summary | ({"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {})

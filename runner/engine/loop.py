@@ -17,7 +17,7 @@ from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.build import run_summary
-from runner.engine.device.cpu import keep_freed_memory
+from runner.engine.device.cpu.allocator import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, set_rng_state
 from runner.engine.device.stop import as_stop_requests

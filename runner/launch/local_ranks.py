@@ -24,6 +24,7 @@ from common.paths import REPO_ROOT
 from data.background import describe_state
 from runner.config.hydra_runtime import rank_environment
 from runner.engine.config import Config
+from runner.engine.device.cpu.threads import available_cores
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
@@ -231,7 +232,7 @@ def threads_per_rank(count: int) -> str:
     given, share = os.environ.get("OMP_NUM_THREADS"), os.environ.get(subprocesses.THREADS_ENV)
     if given and given != share:  # a sweep sets both to the same value
         return given
-    return str(max(1, int(share or len(os.sched_getaffinity(0))) // count))
+    return str(max(1, int(share or available_cores()) // count))
 
 
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:

@@ -17,6 +17,8 @@ from common.filesystem import DISK_ERRORS, describe_disk_error
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, WRITTEN_BY, recorded_environment, settings_fingerprint
 from runner.config.compose import to_config
 from runner.engine.config import Config
+from runner.engine.device.cpu.running_trainings import RunningTrainings
+from runner.engine.device.cpu.spinning import adapt_spinning
 from runner.engine.state import TrainState
 from runner.launch.signals import StopFlag
 from runner.recovery.run_record import record_run_dir
@@ -36,7 +38,8 @@ PEER_LOST_TEXTS = ("closed by peer", "reset by peer", "Broken pipe", "remote pro
 
 def train_or_verify(config: Config, metadata: RunMetadata, stop: StopFlag) -> float:
     """Train in the run directory of `metadata`, from its newest checkpoint if there is one; return the loss that a sweep compares."""
-    return _verify_resume(config, metadata, stop) if config.train.verify_resume else _train(config, metadata, stop)
+    with RunningTrainings().registered(), adapt_spinning():
+        return _verify_resume(config, metadata, stop) if config.train.verify_resume else _train(config, metadata, stop)
 
 
 def train_as_rank(config: Config, metadata: RunMetadata, stop: StopFlag) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import open_append
+from runner.engine.device.cpu.threads import available_cores
 from runner.launch import subprocesses
 from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions
 
@@ -87,7 +88,7 @@ def make_slots(workers: int | None, devices: Sequence[Any] | None) -> list[Slot]
         )
     per_worker = max(1, len(names) // count)
     # each torch process takes all cores by default: two of them would wait for each other
-    threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, len(os.sched_getaffinity(0)) // count)
+    threads = None if count == 1 or "OMP_NUM_THREADS" in os.environ else max(1, available_cores() // count)
     return [Slot(threads, [names[(worker * per_worker + i) % len(names)] for i in range(per_worker)] if names else None) for worker in range(count)]
 
 

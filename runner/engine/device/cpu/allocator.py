@@ -1,4 +1,4 @@
-"""Process settings for training on a CPU: memory allocator and thread waiting."""
+"""Memory allocator of a process that trains on a CPU."""
 
 from __future__ import annotations
 
@@ -42,11 +42,3 @@ def _glibc_mallopt() -> Callable[[int, int], int] | None:
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return None
     return getattr(ctypes.CDLL(None), "mallopt", None)
-
-
-def set_passive_omp_wait() -> None:
-    """Let torch's threads sleep while they wait for each other, unless the user has set it; call before torch is imported.
-
-    By default they spin, and on a machine with other load a step takes up to eight times as long.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
