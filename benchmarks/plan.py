@@ -24,6 +24,7 @@ CASES = {
     "tiny, LoRA": "stage=lora",
     "tiny, DPO": "stage=dpo",
     "26m, packed": "model=minimind_26m data.max_length=512 train.batch_size=2 optimizer=adamw",
+    "26m, packed, saved in between": "model=minimind_26m data.max_length=512 train.batch_size=2 optimizer=adamw train.save_every=2",
     "26m, SFT unpacked, bf16": "model=minimind_26m stage=sft data.packing=none precision=bf16 train.batch_size=4 optimizer=adamw",
     "26m, LoRA unpacked": "model=minimind_26m stage=lora data.packing=none train.batch_size=4",
     "26m, full checkpointing": "model=minimind_26m data.max_length=512 train.batch_size=4 train.activation_checkpointing=full",

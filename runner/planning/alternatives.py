@@ -37,7 +37,7 @@ def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: 
     def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape, changes: str = "") -> bool:
         per_rank = min(changed.train.batch_size * changed.train.accumulation_steps, -(-data.sequences // world))
         micro_batches = -(-per_rank // changed.train.batch_size)
-        memory = estimate_memory(changed, of_model, shape, micro_batches, machine.device, process, world)
+        memory = estimate_memory(changed, of_model, shape, data.steps, micro_batches, machine.device, process, world)
         total = memory.total * (ranks if machine.device == "cpu" else 1)
         found.append(Alternative(overrides, total, total <= machine.memory, changes))
         return found[-1].fits

@@ -52,7 +52,7 @@ class Planner:
         cfg.model.check_memory()
         data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
         facts = self._model(cfg)
-        memory = estimate_memory(cfg, facts, data.shape, data.micro_batches, machine.device, self._process, ranks * cfg.distributed.nnodes)
+        memory = estimate_memory(cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, ranks * cfg.distributed.nnodes)
         result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks)
         if not result.fits_memory:
             result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks)

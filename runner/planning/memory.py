@@ -47,8 +47,10 @@ def computation(cfg: Config, facts: ModelSizes, device: str) -> Computation:
     return Computation(width, device == "cpu", cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank)
 
 
-def estimate_memory(cfg: Config, facts: ModelSizes, shape: BatchShape, micro_batches: int, device: str, process: int, ranks: int = 1) -> MemoryEstimate:
-    """`process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda."""
+def estimate_memory(
+    cfg: Config, facts: ModelSizes, shape: BatchShape, steps: int, micro_batches: int, device: str, process: int, ranks: int = 1
+) -> MemoryEstimate:
+    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda."""
     how = computation(cfg, facts, device)
     shards = ranks if cfg.distributed.name == "fsdp" else 1
     held = {
@@ -59,6 +61,13 @@ def estimate_memory(cfg: Config, facts: ModelSizes, shape: BatchShape, micro_bat
     }
     keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
     moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards).items()}
+    if how.on_cpu:
+        copies = {"checkpoint copy": _save_copies(cfg, facts, steps)}
+        if 0 < cfg.train.save_every < steps:  # the next step begins while the copies are written
+            moments = {f"{name}, while a checkpoint is written": parts | copies for name, parts in moments.items()}
+        moments["save"] = held | copies
+        if cfg.train.save_every and cfg.evaluates:  # of the saved step, at once
+            moments["evaluation, while a checkpoint is written"] = held | copies | _evaluation(facts, shape, how)
     if cfg.init_from != "scratch":
         loaded = FP32 * facts.parameters
         moments["while the weights are loaded"] = held | {"optimizer": 0, "workspace": loaded if device == "cpu" else 0}
@@ -86,11 +95,26 @@ def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients:
         "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
         "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * facts.largest_matrix if cfg.optimizer.name == "muon" else 0},
     }
-    if how.on_cpu:
-        copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
-        copies += FP32 * facts.trained if cfg.evaluates else 0  # weights of the best evaluation that are still being written
-        moments["save"] = {"checkpoint copy": copies}
     return moments
+
+
+def _save_copies(cfg: Config, facts: ModelSizes, steps: int) -> int:
+    """Return the bytes of a checkpoint in host memory, and of the best weights that may still be written when it is copied.
+
+    The best weights have a copy of their own if the step of their evaluation is not saved; otherwise they are those of its checkpoint.
+    """
+    train, checkpoint = cfg.train, FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    if train.save_every:
+        is_apart = cfg.evaluates and train.eval_every < steps and train.eval_every % train.save_every != 0
+    else:
+        is_apart = cfg.evaluates or train.final_eval_rows > 0
+    return checkpoint + FP32 * facts.trained * is_apart
+
+
+def _evaluation(facts: ModelSizes, shape: BatchShape, how: Computation) -> dict[str, int]:
+    """Return part -> bytes of a forward pass that saves nothing: one layer at a time, then a chunk of logits."""
+    layer, plain = facts.layer, dataclasses.replace(how, checkpointing="none")
+    return {"activations": saved_per_layer(layer, shape, plain) + _outside_layers(facts, shape, how), "logits and loss": _logits_bytes(facts, shape, how)}
 
 
 def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
@@ -120,14 +144,19 @@ def _outside_layers(facts: ModelSizes, shape: BatchShape, how: Computation) -> i
 
 def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computation) -> tuple[int, int]:
     """Return (bytes while the loss and its gradients are computed in chunks of tokens, bytes that stay until the backward pass)."""
-    from models.layers.chunked_loss import LOGITS_PER_CHUNK
-
     D, V, n, c = facts.layer.hidden, facts.vocab, shape.numbers, how.width
-    chunk = min(n, max(1, LOGITS_PER_CHUNK["cpu" if how.on_cpu else "cuda"] // V)) * V
-    logits = chunk * (FP32 if c == FP32 else FP32 + 2 * c)
-    rounded = V * D * c if c != FP32 else 0
+    logits = _logits_bytes(facts, shape, how)
     trained = V * D * (FP32 + c) if _trains_head(how) else 0  # the gradient of the output layer, and the part of a chunk
     inputs = 2 * n * D * c
     if cfg.stage.needs_reference:  # each token has a weight of its own: logits are computed again in the backward pass
-        return logits + rounded + trained + inputs, n * D * c
-    return logits + rounded + trained + inputs, n * D * c + (V * D * FP32 if _trains_head(how) else 0)
+        return logits + trained + inputs, n * D * c
+    return logits + trained + inputs, n * D * c + (V * D * FP32 if _trains_head(how) else 0)
+
+
+def _logits_bytes(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
+    """Return the bytes of a chunk of logits, and of the output layer rounded to 16 bits."""
+    from models.layers.chunked_loss import LOGITS_PER_CHUNK
+
+    V, c = facts.vocab, how.width
+    chunk = min(shape.numbers, max(1, LOGITS_PER_CHUNK["cpu" if how.on_cpu else "cuda"] // V)) * V
+    return chunk * FP32 if c == FP32 else chunk * (FP32 + 2 * c) + V * facts.layer.hidden * c

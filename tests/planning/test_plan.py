@@ -107,6 +107,32 @@ def test_every_part_of_the_memory_grows_with_what_it_holds(tiny_plan: RunPlan):
     assert larger.memory.parts["weights"] == parts["weights"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps", "copies"),
+    [
+        ({"eval_every": 100, "save_every": 100}, 300, 1),
+        ({"eval_every": 100, "save_every": 50}, 300, 1),
+        ({"eval_every": 100, "save_every": 200}, 300, 2),
+        ({"eval_every": 100, "save_every": 200}, 100, 1),  # only the last step is evaluated, and it is saved
+        ({"eval_every": 100, "save_every": 0}, 100, 2),  # saved at the end, after that evaluation
+        ({"eval_every": 0, "save_every": 0, "final_eval_rows": 8}, 100, 2),
+        ({"eval_every": 0, "save_every": 0, "final_eval_rows": 0}, 100, 1),
+    ],
+)
+def test_save_counts_a_copy_of_the_best_weights_only_if_their_step_is_not_saved(tiny_plan: RunPlan, settings: dict[str, int], steps: int, copies: int) -> None:
+    cfg, facts = with_train(tiny_plan.run.config, **settings), tiny_plan.model
+    memory = estimate_memory(cfg, facts, BatchShape(1, 8, is_packed=False), steps, 1, "cpu", 0)
+    assert memory.parts["checkpoint copy"] == FP32 * (copies * facts.trained + facts.optimizer_numbers(cfg.optimizer))
+
+
+def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunPlan) -> None:
+    cfg, facts, shape = with_train(tiny_plan.run.config, eval_every=2, save_every=2), tiny_plan.model, tiny_plan.data.shape
+    at_end, between = (estimate_memory(cfg, facts, shape, steps, 1, "cpu", 0) for steps in (2, 3))
+    copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
+    assert between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
+    assert estimate_memory(cfg, facts, shape, 3, 1, "cuda", 0).total == estimate_memory(cfg, facts, shape, 2, 1, "cuda", 0).total  # they are in host memory
+
+
 def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
     data = tiny_plan.data
     assert (data.steps, data.micro_batches, data.sequences_per_step) == (4, 1, 4)
@@ -149,7 +175,7 @@ def test_alternatives_share_memory_among_the_ranks_of_all_machines(tiny_plan: Ru
     machine = dataclasses.replace(tiny_plan.machine, memory=0)
     found = {each.overrides: each for each in find_alternatives(cfg, tiny_plan.model, tiny_plan.data, machine, 0, 2)}
     checkpointed = with_train(cfg, activation_checkpointing="full")
-    expected = estimate_memory(checkpointed, tiny_plan.model, tiny_plan.data.shape, 1, machine.device, 0, 6)
+    expected = estimate_memory(checkpointed, tiny_plan.model, tiny_plan.data.shape, 4, 1, machine.device, 0, 6)
     assert found["train.activation_checkpointing=full"].memory == expected.total * 2  # both ranks of this machine
 
 
