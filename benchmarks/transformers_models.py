@@ -9,13 +9,12 @@ Ratios are medians of the ratios of each round: of useful tokens per second, and
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from lib.interleave import CaseProcess, case_spec, measure, ratio, tokens_per_second
-from lib.results import report_result, result_parser, write_numbers
+from lib.results import machine_line, report_result, result_parser, write_numbers
 from lib.runs import SAMPLES, compose_run
 from speed import why_left_out, write_rows
 
@@ -132,13 +131,6 @@ def choose_models(names: str | None) -> list[str]:
     return chosen
 
 
-def processor() -> str:
-    """Return the name of the processor, and whether it has bf16 matrix units (Linux)."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return f"{facts.get('model name', 'unknown processor')}, AMX: {'yes' if 'amx_bf16' in facts.get('flags', '') else 'no'}"
-
-
 def main(args: argparse.Namespace) -> None:
     lines, messages = list[dict[str, Any]](), list[str]()
     for name in choose_models(args.models):
@@ -152,13 +144,12 @@ def main(args: argparse.Namespace) -> None:
             print(table(lines), flush=True)
     flags = {"path": Path(args.path).name, "rounds": args.rounds} | ({"models": f'"{args.models}"'} if args.models else {})
     command = " ".join(["python benchmarks/transformers_models.py", *(f"--{flag} {value}" for flag, value in flags.items()), *args.overrides])
-    text = "\n\n".join([f"bf16, {ROWS} x {LENGTH}, {processor()}", table(lines), *dict.fromkeys(messages)])
+    text = "\n\n".join([f"bf16, {ROWS} x {LENGTH}", table(lines), *dict.fromkeys(messages)])
     report_result("transformers_models", "SFT of published model shapes beside other trainers", command, text, args.write)
     if args.write:
-        environment = {variable: os.environ.get(variable) for variable in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
         write_numbers(
             "transformers_models",
-            {"command": command, "rows": ROWS, "length": LENGTH, "cores": os.cpu_count(), "processor": processor(), **environment, "cases": lines},
+            {"command": command, "rows": ROWS, "length": LENGTH, "machine": machine_line(), "cases": lines},
         )
 
 
