@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from runner.diagnostics.history import RECENT, WINDOW, RunHistory
-from runner.diagnostics.symptoms import RunFacts, Symptom
+from runner.diagnostics.symptoms import RunFacts, Symptom, lr_after_divergence
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses alternate between 0 and 8.
 # So a loss counts as high if it is above the largest of the WINDOW before it, not above their mean.
@@ -51,7 +51,7 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
     level = history.level()
     if level is None:
         return None
-    step, fix = history.steps[-1], f"optimizer.lr={facts.lr / 10:g} (now {facts.lr:g}), or {_warmup(facts)}"
+    step, fix = history.steps[-1], f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
     rise = level - history.lowest_level
     is_far = rise > DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest
     stays = rise > max(STAYING_RISE, STAYING_SHARE * history.lowest_level) and min(history.losses[-WINDOW:]) > history.high_at_lowest

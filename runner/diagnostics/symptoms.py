@@ -14,6 +14,11 @@ def troubleshooting(section: str) -> str:
     return f"see {PAGE}#{section}"
 
 
+def lr_after_divergence(lr: float) -> str:
+    """Return the learning rate that is proposed to a run that diverges: a tenth."""
+    return f"{lr / 10:g}"
+
+
 @dataclass(frozen=True)
 class Symptom:
     name: str  # anchor of its section

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.paths import REPO_ROOT, command_line_here, display_path
+from runner.diagnostics.symptoms import lr_after_divergence
 from runner.tracking.run_end import NextCommand
 
 STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}  # of evaluate.py, by data format
 NEXT_STAGES = {"pretrain": ("sft", ""), "sft": ("dpo", "stage=dpo_lora, or stage=lora")}  # stage -> (the next one, other choices)
 LR_OVERRIDE = "optimizer.lr="
-DIVERGED_LR_DIVISOR = 3  # of the learning rate that is proposed after divergence
 SAMPLES = REPO_ROOT / "data" / "samples"
 
 
@@ -40,7 +40,7 @@ def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextComma
 
 def commands_after_divergence(run_dir: Path, lr: float, overrides: list[str], can_resume: bool) -> tuple[NextCommand, ...]:
     """Return what to type after a run that has diverged, with a smaller learning rate. `overrides`: those of the run; `can_resume`: from a checkpoint."""
-    smaller = f"{LR_OVERRIDE}{lr / DIVERGED_LR_DIVISOR:.2g}"
+    smaller = f"{LR_OVERRIDE}{lr_after_divergence(lr)}"
     others = [override for override in overrides if not override.lstrip("+").startswith(LR_OVERRIDE)]
     again = _command("train", "start again with a smaller learning rate", *others, smaller)
     resume = _command("train", "or continue from the newest checkpoint with it", f"resume={display_path(run_dir)}", smaller)

@@ -183,7 +183,7 @@ def test_page_of_a_run_that_trains_is_stale_after_ten_records(tmp_path: Path, mo
 def test_run_page_of_a_diverged_run_proposes_a_smaller_learning_rate_and_no_plain_resume(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [train(1), train(2)], status="failed", outcome="diverged")
     text = run_text(folder)
-    assert "diverged" in text and "optimizer.lr=0.00033" in text and "resume=" not in text
+    assert "diverged" in text and "optimizer.lr=0.0001" in text and "resume=" not in text
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_next_commands_name_this_python_and_this_checkout_from_another_directory
 def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rate() -> None:
     overrides = ["stage=sft", "optimizer.lr=0.03", "data.path=my texts.jsonl"]
     again, resume = commands_after_divergence(RUN, 0.03, overrides, can_resume=True)
-    assert again.arguments[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.01")
-    assert resume.arguments[2:] == ("resume=outputs/2026-11-21/10-00-00", "optimizer.lr=0.01")
+    assert again.arguments[2:] == ("stage=sft", "data.path=my texts.jsonl", "optimizer.lr=0.003")
+    assert resume.arguments[2:] == ("resume=outputs/2026-11-21/10-00-00", "optimizer.lr=0.003")
     assert commands_after_divergence(RUN, 0.03, overrides, can_resume=False) == (again,)
 
 
