@@ -17,6 +17,7 @@ from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
 from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.build import run_summary
+from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu.allocator import keep_freed_memory
 from runner.engine.device.heartbeat import enter
 from runner.engine.device.rng import get_rng_state, set_rng_state
@@ -52,6 +53,12 @@ def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False)
             return finish(state)
         except StopRequested:
             save_and_interrupt(state)
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            if state.stop() and state.dist.size == 1:  # the signal has ended the compiler, too
+                save_and_interrupt(state)
+            raise TrainingError(describe_compile_error(error)) from error
     except BaseException as error:
         save_before_failure(state, error)
         if isinstance(error, DamagedStoreError):

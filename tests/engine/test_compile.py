@@ -1,11 +1,15 @@
 """train.compile=auto decides from settings only; the decision is in the header of the log, and compiled programs are kept between runs."""
 
+import fcntl
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from common import paths
+from common.errors import Interrupted, TrainingError
+from runner.engine import loop
 from runner.engine.build import run_summary
 from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
@@ -67,3 +71,52 @@ def test_compile_auto_is_off_with_experts_or_without_a_compiler(monkeypatch):
     assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "default"
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert resolve_compile_mode("auto", 1e30, CPU, threads=2, has_experts=False).mode == "off"
+
+
+def test_compiled_programs_that_are_incomplete_are_removed(tmp_path, monkeypatch):
+    """A run that was killed while it compiled made every later one fail: torch loads what is in its cache."""
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    folder = tmp_path / ".cache" / "compiled"
+    (folder / "ab").mkdir(parents=True), (folder / "locks").mkdir()
+    whole = Path(torch._C.__file__).read_bytes()
+    contents = {
+        "whole": whole,
+        "cut": whole[: len(whole) // 2],
+        "header": whole[:40],
+        "empty": b"",
+        "unwritten": bytes(5000),
+        "locked": whole[: len(whole) // 2],
+        "other": b"\xcf\xfa" + bytes(100),
+    }
+    for name, content in contents.items():
+        (folder / "ab" / f"{name}.main.so").write_bytes(content)
+        (folder / "locks" / f"{name}.lock").touch()
+    with (folder / "locks" / "locked.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        set_inductor_cache()
+    assert sorted(path.name for path in (folder / "ab").iterdir()) == ["locked.main.so", "other.main.so", "whole.main.so"]
+
+
+def fail_to_compile(*args):
+    from torch._inductor.exc import CppCompileError
+
+    raise CppCompileError(["g++", "-O3"], "main.cpp:1:\nmain.cpp:7:3: error: killed")
+
+
+def test_compile_error_names_its_cause_and_the_way_without_it(make_run, monkeypatch):
+    monkeypatch.setattr(loop, "train_steps", fail_to_compile)
+    with pytest.raises(TrainingError, match=r"^torch.compile failed: main.cpp:7:3: error: killed; train without it: train.compile=off$"):
+        train(make_run("pretrain"))
+
+
+def test_stop_signal_that_also_ends_the_compiler_interrupts_the_run(make_run, monkeypatch):
+    """A batch system signals every process of a job."""
+    requested = [False]
+
+    def stop_while_compiling(state):
+        requested[0] = True
+        fail_to_compile()
+
+    monkeypatch.setattr(loop, "train_steps", stop_while_compiling)
+    with pytest.raises(Interrupted):
+        train(make_run("pretrain"), lambda: requested[0])

@@ -6,7 +6,9 @@ import atexit
 import os
 import shutil
 import stat
+import struct
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # record CUDA graphs on a GPU
+ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
+MAX_REASON = 300  # characters
 BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a run that gains as much as compiling costs; cpu: per thread
 
 
@@ -78,7 +82,56 @@ def set_inductor_cache() -> None:
     if not _is_private(folder):
         folder = Path(tempfile.mkdtemp(prefix="compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    remove_incomplete_programs(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
+def remove_incomplete_programs(folder: Path) -> None:
+    """Delete compiled programs that a killed compiler or a full disk has left incomplete: torch would load them, and fail, in every later run.
+
+    A program that another process is writing is left: that process holds its lock.
+    """
+    for program in folder.glob("*/*.so"):
+        with suppress(OSError):
+            if not _is_complete(program) and not _is_locked(folder / "locks" / f"{program.name.partition('.')[0]}.lock"):
+                program.unlink()
+
+
+def _is_complete(program: Path) -> bool:
+    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are, and their table, last."""
+    with program.open("rb") as file:
+        header = file.read(ELF_HEADER.size)
+    if len(header) < ELF_HEADER.size or header.startswith(b"\0\0\0\0"):
+        return False
+    if not header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian; another format is not judged
+        return True
+    _, sections_at, section_size, sections = ELF_HEADER.unpack(header)
+    return program.stat().st_size >= sections_at + section_size * sections
+
+
+def _is_locked(file: Path) -> bool:
+    import fcntl
+
+    if not file.exists():
+        return False
+    with file.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Return whether torch.compile has raised `error`."""
+    return any(kind.__module__.startswith(("torch._dynamo", "torch._inductor")) for kind in type(error).__mro__)
+
+
+def describe_compile_error(error: BaseException) -> str:
+    """Return what the compiler says, one line, and what to do."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = next((line for line in lines if "error: " in line), lines[0] if lines else type(error).__name__)
+    return f"torch.compile failed: {reason[:MAX_REASON]}; train without it: train.compile=off"
 
 
 def _is_private(folder: Path) -> bool:
