@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from common.errors import StopRequested
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
+from runner.launch import signals
+from runner.launch.signals import STOP_SIGNALS, CtrlC, SignalForwarder, StopFlag
 
 ROOT = Path(__file__).parents[2]
+NO_DUPLICATES = "from runner.launch import signals; signals.DUPLICATE_SIGNAL_WINDOW = -1.0"  # every further signal is a second request, however soon it comes
 WAIT = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
+{NO_DUPLICATES}
 from runner.launch.signals import StopFlag
 with StopFlag() as stop:
     print("ready", flush=True)
@@ -44,12 +51,18 @@ def test_stop_flag_second_signal_ends_the_process(second):
     assert child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGTERM)
     assert child.stdout.readline() == "SIGTERM\n"
-    time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
     child.send_signal(second)
     assert child.wait(10) == 128 + second
     child.stdout.close()
 
 
+@pytest.fixture
+def every_signal_is_a_duplicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a machine that stops this process for a second between two signals."""
+    monkeypatch.setattr(signals, "DUPLICATE_SIGNAL_WINDOW", math.inf)
+
+
+@pytest.mark.usefixtures("every_signal_is_a_duplicate")
 def test_stop_flag_ignores_a_duplicate_of_the_signal():
     with StopFlag() as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -57,11 +70,21 @@ def test_stop_flag_ignores_a_duplicate_of_the_signal():
         assert stop.signal == signal.SIGINT  # and the process has not exited
 
 
+@pytest.mark.usefixtures("every_signal_is_a_duplicate")
 def test_stop_flag_acknowledges_the_first_signal_once(capfd):
     with StopFlag(announces=True):
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGHUP)  # the duplicate
     assert capfd.readouterr().err == "\nSIGHUP: stopping at the start; again to stop now\n"
+
+
+def written_to(terminal: int) -> str:
+    """Return all that was written to the other end of `terminal`, which is closed; it may arrive in parts."""
+    parts = []
+    with suppress(OSError):  # EIO: the end
+        while part := os.read(terminal, 1000):
+            parts.append(part)
+    return b"".join(parts).decode()
 
 
 @pytest.mark.parametrize(("term", "erase", "cursor"), [("xterm", "\r\x1b[2K", "\x1b[?25h\r\n"), ("dumb", "\r\n", "")])
@@ -72,11 +95,10 @@ def test_stop_flag_replaces_the_bar_of_a_terminal_and_shows_its_cursor_again(ter
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGINT)
         assert child.stdout.readline() == "SIGINT\n"
-        time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 130
     os.close(child_end)
-    assert os.read(terminal, 1000).decode() == f"{erase}SIGINT: stopping at the start; again to stop now\r\n{cursor}"
+    assert written_to(terminal) == f"{erase}SIGINT: stopping at the start; again to stop now\r\n{cursor}"
     os.close(terminal)
 
 
@@ -100,28 +122,37 @@ def test_stop_flag_leaves_sighup_ignored_under_nohup():
         signal.signal(signal.SIGHUP, before)
 
 
-def in_c_code(block: str) -> subprocess.Popen:
+def in_c_code(block: str, setup: str = "") -> subprocess.Popen:
     """Start a process whose main thread is in a C function, as in a compilation, within `block`: Python handlers do not run there."""
     program = f"""
 import ctypes, signal, sys; sys.path.insert(0, {str(ROOT)!r})
+{setup}
 from runner.launch.signals import CtrlC, StopFlag
 with {block}:
     print("ready", flush=True)
     signal.siginterrupt(signal.SIGTERM, False), signal.siginterrupt(signal.SIGINT, False)
-    ctypes.CDLL(None).read(sys.stdin.fileno(), ctypes.create_string_buffer(1), 1)  # restarted after each signal
+    libc = ctypes.CDLL(None)
+    libc.fread(ctypes.create_string_buffer(2), 1, 2, ctypes.c_void_p.in_dll(libc, "stdin"))  # restarted after each signal
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
-    time.sleep(0.2)  # until it is in the call
+    child.stdin.write("1")  # the first of the two bytes that the call waits for
+    child.stdin.flush()
+    while unread_bytes(child.stdin.fileno()) and child.poll() is None:
+        time.sleep(0.01)
     return child
 
 
+def unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_thread_is_in_c_code():
-    with in_c_code("StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')") as child:
+    block = "StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')"
+    with in_c_code(block, NO_DUPLICATES) as child:
         child.send_signal(signal.SIGTERM)
         assert select.select([child.stderr], [], [], 10)[0], "no acknowledgement"
         assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
-        time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 128 + signal.SIGINT
 
