@@ -239,7 +239,8 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
     steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    tokens = steps * loader.sampler.global_batch_size / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
+    rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)  # an epoch may have fewer rows than a step asks for
+    tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
     return 6.0 * tokens * sum(p.numel() for p in model.parameters())
 
 
@@ -285,4 +286,6 @@ def batch_summary(state: TrainState) -> str:
     else:
         kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
     micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
-    return f"{train.batch_size} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"
+    if rows > (available := state.loader.sampler.size):
+        details = f", of which an epoch has {available:,}{details}"
+    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"

@@ -32,6 +32,8 @@ from runner.run_dir.contents.files import (
 )
 from runner.run_dir.lock import RunLock, acquire_rank, acquire_run, describe_processes, unusable_error
 
+MAX_ERROR = 4_000  # characters of an error that are recorded: its beginning and its end
+
 
 class RunMetadata:
     """The metadata of a run directory whose lock this process holds. `fields` is the content of run.json; only the methods change it."""
@@ -213,6 +215,8 @@ class RunMetadata:
     def finish(self, outcome: Outcome, error: str | None = None, **fields: Any) -> None:
         """End this attempt with `outcome`. The status of a diverged run is `failed`. Raises TrainingError if the disk refuses."""
         status = Outcome.FAILED if outcome == Outcome.DIVERGED else outcome
+        if error is not None and len(error) > MAX_ERROR:  # the command line of a compiler, say
+            error = f"{error[: MAX_ERROR // 2]} ... {error[-MAX_ERROR // 2 :]}"
         changed = {"status": status, "outcome": outcome, "error": error, "ended": timestamp(), **fields}
         end = {name: changed[name] for name in provenance.RECORDED_AT_THE_END if name in changed}
         changed["attempts"] = self._described(**end)

@@ -417,3 +417,12 @@ def test_completed_run_that_trains_further_is_interrupted_before_its_new_setting
         with pytest.raises(UserError), metadata.reopened():
             raise UserError("a", "b", "c")
         assert fields_of(tmp_path)["status"] == "completed"
+
+
+def test_long_error_is_recorded_by_its_beginning_and_its_end(tmp_path):
+    """The command line of a compiler made pages of 97 kB."""
+    with RunMetadata.open(tmp_path) as metadata:
+        metadata.mark_running()
+        metadata.finish(Outcome.FAILED, error="first" + "x" * 100_000 + "last")
+        error = metadata.fields["error"]
+    assert error.startswith("firstx") and error.endswith("xlast") and len(error) < 5_000
