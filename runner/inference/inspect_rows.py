@@ -56,7 +56,7 @@ def inspect_rows(cfg: RowsConfig, run: Config) -> None:
     chosen = _find_row(cfg.row, pipeline) if cfg.row is not None else []
     view = open_token_view(cfg.plain)
     view.print("\n".join([data_table(pipeline.files), *pipeline.notes, *(f"warning: {warning}" for warning in pipeline.warnings)]))
-    view.print(f"rows per epoch: {len(pipeline.train.rows):,}; held out: {pipeline.held_out:,}")
+    view.print(f"rows per epoch: {len(pipeline.train.rows):,}, {pipeline.held_out:,} more held out")
     for line in ["", *length_histogram(pipeline.train.rows), "", *_fill_ratios(pipeline.train, run, tokenizer), ""]:
         view.print(line)
     sequences = {"": chosen} if chosen else {f"sequence {i}": pipeline.train[i] for i in _first_sequences(pipeline, run, tokenizer, cfg.n)}

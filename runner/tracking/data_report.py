@@ -63,7 +63,7 @@ def data_summary(paths: list[str], files: list[dict[str, Any]], rows: int, held_
     """Return what there is to train on, `rows` and `held_out`, and what data.max_length costs in all `files`."""
     tokens, loss_tokens, lost = (sum(file[key] for file in files) for key in ("tokens", "loss_tokens", "lost_loss_tokens"))
     cut = f"{lost / (loss_tokens + lost):.1%} cut off" if lost else "none cut off"
-    held = f", {held_out:,} held out" if held_out else ", none held out"
+    held = f", {held_out:,} more held out" if held_out else ", none held out"
     named = _listed([display_path(Path(path)) if Path(path).is_absolute() else path for path in paths], MAX_LISTED_FILES)
     return f"{named}\n{rows:,} rows{held}; {tokens:,} tokens in all files, {loss_tokens:,} with loss, {cut}"
 

@@ -28,7 +28,7 @@ HEADER = {
     "run": "outputs/2026-11-21/10-00-00",
     "note": "一个关于小猫和小狗的故事，" * 8,
     "model": "tiny, 1,607,040 parameters, " + "and a long description of its kernels " * 4,
-    "data": "data/samples/pretrain.jsonl\n2,320 rows, 232 held out; 143,501 tokens in all files, 140,949 with loss, 9.8% cut off",
+    "data": "data/samples/pretrain.jsonl\n2,320 rows, 232 more held out; 143,501 tokens in all files, 140,949 with loss, 9.8% cut off",
 }
 
 

@@ -75,7 +75,7 @@ def test_data_table_leaves_out_columns_of_zeros_and_fits_the_line() -> None:
 
 def test_data_summary_says_what_truncation_costs() -> None:
     files = [file_counts("a.jsonl", tokens=900, loss_tokens=300, lost_loss_tokens=100)]
-    assert data_summary(["a.jsonl"], files, 7, 2) == "a.jsonl\n7 rows, 2 held out; 900 tokens in all files, 300 with loss, 25.0% cut off"
+    assert data_summary(["a.jsonl"], files, 7, 2) == "a.jsonl\n7 rows, 2 more held out; 900 tokens in all files, 300 with loss, 25.0% cut off"
     assert data_summary([f"{n}.jsonl" for n in range(9)], [file_counts("a", loss_tokens=1)], 7, 0).startswith(
         "0.jsonl, 1.jsonl, 2.jsonl and 6 more\n7 rows, none held out"
     )
