@@ -14,6 +14,7 @@ import argparse
 import difflib
 import gc
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -231,11 +232,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="a mutant, or a file of tests/mutations/ without its suffix (default: all)")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout with the source, the tests and the mutants (default: this one)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="test each N-th of the chosen mutants (default: 1, all)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="test each N-th of the chosen mutants of each file (default: 1, all)")
     parser.add_argument("--list", action="store_true", help="print the mutants and test none")
     options = parser.parse_args(arguments)
     try:
-        mutants = select_mutants(options.names, read_mutants(options.root))[:: options.every]
+        chosen = itertools.groupby(select_mutants(options.names, read_mutants(options.root)), key=lambda mutant: mutant.subject)
+        mutants = [mutant for _, of_file in chosen for mutant in list(of_file)[:: options.every]]
         for mutant in mutants:
             mutant.mutated(options.root)
     except ValueError as error:

@@ -3,9 +3,6 @@
 import copy
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
+from warm_programs import WarmPrograms, warm_programs
 
 from runner.config.compose import compose_tree, to_config, without_hydra
 from runner.engine.build import build_run
@@ -113,19 +111,31 @@ def make_run(tmp_path: Path) -> Iterator[Callable[..., TrainState]]:
         state.logger.finish("completed", {})  # closes its files
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[WarmPrograms]:
+    """`warm.start(script, *argv, ...)` runs a script of this repository in a fork of a process that has imported torch."""
+    with warm_programs(Path(__file__).parents[1]) as warm:
+        yield warm
+
+
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Callable[..., None]:
+def run_ranks(tmp_path: Path, warm: WarmPrograms) -> Callable[..., None]:
     """`run_ranks(2, [{"folder": ..., "overrides": ...}, ...])` runs these trainings one after the other on two processes (see rank_script.py)."""
     calls: list[int] = []
 
     def run(size: int, trainings: list[dict]) -> None:
         calls.append(size)
+        for training in trainings:
+            warm.call("engine_fixtures", "composed", *training["overrides"])
         (plan := tmp_path / f"plan{len(calls)}.json").write_text(json.dumps(trainings))
-        common = {**os.environ, "WORLD_SIZE": str(size), RENDEZVOUS_ENV: f"file://{tmp_path / f'rendezvous{len(calls)}'}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(Path(__file__).parent / "engine" / "rank_script.py"), str(plan)]
-        ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
+        common = {"WORLD_SIZE": str(size), RENDEZVOUS_ENV: f"file://{tmp_path / f'rendezvous{len(calls)}'}"}
+        script, output = Path(__file__).parent / "engine" / "rank_script.py", tmp_path / f"output{len(calls)}-"
+        ranks = [
+            warm.start(script, str(plan), cwd=Path.cwd(), out=Path(f"{output}{rank}"), env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(size)
+        ]
         try:
-            assert [rank.wait(600) for rank in ranks] == [0] * size
+            assert [rank.wait(600) for rank in ranks] == [0] * size, "\n".join(Path(f"{output}{rank}").read_text() for rank in range(size))
         finally:
             for rank in ranks:
                 rank.kill()

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from common.errors import Interrupted, PeerLostError  # noqa: E402  the repository root has to be on the path first
+from engine_fixtures import composed  # noqa: E402  these folders have to be on the path first
+
+from common.errors import Interrupted, PeerLostError  # noqa: E402  as above
 from models.formats.json_files import read_model_config  # noqa: E402  as above
-from runner.config.compose import compose_config  # noqa: E402
 from runner.engine.build import build_run  # noqa: E402
 from runner.engine.loop import train  # noqa: E402
 from runner.launch.subprocesses import run_then_hard_exit  # noqa: E402
@@ -87,7 +88,7 @@ def main():
     for training in json.loads(Path(sys.argv[1]).read_text()):
         run_dir = Path(training["folder"])
         run_dir.mkdir(exist_ok=True)
-        config = compose_config(training["overrides"])
+        config = composed(*training["overrides"])
         if weights := training.get("weights"):
             config = dataclasses.replace(config, model=read_model_config(Path(weights), "transformers"), init_from=weights)
         state = build_run(config, run_dir, attempt=training.get("attempt", 1), update_metadata=lambda **fields: None)

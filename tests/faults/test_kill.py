@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from fault_counts import faults
 from trainee import (
     STEPS,
     SlowDisk,
@@ -88,7 +89,7 @@ def check_best(run_dir: Path) -> None:
         assert evaluations[step] == min(loss for other, loss in evaluations.items() if other <= step)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(faults(60, full=200), id="many kills", marks=pytest.mark.slow)])
 def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:

@@ -17,7 +17,7 @@ import pytest
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.engine.verify_resume import diff_run_dirs
 
-KILLS = int(os.environ.get("KILLS", "12"))  # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
+KILLS = int(os.environ.get("KILLS", "6"))  # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
 TIMEOUT = 300  # seconds
 OVERRIDES = [
     "stage=pretrain", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=8", "model.intermediate_size=64", "model.max_position_embeddings=128",
@@ -72,6 +72,40 @@ def measure_run(launch: Launch, run_dir: Path) -> tuple[float, float]:
     return first, time.monotonic() - started
 
 
+def logged_bytes(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+def newest_name(run_dir: Path) -> str:
+    """Return the name of the newest checkpoint: names grow with the step."""
+    return max((path.name for path in (run_dir / "checkpoints").glob("step-*")), default="")
+
+
+def kill_before_a_step(child: subprocess.Popen, run_dir: Path, seconds: float) -> int:
+    """Kill after `seconds`, during imports, composition, creation of the run directory and the model, or at the first logged step; return the exit code."""
+    logged = logged_bytes(run_dir)
+    wait_for(child, lambda: logged_bytes(run_dir) > logged, seconds)
+    child.kill()
+    return child.wait()
+
+
+def kill_after_a_save(child: subprocess.Popen, run_dir: Path, seconds: float) -> int:
+    """Kill `seconds` after the first checkpoint of this launch; return the exit code."""
+    saved = newest_name(run_dir)
+    wait_for(child, lambda: newest_name(run_dir) > saved, TIMEOUT)
+    wait_for(child, lambda: False, seconds)
+    child.kill()
+    return child.wait()
+
+
+def wait_for(child: subprocess.Popen, condition: Callable[[], object], seconds: float) -> None:
+    """Return when the condition holds, the child has ended, or the seconds are over."""
+    deadline = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < deadline and not condition():
+        time.sleep(0.002)
+
+
 @pytest.mark.slow
 def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_path: Path) -> None:
     uninterrupted, rng, counts = tmp_path / "uninterrupted", random.Random(25), Counter()
@@ -82,14 +116,11 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
         while code != 0:
             child = launch(*next_overrides(run_dir))
             counts["launches"] += 1
-            # Half of the kills come before the first step: during imports, composition, creation of the run directory and the model.
-            seconds = rng.uniform(0.3 * first, first) if counts["launches"] % 2 else rng.uniform(first, first + 0.7 * (end - first))
-            try:
-                code = child.wait(seconds)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                code = child.wait()
-                counts["kills"] += 1
+            if counts["launches"] % 2:
+                code = kill_before_a_step(child, run_dir, rng.uniform(0.3 * first, first))
+            else:
+                code = kill_after_a_save(child, run_dir, rng.uniform(0, 0.3 * (end - first)))
+            counts["kills"] += code != 0
             assert code in (0, -9), (tmp_path / "output.txt").read_text()
             newest = newest_step(run_dir)
             assert newest >= before

@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fault_counts import faults
+from warm_programs import WarmPrograms, warm_programs
 
 from runner.checkpoint import atomic_dir
 from runner.engine.verify_resume import diff_run_dirs
@@ -43,8 +45,8 @@ slow = pytest.mark.slow
 class Runs:
     """Launches in folder `root`; the output of the newest is in the file `output`."""
 
-    def __init__(self, checkout: Path, root: Path) -> None:
-        self.train, self.root = str(checkout / "runner" / "train.py"), root
+    def __init__(self, checkout: Path, root: Path, warm: WarmPrograms) -> None:
+        self.train, self.root, self.warm = str(checkout / "runner" / "train.py"), root, warm
         self.output = root / "output"
         (root / "rows.jsonl").write_text(
             "".join(json.dumps({"text": f"{i} " + "the lake of Oru lies north of the old mill " * (1 + i % 3)}) + "\n" for i in range(40))
@@ -59,15 +61,26 @@ class Runs:
         return [*OVERRIDES, f"data.path={self.root / 'rows.jsonl'}", f"data.cache={self.root / 'cache'}", f"hydra.run.dir={self.root / name}"]
 
     def launch(self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None, **env: str) -> subprocess.Popen:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        if fault:
-            environment |= {"FAULT": json.dumps({"once": str(self.root / "once"), **fault}), "PYTHONPATH": str(Path(__file__).parents[1] / "faults" / "fault")}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env, **self.fault_environment(fault)}
         if by == BY_NPROC:
             program = [self.train, *overrides]
         else:
             program = [*TORCHRUN[:2], *flags, *TORCHRUN[2:], self.train, *overrides]
         with open(self.output, "w") as output:
             return subprocess.Popen([sys.executable, *program], cwd=self.root, stdout=output, stderr=output, env=environment)
+
+    def run_warm(self, *overrides: str, fault: dict[str, Any] | None = None) -> int:
+        """Run the command by nproc: it and its ranks are forks of a process that has imported torch."""
+        child = self.warm.start(Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault))
+        try:
+            return child.wait(TIMEOUT)
+        finally:
+            child.kill()
+
+    def fault_environment(self, fault: dict[str, Any] | None) -> dict[str, str]:
+        if fault is None:
+            return {}
+        return {"FAULT": json.dumps({"once": str(self.root / "once"), **fault}), "PYTHONPATH": str(Path(__file__).parents[1] / "faults" / "fault")}
 
     def run(self, *overrides: str, **options: Any) -> int:
         child = self.launch(*overrides, **options)
@@ -83,9 +96,15 @@ class Runs:
         return self.root / name
 
 
+@pytest.fixture(scope="module")
+def warm_checkout(checkout: Path) -> Iterator[WarmPrograms]:
+    with warm_programs(checkout) as warm:
+        yield warm
+
+
 @pytest.fixture
-def runs(checkout: Path, tmp_path: Path) -> Runs:
-    return Runs(checkout, tmp_path)
+def runs(checkout: Path, tmp_path: Path, warm_checkout: WarmPrograms) -> Runs:
+    return Runs(checkout, tmp_path, warm_checkout)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -148,7 +167,7 @@ def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None
 
 @slow
 def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("nproc")) == 0
+    assert runs.run_warm(*runs.overrides("nproc")) == 0
     assert runs.run(*runs.overrides("torchrun"), by=BY_TORCHRUN) == 0, runs.output.read_text()
     assert diff_run_dirs(runs / "nproc", runs / "torchrun") == []
     for name, first, then in (("both", BY_NPROC, BY_TORCHRUN), ("either", BY_TORCHRUN, BY_NPROC)):
@@ -207,13 +226,14 @@ def test_torchrun_leaves_a_completed_run_unchanged(runs: Runs) -> None:
     "code, cause", [("raise KeyError('lost')", "KeyError: 'lost'"), ("os.kill(os.getpid(), 9)", "killed by SIGKILL (out of memory, or kill -9)")]
 )
 def test_failed_rank_is_named_and_the_run_can_be_resumed(runs: Runs, rank: int, code: str, cause: str) -> None:
-    assert runs.run(*runs.overrides("run"), fault={"rank": rank, "step": 5, "code": code}) == 1
+    fault = {"rank": rank, "step": 5, "code": code, "after": str(runs / "run" / "checkpoints" / "step-00000003")}
+    assert runs.run_warm(*runs.overrides("run"), fault=fault) == 1
     output = runs.output.read_text()
     assert f"error: rank {rank}: {cause}" in output and (runs.run_json("run")["status"], runs.run_json("run")["error"]) == ("failed", f"rank {rank}: {cause}")
     assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
     assert output.count("Traceback") == ("KeyError" in cause) and ("[rank 1] Traceback" in output) == ("KeyError" in cause and rank == 1)
     assert processes_of(runs.root) == [] and newest(runs / "run") == 3
-    assert runs.run(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
+    assert runs.run_warm(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
 
 
 @slow
@@ -232,9 +252,9 @@ def test_hanging_rank_times_out_and_every_stack_is_printed(runs: Runs) -> None:
 
 @slow
 def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("whole"), "distributed.max_restarts=2") == 0
+    assert runs.run_warm(*runs.overrides("whole"), "distributed.max_restarts=2") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getpid(), 9)"}
-    assert runs.run(*runs.overrides("run"), "distributed.max_restarts=2", fault=fault) == 0
+    assert runs.run_warm(*runs.overrides("run"), "distributed.max_restarts=2", fault=fault) == 0
     assert re.search(r"rank 1: killed by SIGKILL \(out of memory, or kill -9\).*; restart 1 of 2 from step [1-5]\b", runs.output.read_text()), (
         runs.output.read_text()
     )
@@ -244,7 +264,7 @@ def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
 @slow
 @pytest.mark.parametrize("overrides", [["run"], ["sweep"]])
 def test_torchrun_restart_continues_its_run_or_sweep(runs: Runs, overrides: list[str]) -> None:
-    assert runs.run(*runs.overrides("whole"), "seed=1") == 0
+    assert runs.run_warm(*runs.overrides("whole"), "seed=1") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getppid() if 'RUNNER_JOB' in os.environ else os.getpid(), 9)"}
     target = runs.overrides("run") if overrides == ["run"] else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
     assert runs.run(*target, "seed=1", by=BY_TORCHRUN, flags=("--max-restarts=1",), fault=fault) == 0, runs.output.read_text()
@@ -302,10 +322,10 @@ def attempt_of(folder: Path) -> int:
 
 @slow
 def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
-    """tests/faults/test_kill_ranks.py has fifty kills of forked ranks."""
+    """tests/faults/test_kill_ranks.py has many kills of forked ranks."""
     chance, folder, longer = random.Random(8), runs / "run", ["train.max_steps=60", "train.save_every=1"]
-    assert runs.run(*runs.overrides("whole"), *longer) == 0
-    kills = [("parent", 9), ("rank", 9), ("parent", 15), ("rank", 15), ("parent", 9), ("rank", 9)]
+    assert runs.run_warm(*runs.overrides("whole"), *longer) == 0
+    kills = [("parent", 9), ("rank", 9), ("parent", 15), ("rank", 15), ("parent", 9), ("rank", 9)][: faults(4, full=6)]
     for attempt, (who, number) in enumerate(kills, start=1):
         child = runs.launch(*([f"resume={folder}"] if attempt > 1 else [*runs.overrides("run"), *longer]))
         wait_until(lambda attempt=attempt: attempt_of(folder) == attempt)
@@ -314,5 +334,5 @@ def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
         assert child.wait(TIMEOUT) == {("parent", 9): -9, ("parent", 15): 75, ("rank", 9): 1, ("rank", 15): 75}[who, number], runs.output.read_text()
         wait_until(lambda: not is_locked(folder))
         wait_until(lambda: not processes_of(runs.root))
-    assert runs.run(f"resume={folder}") == 0, runs.output.read_text()
+    assert runs.run_warm(f"resume={folder}") == 0, runs.output.read_text()
     assert diff_run_dirs(runs / "whole", folder) == []

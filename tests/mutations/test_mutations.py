@@ -16,6 +16,8 @@ MUTANTS = read_mutants()
 MIN_MUTANTS = 60  # a smaller number is a mistake: entries are changed with the source, not removed
 EVERY = int(os.environ.get("MUTANTS_EVERY", "6"))  # CI tests a part of the mutants of each file; MUTANTS_EVERY=1 tests all
 SUBJECTS = sorted({mutant.subject for mutant in MUTANTS})
+WITH_IMPORTS = {mutant.subject for mutant in MUTANTS if mutant.imports}  # together: large packages are imported once
+GROUPS = [sorted(WITH_IMPORTS), *(sorted({*SUBJECTS} - WITH_IMPORTS)[first::3] for first in range(3))]  # a process each
 
 
 def mutation_test(*arguments: str) -> tuple[int, str]:
@@ -44,9 +46,9 @@ def test_mutants_are_enough_and_name_tests_that_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_mutants_are_caught(subject: str) -> None:
-    code, output = mutation_test(subject, f"--every={EVERY}")
+@pytest.mark.parametrize("subjects", GROUPS, ids=range(len(GROUPS)))
+def test_mutants_are_caught(subjects: list[str]) -> None:
+    code, output = mutation_test(*subjects, f"--every={EVERY}")
     assert code == 0, output
 
 

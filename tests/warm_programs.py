@@ -1,0 +1,182 @@
+"""Programs of this repository in forks of a process that has imported torch: a start takes milliseconds instead of two to three seconds of processor time.
+
+`warm_programs(root)` starts `python warm_programs.py`, a process without threads that has trained nothing: one that has cannot be forked safely. What a
+launcher starts as ranks is forked, too. Imports and the start of the interpreter are not tested so: for those a test starts a cold process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from runner.launch import subprocesses
+
+IMPORTS = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "tokenizers",
+    "runner.train",
+    "runner.engine.build",
+    "runner.engine.loop",
+    "runner.launch.worker",
+)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class ForkedProcess:
+    """The methods of Popen that the launchers and tests use. `poll_pid` returns the exit code of a pid, None while it runs."""
+
+    def __init__(self, pid: int, poll_pid: Callable[[int], int | None]) -> None:
+        self.pid, self.returncode, self._poll_pid = pid, None, poll_pid
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._poll_pid(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmPrograms:
+    """Starts programs as forks of a server."""
+
+    def __init__(self, server: subprocess.Popen) -> None:
+        self._server = server
+
+    def start(self, script: Path, *argv: str, cwd: Path, out: Path, env: dict[str, str] | None = None) -> ForkedProcess:
+        """Run `python script *argv`, with stdout and stderr in the file `out`, as Popen would start it."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        pid = self._ask(start=[str(script), *argv], cwd=str(cwd), out=str(out), env=environment)
+        return ForkedProcess(pid, lambda pid: self._ask(poll=pid))
+
+    def call(self, module: str, function: str, *arguments: str) -> None:
+        """Call a function of a module in the server, whose result later forks find in its cache. It must start no thread."""
+        self._ask(call=[module, function, *arguments])
+
+    def _ask(self, **request: Any) -> Any:
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+
+@contextmanager
+def warm_programs(root: Path) -> Iterator[WarmPrograms]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    with subprocess.Popen([sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            yield WarmPrograms(server)
+        finally:
+            server.kill()
+
+
+def serve(search: list[str]) -> None:
+    for module in IMPORTS:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(answer_to(request, search)), flush=True)
+
+
+def answer_to(request: dict[str, Any], search: list[str]) -> int | None:
+    if "call" in request:
+        module, function, *arguments = request["call"]
+        getattr(importlib.import_module(module), function)(*arguments)
+        return None
+    if "poll" in request:
+        return poll_pid(request["poll"])
+    return fork(request["start"], request["env"], search, request["cwd"], request["out"])
+
+
+def poll_pid(pid: int) -> int | None:
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def fork(program: list[str], environment: dict[str, str], search: list[str], cwd: str | None, out: str | int | None, is_rank: bool = False) -> int:
+    """Return the pid of a fork that runs `python *program`; a rank as `subprocesses.spawn` starts it."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        if is_rank:
+            os.setpgid(0, 0)
+            subprocesses.die_with_parent(parent)()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if out is not None:
+            fd = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if isinstance(out, str) else out
+            os.dup2(fd, 1), os.dup2(fd, 2)
+        sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+        if cwd is not None:
+            os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment, TOKENIZERS_PARALLELISM="false")  # after a fork the tokenizers would wait for threads of the parent
+        run_program(program, search)
+    finally:
+        os._exit(1)
+
+
+def run_program(program: list[str], search: list[str]) -> NoReturn:
+    """Run `python *program` in this process and end it."""
+    spawn = subprocesses.spawn
+
+    def spawn_rank(argv: list[str], environment: dict[str, str], out: int | None) -> subprocess.Popen | ForkedProcess:
+        is_rank = Path(argv[0]).name == "worker.py"
+        return ForkedProcess(fork(argv, environment, search, None, out, is_rank=True), poll_pid) if is_rank else spawn(argv, environment, out)
+
+    subprocesses.spawn = spawn_rank
+    sys.argv, sys.path[:] = program, [str(Path(program[0]).parent), *search]
+    for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if folder and (Path(folder) / "sitecustomize.py").exists():
+            runpy.run_path(str(Path(folder) / "sitecustomize.py"))
+    code: object = 0
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as error:
+        code = error.code
+    except BaseException as error:
+        traceback.print_exc()
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    serve(sys.path[1:])
