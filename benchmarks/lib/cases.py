@@ -103,14 +103,9 @@ def state_of(spec: dict, *overrides: str) -> Any:
 
 def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none") -> None:
     """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured."""
-    from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+    from runner.engine.device.cpu.spinning import set_wait_policy
 
-    set_wait_policy()  # as the command does, before torch is imported
-    with adapt_spinning():
-        _train_ours(spec, gate, packing, compile, too_long, recompute)
-
-
-def _train_ours(spec: dict, gate: Gate, packing: str, compile: str, too_long: str, recompute: str) -> None:
+    set_wait_policy()  # as the command does, before torch is imported; it also lets threads sleep beside other load, as the cases between our turns are
     from runner.engine.loop import train_step
 
     overrides = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={compile}", "train.epochs=100"]

@@ -18,7 +18,6 @@ from typing import Any
 from lib import ROOT
 from lib.runs import compose_run
 
-SETTLE_SECONDS = 1.5  # before each turn: our threads sleep for a second after other processes have used the cores
 Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
@@ -90,7 +89,6 @@ def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
     messages = []
     for number in range(rounds):
         for case in list(cases):
-            time.sleep(SETTLE_SECONDS)
             if error := case.step().get("error"):
                 messages.append(f"failed: {case.name}, {case.precision}: {error}")
                 case.close()

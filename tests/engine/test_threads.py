@@ -158,23 +158,25 @@ def test_foreign_load_is_what_other_processes_use() -> None:
     assert [load.read() for _ in range(3)] == [1.0, 0.0, 0.0]  # (4 - 2) / 2 cores; less than this process: the kernel counts in ticks; no time has passed
 
 
-def test_spinning_ends_at_once_and_begins_after_a_quiet_second() -> None:
+def test_spinning_ends_at_once_and_begins_after_a_quiet_second_or_longer() -> None:
     class Recorded:
-        sleeps = False
+        is_started = False
 
         def start(self) -> None:
-            self.sleeps = True
+            self.is_started = True
 
         def stop(self) -> None:
-            self.sleeps = False
+            self.is_started = False
 
     def states(free_cores: int, loads: list[float]) -> list[bool]:
         recorded = Recorded()
         control = SpinControl(recorded, lambda: free_cores)  # type: ignore[arg-type]  # has the two methods that are used
-        return [(control.update(load), recorded.sleeps)[1] for load in loads]
+        return [(control.update(load), recorded.is_started)[1] for load in loads]
 
-    assert states(0, [0.1, 1.0, 0.0, 0.0, 0.0, 0.0, 0.3]) == [False, True, True, True, True, False, True]
-    assert states(0, [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]) == [True] * 8 + [False]
+    second = [0.0] * 4
+    assert states(0, [*[0.1] * 200, 1.0, *second, 0.3]) == [False] * 200 + [True] * 4 + [False, True]
+    assert states(0, [*second, 1.0, *second, *second, 1.0, *second * 4]) == [False] * 4 + [True] * 8 + [False] + [True] * 16 + [False]
+    assert states(0, [*[0.0] * 200, 1.0, 0.0, 0.0, 0.0, 1.0, *second]) == [False] * 200 + [True] * 8 + [False]
     assert states(4, [4.1, 4.3]) == [False, True]  # of 8 cores with 4 threads
 
 

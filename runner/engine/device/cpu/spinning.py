@@ -25,7 +25,7 @@ PROC_STAT, PROC_MAPS = Path("/proc/stat"), Path("/proc/self/maps")
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # set by the user: nothing is changed
 SAMPLE_SECONDS = 0.25
 BUSY_CORES = 0.25  # use of the cores by other processes, beyond those that this process leaves free
-QUIET_SAMPLES = 4  # after which the threads spin again
+QUIET_SAMPLES, MAX_QUIET_SAMPLES = 4, 128  # readings without other load after which the threads spin again
 FIELDS = (1, 2, 3, 6, 7)  # user, nice, system, irq and softirq of a line of /proc/stat
 
 
@@ -113,18 +113,25 @@ class ForeignLoad:
 
 
 class SpinControl:
-    """Decides after each reading whether the threads sleep. `free_cores` returns how many cores this process does not use."""
+    """Decides after each reading whether the threads sleep. `free_cores` returns how many cores this process does not use.
+
+    They sleep at the first reading of other load. They spin again after a quiet second, after two if that load came back, and so on up to
+    MAX_QUIET_SAMPLES: load that comes and goes would otherwise meet spinning threads each time.
+    """
 
     def __init__(self, sleeping: SleepingThreads, free_cores: Callable[[], int]) -> None:
-        self._sleeping, self._free_cores, self._quiet = sleeping, free_cores, 0
+        self._sleeping, self._free_cores = sleeping, free_cores
+        self._quiet, self._needed = 0, QUIET_SAMPLES  # readings without other load: in a row, and before the threads spin again
 
     def update(self, foreign_cores: float) -> None:
         if foreign_cores > self._free_cores() + BUSY_CORES:
+            if not self._sleeping.is_started:
+                self._needed = QUIET_SAMPLES if self._quiet >= MAX_QUIET_SAMPLES else min(2 * self._needed, MAX_QUIET_SAMPLES)
             self._quiet = 0
             self._sleeping.start()
             return
         self._quiet += 1
-        if self._quiet >= QUIET_SAMPLES:
+        if self._quiet >= self._needed:
             self._sleeping.stop()
 
     def close(self) -> None:

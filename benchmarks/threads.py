@@ -1,0 +1,94 @@
+"""Threads as the command chooses them beside fixed settings: python benchmarks/threads.py [--runs 1+2+4] [--busy 0+2] [--rounds N] [--write] [OVERRIDES].
+
+The default run with each setting of the environment, alone, several at once, and beside processes that compute all the time. Tokens per second are the
+median of the logged training steps, summed over the runs; the settings take turns, medians over the rounds. The machine must be quiet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lib.results import report_result, result_parser
+from lib.runs import train_command
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "nothing set": {},
+    "sleep (OMP_WAIT_POLICY=passive)": {"OMP_WAIT_POLICY": "passive"},
+    "spin (OMP_WAIT_POLICY=active)": {"OMP_WAIT_POLICY": "active"},
+    "spin 0.1 ms (GOMP_SPINCOUNT=10000)": {"GOMP_SPINCOUNT": "10000"},
+    "spin 1 ms (GOMP_SPINCOUNT=100000)": {"GOMP_SPINCOUNT": "100000"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+THREAD_VARIABLES = ("OMP_", "GOMP_", "MKL_NUM", "KMP_")
+NO_EVENTS = ["train.eval_every=0", "train.save_every=0", "train.sample_every=0", "train.log_every=5", "tracker.console=quiet", "tracker.page=false"]
+SKIPPED = 2  # logged records before the median: first allocations
+
+
+def tokens_per_second(setting: dict[str, str], runs: int, busy: int, overrides: list[str], limit: float) -> float:
+    """Return the tokens per second of all runs together; 0 if they have not ended after `limit` seconds."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(THREAD_VARIABLES)} | setting
+    with tempfile.TemporaryDirectory() as folder:
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+        commands = [train_command(f"hydra.run.dir={folder}/{number}", *NO_EVENTS, *overrides) for number in range(runs)]
+        processes = [subprocess.Popen(command, env=environment, cwd=folder, stdout=subprocess.DEVNULL) for command in commands]
+        try:
+            codes = [process.wait(limit) for process in processes]
+        except subprocess.TimeoutExpired:
+            return 0.0
+        finally:
+            for process in [*others, *processes]:
+                process.kill()
+                process.wait()
+        if any(codes):
+            raise SystemExit(f"a run failed: {codes}")
+        return sum(median_rate(Path(folder) / str(number) / "metrics.jsonl") for number in range(runs))
+
+
+def median_rate(metrics: Path) -> float:
+    rates = [json.loads(line).get("tokens_per_second") for line in metrics.read_text(encoding="utf-8").splitlines()]
+    return statistics.median([rate for rate in rates if rate is not None][SKIPPED:])
+
+
+def measure_load(runs: int, busy: int, rounds: int, overrides: list[str], limit: float) -> list[str]:
+    rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
+    for _ in range(rounds):
+        for name, setting in SETTINGS.items():
+            rates[name].append(tokens_per_second(setting, runs, busy, overrides, limit))
+    best = max(statistics.median(values) for values in rates.values())
+    load = f"{runs} run{'s' * (runs > 1)}" + (f" beside {busy} busy processes" if busy else "")
+    rows = []
+    for name, values in rates.items():
+        rate = statistics.median(values)
+        text = f"{rate:,.0f} | {rate / best:.2f}" if rate else f"not done in {limit:.0f} s | 0"
+        rows.append(f"| {load} | {name} | {text} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def main(args: argparse.Namespace) -> None:
+    loads = [(runs, 0) for runs in map(int, args.runs.split("+"))] + [(1, busy) for busy in map(int, args.busy.split("+")) if busy]
+    overrides = [f"train.max_steps={args.steps}", *args.overrides]
+    rows = [row for runs, busy in loads for row in measure_load(runs, busy, args.rounds, overrides, args.limit)]
+    table = "\n".join(["| load | setting | tokens/s | relative to the best |\n|---|---|---|---|", *rows])
+    command = (
+        f"python benchmarks/threads.py --runs {args.runs} --busy {args.busy} --rounds {args.rounds} --steps {args.steps} {' '.join(args.overrides)}".strip()
+    )
+    report_result("threads", "Threads of the default run", command, table, args.write)
+
+
+if __name__ == "__main__":
+    parser = result_parser(__doc__)
+    parser.add_argument("--runs", default="1+2+4", help="numbers of runs at once")
+    parser.add_argument("--busy", default="2", help="numbers of foreign busy processes beside one run; 0: none")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which the runs of a setting are ended")
+    parser.add_argument("overrides", nargs="*", help="overrides of the run")
+    main(parser.parse_args())
