@@ -191,6 +191,13 @@ def test_html_importance_is_that_of_the_setting_that_matters(tmp_path: Path) -> 
     assert (first, second, importance.jobs) == (LR, DECAY, 16) and share > 0.95 and share + rest == pytest.approx(1)
 
 
+def test_html_importance_of_values_beyond_float32_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    jobs = [job({LR: lr, DECAY: str(decay)}, training(2 + decay)) for lr in ("-1e308", "2") for decay in range(5)]
+    importance = setting_importance(read_sweep_results(write_sweep(tmp_path, jobs)))
+    assert importance.shares == [] and importance.reason == f"{LR}=-1e308 is beyond 1e+30, up to which it is computed"
+    assert importance.reason in page_of(tmp_path)
+
+
 def test_html_names_the_edge_and_the_line_that_extends_the_range(tmp_path: Path) -> None:
     page = page_of(write_sweep(tmp_path, [job({LR: lr}, training(loss), run=scored(loss)) for lr, loss in (("1e-3", 3.0), ("2e-3", 2.0))]))
     assert "the winner has the highest optimizer.lr" in page and f"python runner/train.py resume={tmp_path} optimizer.lr=0.004" in page
