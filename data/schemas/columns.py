@@ -77,7 +77,7 @@ def check_no_media(fields: dict, where: str, other_fix: str = "") -> None:
 
 def has_verdict(row: dict) -> str:
     """Return the field that says whether the answer of the row is a good one, "" if there is none."""
-    return next((name for name in VERDICT_FIELDS if _good_verdict(row.get(name)) is not None), "")
+    return next((name for name in VERDICT_FIELDS if name in row and _good_verdict(row[name]) is not None), "")
 
 
 def _good_verdict(verdict: Any) -> Any:

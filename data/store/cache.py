@@ -36,7 +36,7 @@ COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
 FINGERPRINTED_CODE = (
     "errors.py", "sources/*.py", "schemas/*.py", "tokenize/block.py", "tokenize/chat_template.py", "tokenize/encoder.py", "tokenize/tokenizer.py", "tokenize/tokenizer_limits.py",
-    "tokenize/templates/*.py",
+    "tokenize/templates/*.py", "tokenize/pieces/*.py",
 )  # fmt: skip
 FINGERPRINTED_LIBRARIES = ("jinja2", "tokenizers")
 MTIME_GRANULARITY = 2_000_000_000  # ns; a file that changed less than this ago may change again with the same time stamps

@@ -82,28 +82,29 @@ class BlockBuilder:
     """Collects encoded rows for a block."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.ids: list[np.ndarray] = []
         self.lengths: list[int] = []
         self.spans: list[SpanPair] = []
         self.span_counts: list[int] = []
         self.positions: list[int] = []
         self.weights: list[float] = []
 
-    def add(self, position: int, weight: float, sequences: list[tuple[list[int], list[SpanPair]]]) -> None:
+    def add(self, position: int, weight: float, sequences: list[tuple[np.ndarray, list[SpanPair]]]) -> None:
         self.positions.append(position)
         self.weights.append(weight)
         for ids, spans in sequences:
-            self.tokens += ids
+            self.ids.append(ids)
             self.lengths.append(len(ids))
             self.spans += spans
             self.span_counts.append(len(spans))
 
     def build(self, stats: RowStats) -> EncodedBlock:
         spans = np.array(self.spans, np.int32).reshape(-1, 2)
-        stats.tokens += len(self.tokens)
+        tokens = np.concatenate([np.empty(0, np.int32), *self.ids])
+        stats.tokens += len(tokens)
         stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
         return EncodedBlock(
-            tokens=np.array(self.tokens, np.int32),
+            tokens=tokens,
             lengths=np.array(self.lengths, np.int64),
             spans=spans,
             span_counts=np.array(self.span_counts, np.int64),

@@ -11,18 +11,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
+from data.tokenize.block import SpanPair
+from data.tokenize.pieces.cache import FlatEncoder, gather
 from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
-from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, open_template
+from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, is_shipped, open_template
+from data.tokenize.templates.segment_plan import SegmentPlans
 from data.tokenize.templates.training_version import (
     TurnEnd,
     apply_edits,
@@ -38,7 +41,7 @@ from data.tokenize.tokenizer import Tokenizer
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
-EncodedChat = tuple[list[int], list[bool]]  # (ids, loss_mask)
+EncodedChat = tuple[np.ndarray, list[SpanPair]]  # (ids: int32, spans of tokens with loss)
 
 
 class ChatTemplate:
@@ -59,6 +62,7 @@ class ChatTemplate:
         self._turns = TurnMarks(self._source, tokenizer.control_ids, tokenizer.named_tokens["eos_token"], self._where)
         self._control, self._special = any_of(_maskable(tokenizer.control_ids)), any_of(_maskable(tokenizer.special_tokens))
         self._ahead: dict[int, tuple[list[dict], tuple[ConversationRenderer, list[dict]]]] = {}  # by the id of the messages
+        self._is_shipped, self._plans_of = is_shipped(self._source), dict[str, SegmentPlans]()  # by loss_on
         self._end_tokens = possible_end_tokens(tokenizer.control_ids)
         try:
             is_known = self.training_version is not None
@@ -71,13 +75,27 @@ class ChatTemplate:
         return field in self._identifiers
 
     def segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str = "assistant") -> list[TemplateSegment]:
-        """Render a conversation and split it into segments.
+        """Return the segments of a conversation, rendered by the template.
 
         loss_on: assistant, last_assistant (its last turn only), or all. A turn of weight 0 never has loss and never counts as the
         last. A turn includes its end token, but not the white space behind it. Raises BadRowError if the template rejects the
         conversation, drops a part of it, or does not show which text is the assistant's. A conversation without assistant has no
         loss; the caller decides what to do with it.
         """
+        if not tools and (plans := self._plans(loss_on)) and (segments := plans.segments(messages)):
+            return segments
+        return self._render_segments(messages, tools, where, loss_on)
+
+    def _plans(self, loss_on: str) -> SegmentPlans | None:
+        """Return the segments of conversations by shape; None if the contents may decide how the template renders."""
+        if not self._is_shipped:
+            return None
+        if loss_on not in self._plans_of:
+            self._plans_of[loss_on] = SegmentPlans(self.tokenizer.control_ids, lambda messages: self._render_segments(messages, None, "messages", loss_on))
+        return self._plans_of[loss_on]
+
+    def _render_segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str) -> list[TemplateSegment]:
+        """Render a conversation and split it into segments, see `segments`."""
         turns = assistant_turns(messages)
         render, masked = self._renderer(messages, tools, where, turns=self._marked_turns(messages, loss_on))
         whole = render(len(messages))
@@ -86,7 +104,7 @@ class ChatTemplate:
         weighted = [turn for turn in turns if turn not in unweighted]
         if loss_on == "all":
             self._check_reasoning(whole, masked, weighted, where)
-            return [replace(segment, has_loss=not segment.has_loss) for segment in self._split_turns(whole, messages, tools, unweighted, render, where)]
+            return [segment._replace(has_loss=not segment.has_loss) for segment in self._split_turns(whole, messages, tools, unweighted, render, where)]
         if unweighted and not weighted:
             raise BadRowError("no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row")
         weighted = weighted[-1:] if loss_on == "last_assistant" else weighted
@@ -107,30 +125,39 @@ class ChatTemplate:
                 self._ahead[id(messages)] = (messages, self._conversation(messages, tools, where, turns=self._marked_turns(messages, loss_on)))
         ConversationRenderer.render_together([conversation for _, (conversation, _) in self._ahead.values()])
 
-    def encode_segments(self, chats: list[list[TemplateSegment]]) -> list[EncodedChat]:
-        """Return (ids, loss_mask) of each conversation, with one call of the tokenizer. loss_mask[0] is False: nothing predicts token 0."""
-        texts = list({segment.text: None for segments in chats for segment in segments if not segment.is_control})  # "user\n" occurs often
-        ids_of = dict(zip(texts, self.tokenizer.encode_batch(texts), strict=True))
-        encoded: list[EncodedChat] = []
-        for segments in chats:
-            ids: list[int] = []
-            loss_mask: list[bool] = []
-            for segment in segments:
-                segment_ids = [self.tokenizer.control_ids[segment.text]] if segment.is_control else ids_of[segment.text]
-                ids += segment_ids
-                loss_mask += [segment.has_loss] * len(segment_ids)
-            loss_mask[:1] = [False] * len(loss_mask[:1])
-            encoded.append((ids, loss_mask))
-        return encoded
+    def encode_segments(self, chats: list[list[TemplateSegment]], encode_flat: FlatEncoder | None = None) -> list[EncodedChat]:
+        """Return (ids, spans with loss) of each conversation, with one call of the tokenizer. Token 0 is in no span: nothing predicts it."""
+        texts = list(dict.fromkeys(segment.text for segments in chats for segment in segments if not segment.is_control))  # "user\n" occurs often
+        numbers = {(text, False): number for number, text in enumerate(texts)}
+        for token in self.tokenizer.control_ids:
+            numbers[token, True] = len(numbers)
+        text_ids, text_lengths = (encode_flat or self.tokenizer.encode_flat)(texts)
+        control_ids = np.array(list(self.tokenizer.control_ids.values()), np.int32)
+        lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
+        used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
+        ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
+        loss_mask = np.repeat(np.array([segment.has_loss for segments in chats for segment in segments], bool), lengths[used])
+        ends = np.concatenate([[0], np.cumsum(lengths[used])])[np.cumsum([0, *map(len, chats)])]
+        loss_mask[ends[:-1][np.diff(ends) > 0]] = False  # a span ends before the first token of the next conversation
+        edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+        first_spans = np.searchsorted(edges[:, 0], ends).tolist()
+        edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
+        spans = [(start, stop) for start, stop in edges.tolist()]
+        bounds = ends.tolist()
+        return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
-    def encode(self, messages: Any, tools: Any = None, where: str = "messages", loss_on: str = "assistant") -> EncodedChat:
-        """Check and encode one conversation."""
+    def encode(self, messages: Any, tools: Any = None, where: str = "messages", loss_on: str = "assistant") -> tuple[list[int], list[bool]]:
+        """Check and encode one conversation: (ids, loss_mask)."""
         messages, tools = check_chat(messages, tools, where)
-        return self.encode_segments([self.segments(drop_empty_system(messages), tools, where, loss_on)])[0]
+        [(ids, spans)] = self.encode_segments([self.segments(drop_empty_system(messages), tools, where, loss_on)])
+        loss_mask = np.zeros(len(ids), bool)
+        for start, stop in spans:
+            loss_mask[start:stop] = True
+        return ids.tolist(), loss_mask.tolist()
 
     def encode_prompt(self, messages: Any, tools: Any = None, where: str = "messages") -> list[int]:
         """Check a conversation and encode it with the generation prompt: the ids after which the assistant's next answer begins."""
-        return self.encode_segments([self._turns.split(self._prompt(messages, tools, where))])[0][0]
+        return self.encode_segments([self._turns.split(self._prompt(messages, tools, where))])[0][0].tolist()
 
     def render_prompt(self, messages: Any, where: str = "messages", continues_answer: bool = False) -> str:
         """Return the text that `encode_prompt` encodes; `continues_answer`: up to the end of the last message, which the assistant continues."""

@@ -37,6 +37,7 @@ class Encoder:
     def __init__(self, encoding: EncodingConfig) -> None:
         self.encoding, self.schema = encoding, SCHEMAS[encoding.schema]
         self.tokenizer = Tokenizer.load(encoding.tokenizer)
+        self._encode_flat = self.tokenizer.caching_encoder()
         self.template = None if encoding.data_format == "text" else ChatTemplate(self.tokenizer)
 
     def encode(self, source: Source, chunk: Iterable[tuple[int, object]]) -> EncodedBlock:
@@ -104,8 +105,10 @@ class Encoder:
 
     def _add_texts(self, source: Source, rows: list[tuple[int, float, str]], stats: RowStats, builder: BlockBuilder) -> None:
         size = self.encoding.max_length
-        for (position, weight, _), ids in zip(rows, self.tokenizer.encode_batch([text for _, _, text in rows]), strict=True):
-            ids = [*self.tokenizer.bos_ids, *ids, self.tokenizer.eos_id]
+        bos, eos = np.array(self.tokenizer.bos_ids, np.int32), np.array([self.tokenizer.eos_id], np.int32)
+        all_ids, lengths = self._encode_flat([text for _, _, text in rows])
+        for (position, weight, _), end, length in zip(rows, np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+            ids = np.concatenate([bos, all_ids[end - length : end], eos])
             too_long, last = len(ids) > size + 1, len(ids) - 1
             if too_long and self.encoding.too_long == "drop":
                 stats.count_dropped("dropped", TOO_LONG_REASON, source.where(position))
@@ -125,14 +128,14 @@ class Encoder:
 
     def _add_chats(self, source: Source, rows: list[ChatRow], stats: RowStats, builder: BlockBuilder) -> None:
         assert self.template is not None
-        encoded = iter(self.template.encode_segments([chat for _, _, chats in rows for chat in chats]))
+        encoded = iter(self.template.encode_segments([chat for _, _, chats in rows for chat in chats], self._encode_flat))
         for position, weight, chats in rows:
             self._add_chat_row(source, position, weight, [next(encoded) for _ in chats], stats, builder)
 
     def _add_chat_row(self, source: Source, position: int, weight: float, chats: list[EncodedChat], stats: RowStats, builder: BlockBuilder) -> None:
         """Add a conversation, or chosen and rejected, whole or truncated; or count why it is left out."""
         where, max_ids = source.where(position), self.encoding.max_length + 1
-        spans = [supervised_spans(loss_mask) for _, loss_mask in chats]
+        spans = [each for _, each in chats]
         if not all(spans):
             fix = "add an answer of the assistant, or delete the row"
             return self._handle_bad_row(BadRowError("no assistant turn", "no assistant turn: no token has loss", where, fix), stats)
@@ -153,7 +156,7 @@ class Encoder:
                 self._count_lost(whole, [[] for _ in whole], longest, stats)
                 return stats.count_dropped("dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where)
             self._count_lost(whole, spans, longest, stats)
-            chats = [(ids[:stop], loss_mask) for (ids, loss_mask), stop in zip(chats, stops, strict=True)]
+            chats = [(ids[:stop], each) for (ids, each), stop in zip(chats, stops, strict=True)]
             stats.truncated += 1
         stats.kept += 1
         for (ids, _), each in zip(chats, answers, strict=True):
@@ -169,13 +172,13 @@ class Encoder:
                 if lost:
                     stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
 
-    def _truncation_point(self, ids: list[int], spans: list[SpanPair], max_ids: int) -> int:
+    def _truncation_point(self, ids: np.ndarray, spans: list[SpanPair], max_ids: int) -> int:
         """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an answer."""
         if len(ids) <= max_ids:
             return len(ids)
         ends = [stop for _, stop in spans]
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
-            ends = [t + 1 for t, token in enumerate(ids) if token == self.tokenizer.eos_id]
+            ends = (np.flatnonzero(ids == self.tokenizer.eos_id) + 1).tolist()
         return max((end for end in ends if end <= max_ids), default=max_ids)
 
 
@@ -210,12 +213,6 @@ def _text_of(example: Example, position: int, where: str) -> str:
     return example.text
 
 
-def supervised_spans(loss_mask: list[bool]) -> list[SpanPair]:
-    """Return the spans [start, stop) of True; the first token is excluded, because nothing predicts it."""
-    edges = np.flatnonzero(np.diff(np.array([False, False, *loss_mask[1:], False], np.int8)))
-    return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
-
-
 def _count_tokens(spans: list[SpanPair]) -> int:
     return sum(stop - start for start, stop in spans)
 
@@ -225,4 +222,6 @@ def _common_prefix(chats: list[EncodedChat]) -> int:
     if len(chats) == 1:
         return 0
     (a, _), (b, _) = chats
-    return next((t for t, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    shorter = min(len(a), len(b))
+    differing = np.flatnonzero(a[:shorter] != b[:shorter])
+    return int(differing[0]) if len(differing) else shorter

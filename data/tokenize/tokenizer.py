@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
 from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
 from common.limits.parsers import parse_json
+from data.tokenize.pieces.cache import FlatEncoder, PieceCache, flat_ids
+from data.tokenize.pieces.cuts import cut_pattern
 from data.tokenize.tokenizer_limits import check_stored_tokenizer
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
@@ -44,6 +48,7 @@ class Tokenizer:
     fingerprint: str
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
+    _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -109,6 +114,14 @@ class Tokenizer:
         except BaseException as error:
             raise _panic_error(error, self.folder) from None
 
+    def encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of `encode_batch`: (all ids, concatenated: int32; the number of ids of each text: int64)."""
+        return flat_ids(self.encode_batch(texts))
+
+    def caching_encoder(self) -> FlatEncoder:
+        """Return `encode_flat` with a cache of pieces of texts, for one thread; without one if it is not certain that it gives the same ids."""
+        return PieceCache(self._cuts, self.encode_batch).encode if self._cuts else self.encode_flat
+
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._full.decode(list(ids), skip_special_tokens=skip_special)
 
@@ -131,7 +144,8 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
     check_stored_tokenizer(stored, folder / "tokenizer.json")
     # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    full, plain = _build_engine(stored, folder), _build_engine(_without_control_tokens(stored), folder)
+    without_control = _without_control_tokens(stored)
+    full, plain = _build_engine(stored, folder), _build_engine(without_control, folder)
     named = _named_tokens(config, _parse_json(special_tokens_map, folder / SPECIAL_TOKENS_MAP) if special_tokens_map else {}, full)
     eos_id = _token_id(full, named, "eos_token", folder)
     bos_id = _token_id(full, named, "bos_token", folder) if "bos_token" in named else None
@@ -153,6 +167,7 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
         fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
         _full=full,
         _plain=plain,
+        _cuts=cut_pattern(without_control),
     )
 
 

@@ -226,7 +226,7 @@ def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
 
 def open_template(source: str, is_known: bool) -> RenderProcess | KnownTemplate:
     """Return the template, compiled. Raises TemplateError if it cannot be compiled."""
-    return _known_template(source) if is_known or _sha256(source) in shipped_templates() else open_process(source)
+    return _known_template(source) if is_known or is_shipped(source) else open_process(source)
 
 
 @lru_cache(8)
@@ -243,6 +243,10 @@ def _known_template(source: str) -> KnownTemplate:
 def shipped_templates() -> frozenset[str]:
     """Return the sha256 of the templates that come with this program."""
     return frozenset(_sha256((REPO_ROOT / name).read_text(encoding="utf-8")) for name in SHIPPED if (REPO_ROOT / name).is_file())
+
+
+def is_shipped(source: str) -> bool:
+    return _sha256(source) in shipped_templates()
 
 
 def _sha256(source: str) -> str:

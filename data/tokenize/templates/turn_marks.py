@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from data.errors import BadRowError
 from data.tokenize.templates.jinja_sandbox import BEGIN, BREAK, END
@@ -23,8 +23,7 @@ Render = Callable[..., str]
 THINKING_KWARGS: list[dict[str, bool]] = [{}, *({name: on for name in ("enable_thinking", "thinking", "open_thinking")} for on in (True, False))]
 
 
-@dataclass(frozen=True)
-class TemplateSegment:
+class TemplateSegment(NamedTuple):
     """Part of a rendered conversation: one control token, or plain text."""
 
     text: str
