@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -274,8 +273,8 @@ def test_store_that_another_process_builds_is_waited_for_by_name(tmp_path, write
     path, cache = write(texts(100)), tmp_path / "cache"
     child = start_building(path, cache, progress="lambda *args: (print('on', flush=True), time.sleep(60)) if args[2] > 30 else None")
     assert child.stdout.readline() == "on\n"
-    killer = threading.Timer(0.5, child.kill)
-    killer.start()
+    note = cache_module.print_note
+    monkeypatch.setattr(cache_module, "print_note", lambda text: (note(text), child.kill()))
     assert load(path).stats.read == 100  # the lock of the dead process is free
     child.communicate()
     assert f"waiting for process {child.pid}, which stores tokens in {cache}" in capfd.readouterr().err

@@ -106,13 +106,18 @@ cache_module.MAX_CHUNK_ROWS = 8
 folder = Path(sys.argv[1])
 tokenizer = Tokenizer.load(Path("data/samples/tokenizer").absolute())
 encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
-popen = subprocess.Popen
+popen, pids = subprocess.Popen, []
 def recorded(*args, **options):
     process = popen(*args, **options)
+    pids.append(process.pid)
     print(process.pid, flush=True)
     return process
 subprocess.Popen = recorded
-threading.Timer(4, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+def kill_when_stuck():
+    while len(pids) < 2 or not any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in pids):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill_when_stuck).start()
 load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / "cache", num_workers=2)
 """
 

@@ -20,7 +20,8 @@ FAULTS = {
     "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), r"data worker \d of 2 \(pid \d+\) was killed by SIGKILL .* while it read .*:\d+"),
     "raises": (lambda: 1 / 0, r"data worker \d of 2 \(pid \d+\) failed while it read .*:\d+.*: ZeroDivisionError: division by zero"),
 }  # fmt: skip
-RUN = ["data.num_workers=2", "data.worker_timeout=0.4", "data.val_fraction=0.3", "train.eval_every=3", "train.epochs=2"]
+STUCK = ("stopped", "blocked")
+RUN = ["data.num_workers=2", "data.val_fraction=0.3", "train.eval_every=3", "train.epochs=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def saved_step(state):
 )
 def test_failed_worker_is_named_and_the_last_step_is_saved(make_run, fault, where):
     does, says = FAULTS[fault]
-    state = make_run("pretrain", *RUN)
+    state = make_run("pretrain", *RUN, f"data.worker_timeout={2 if fault in STUCK else 60}")
     loader = getattr(state, where)
     loader.sequences = Faulty(loader.sequences, does, after=10 if where == "loader" else 1)
     with pytest.raises(TrainingError, match=says):
@@ -105,11 +106,11 @@ def test_epoch_plan_that_takes_long_is_progress_of_its_worker(make_run, monkeypa
 
     def slow_values(self, epoch):
         for _ in range(8 if epoch else 0):
-            threading.Event().wait(0.1)
+            threading.Event().wait(0.3)
             self.progress(0, 0, 0)
         yield from values(self, epoch)
 
     monkeypatch.setattr(PackedSequences, "_plan_values", slow_values)
-    state = make_run("pretrain", "data.num_workers=1", "data.worker_timeout=0.4", "data.packing=best_fit", "train.epochs=2")
+    state = make_run("pretrain", "data.num_workers=1", "data.worker_timeout=1.5", "data.packing=best_fit", "train.epochs=2")
     train(state)
     assert state.progress.step == state.total_steps

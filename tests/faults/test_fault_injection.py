@@ -99,12 +99,14 @@ def test_full_disk_does_not_refuse_to_delete(tmp_path: Path) -> None:
 
 def test_launch_that_hangs_is_ended_and_its_processes_are_found(tmp_path: Path) -> None:
     def hang() -> int:
-        os.fork()
+        if os.fork():
+            (tmp_path / "forked").touch()
         signal.pause()
         return 0
 
     launch = Launch(fork_process(hang, tmp_path / "output.txt"), tmp_path / "output.txt")
-    launch.wait(0.3)
+    assert launch.wait(60, until=(tmp_path / "forked").exists)
+    launch.wait(0.1)
     assert launch.is_hanging and launch.code == -signal.SIGKILL
     assert len(launch.left_processes(0.1)) == 1
     assert launch.left_processes(60) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fault_counts import faults
-from trainee import STEPS, SlowDisk, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
+from trainee import STEPS, TIMEOUT, SlowDisk, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common import filesystem
 from data.batching import batch_workers
@@ -239,13 +239,19 @@ def test_signal_before_training_leaves_a_usable_folder(number, owner, name, tmp_
 def test_second_signal_exits_and_keeps_the_last_checkpoint(tmp_path):
     def hang_at_step_4():
         step = loop.train_step
-        loop.train_step = lambda run, *args: (run.progress.step == 3 and time.sleep(30), step(run, *args))[1]
+        loop.train_step = lambda run, *args: (run.progress.step == 3 and hang(), step(run, *args))[1]
+
+    def hang():
+        (root / "hangs").touch()
+        time.sleep(60)
 
     with memory_dir(tmp_path) as root:
         cfg = make_config(root)
         assert train(cfg, root / "whole") == 0
         child = launch(cfg, root / "run", hang_at_step_4)
-        while not (root / "run" / "checkpoints" / "step-00000003").exists():
+        deadline = time.monotonic() + TIMEOUT
+        while not ((root / "hangs").exists() and (root / "run" / "checkpoints" / "step-00000003").exists()):
+            assert time.monotonic() < deadline, read_output(root / "run")
             time.sleep(0.01)
         os.kill(child, signal.SIGTERM)
         time.sleep(1.5 * DUPLICATE_SIGNAL_WINDOW)
