@@ -56,7 +56,7 @@ NOT_EXECUTED = {
     ("*", "runner/chat.py run=last"): "reads a terminal; tests/inference/test_chat.py types into it",
     ("*", "runner/export.py *converter=*"): "needs a checkout of llama.cpp",
     ("docs/reference/commands.md", "*[[]key=value ...]"): "is the pattern of a command",
-    ("docs/contributing/recipes.md", "*"): "needs the file of its recipe in the checkout",
+    ("docs/contributing/recipes.md", "*"): "needs the file of its recipe in the checkout; tests/test_contributing_recipes.py runs it",
     ("*", "*=hub:*"): "downloads a data set",
     ("*", "*OMP_WAIT_POLICY=...*"): "has a placeholder of the shell",
     ("*", "*distributed=ddp*"): "runs several nodes; tests/engine/test_distributed.py runs two ranks",
