@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -125,6 +126,15 @@ def test_running_trainings_of_a_folder_that_others_may_write_are_not_read(tmp_pa
         RunningTrainings(folder).set_threads(5)
         assert RunningTrainings(folder).threads_of_others() == []
     assert target.read_text() == "keep"
+
+
+def test_running_trainings_need_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    with RunningTrainings().registered():
+        assert RunningTrainings().threads_of_others() == []
 
 
 def test_busy_seconds_are_those_of_the_cores_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
