@@ -73,7 +73,7 @@ def arguments(text: str) -> list[str]:
 
 def test_contributing_recipes_show_whole_files_and_edits_of_files_that_exist() -> None:
     assert len(files()) > 10 and all((ROOT / path).parent.is_dir() for path in files())
-    assert LAUNCHER_ROW in TEXT and all(re.search(place, (ROOT / path).read_text(encoding="utf-8"), re.M) for path, (place, _) in EDITS.items())
+    assert LAUNCHER_ROW in TEXT and all(re.search(before, (ROOT / path).read_text(encoding="utf-8"), re.M) for path, (before, _) in EDITS.items())
 
 
 @pytest.mark.slow
@@ -82,9 +82,9 @@ def test_contributing_recipes_run(checkout: Path, tmp_path: Path) -> None:
     shutil.copytree(checkout, program, ignore=shutil.ignore_patterns("outputs", ".cache"))
     for path, content in files().items():
         (program / path).write_text(content, encoding="utf-8")
-    for path, (place, added) in EDITS.items():
+    for path, (before, added) in EDITS.items():
         source = (program / path).read_text(encoding="utf-8")
-        (program / path).write_text(re.sub(place, lambda match, added=added: f"{match[0]}{added}", source, count=1, flags=re.M), encoding="utf-8")
+        (program / path).write_text(re.sub(before, lambda match, added=added: f"{match[0]}{added}", source, count=1, flags=re.M), encoding="utf-8")
     launchers = program / "runner/sweep/backends/__init__.py"
     source = launchers.read_text(encoding="utf-8")
     launchers.write_text(source.replace("\nLAUNCHERS", "\nfrom runner.sweep.backends.nice import NiceOptions\n\nLAUNCHERS", 1), encoding="utf-8")
