@@ -58,7 +58,6 @@ NOT_EXECUTED = {
     ("docs/reference/commands.md", "*[[]key=value ...]"): "is the pattern of a command",
     ("docs/contributing/recipes.md", "*"): "needs the file of its recipe in the checkout; tests/test_contributing_recipes.py runs it",
     ("*", "*=hub:*"): "downloads a data set",
-    ("*", "*OMP_WAIT_POLICY=...*"): "has a placeholder of the shell",
     ("*", "*distributed=ddp*"): "runs several nodes; tests/engine/test_distributed.py runs two ranks",
     ("*", "*resume=DIR distributed.nproc=4*"): "continues a run of several ranks; tests/engine/test_distributed.py does it",
     ("*", "runner/report.py*to=wandb*"): "takes 10 seconds; tests/tracking/test_offline_files.py reads such files",
