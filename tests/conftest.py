@@ -18,6 +18,11 @@ settings.register_profile("project", deadline=None)  # a slow machine is not a c
 settings.load_profile("project")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests of half a minute, `slow(long=True)`: at the end they would leave all workers but one idle."""
+    items.sort(key=lambda item: not any(mark.kwargs.get("long") for mark in item.iter_markers("slow")))
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often, and not among the modules and tests that stay to the end: a tenth of the time of the fast tests."""
     gc.collect()

@@ -210,7 +210,7 @@ def plan_error(text: str) -> str | None:
 PRINTING_FLAGS = ("--help", "--cfg", "--info")  # flags of train.py that print and do not train
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_documented_commands_run(execute: Execute, program: Program, example_files: Path) -> None:
     sweep = program(*shlex.split(SWEEP_COMMAND)[2:], *TINY_MODEL, *SHORT_JOB, f"hydra.sweep.dir={example_files / SWEEP}")  # its jobs are processes
     assert sweep.returncode == 0, sweep.stderr

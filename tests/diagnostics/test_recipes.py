@@ -43,7 +43,7 @@ def test_recipes_name_every_section_that_a_message_leads_to() -> None:
     assert len(COMMANDS) > 25
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_recipes_run(call, call_command, workspace: Path) -> None:
     torch.set_num_threads(1)
     (workspace / "questions.jsonl").write_text("".join(f'{{"question": "what is {i}?", "answer": "{i}"}}\n' for i in range(9)))

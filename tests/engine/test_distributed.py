@@ -83,7 +83,7 @@ def cells_of(accumulations):
     return [(name, strategy, steps) for (i, name), (j, strategy), (k, steps) in numbered if IS_FULL or (i + j + k) % 2 == 0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 @pytest.mark.parametrize("size, accumulations", [(2, [1, 3]), (4, [1])], ids=["2", "4"])
 def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_one_process, size, accumulations):
     assert_ranks_equal_one_process(size, cells_of(accumulations))

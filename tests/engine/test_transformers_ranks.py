@@ -69,7 +69,7 @@ class Trainings:
         return self.folder / f"{name} {run}"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_models_of_transformers_train_and_resume_on_two_ranks(tmp_path: Path, run_ranks: Callable[..., None]) -> None:
     torch.set_num_threads(1)
     trainings, elastic = Trainings(tmp_path), "tied weights and windows"

@@ -131,7 +131,7 @@ def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int]
     return partial(wait_for_exit, launch(config, run_dir, lambda: inject(DiskHook(run_dir, fault))))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_disk_faults_at_many_calls_end_with_true_exit_codes(folder: Path) -> None:
     count = faults(24, full=60)
     config, hook, reference = make_config(folder, *SETTINGS), DiskHook(folder / "reference"), folder / "reference"

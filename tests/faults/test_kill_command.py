@@ -106,7 +106,7 @@ def wait_for(child: subprocess.Popen, condition: Callable[[], object], seconds: 
         time.sleep(0.002)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_path: Path) -> None:
     uninterrupted, rng, counts = tmp_path / "uninterrupted", random.Random(25), Counter()
     first, end = measure_run(launch, uninterrupted)

@@ -27,6 +27,6 @@ def test_hostile_folders_without_weights_are_refused() -> None:
     run_suite("--light", "--brief")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_hostile_files_execute_nothing_and_change_nothing_outside() -> None:
     run_suite("--heavy", "--brief", "--part=1/8", "--template-seconds=0.3")

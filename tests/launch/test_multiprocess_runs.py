@@ -165,7 +165,7 @@ def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None
     assert not (runs / "run").exists()
 
 
-@slow
+@pytest.mark.slow(long=True)
 def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
     assert runs.run_warm(*runs.overrides("nproc")) == 0
     assert runs.run(*runs.overrides("torchrun"), by=BY_TORCHRUN) == 0, runs.output.read_text()
@@ -320,7 +320,7 @@ def attempt_of(folder: Path) -> int:
     return json.loads(lines[-1])["attempt"] if lines and lines[-1].endswith("}") else 0
 
 
-@slow
+@pytest.mark.slow(long=True)
 def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
     """tests/faults/test_kill_ranks.py has many kills of forked ranks."""
     chance, folder, longer = random.Random(8), runs / "run", ["train.max_steps=60", "train.save_every=1"]

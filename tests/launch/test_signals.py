@@ -150,7 +150,7 @@ def train_with_signal(cfg, folder: Path, number: int, phase: int, nth: int, dela
     return code, bytes(probe.shared[:3]), struct.unpack("d", probe.shared[3:])[0] - (sent or ended), ended - (sent or ended)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
     signals = faults(28, full=50)
     chance, seen, latest, longest = random.Random(50), Counter(), 0.0, 0.0

@@ -45,7 +45,7 @@ def test_mutants_are_enough_and_name_tests_that_exist() -> None:
     assert [(mutant.name, test) for mutant in MUTANTS for test in mutant.tests or ["none"] if not is_test(test)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 @pytest.mark.parametrize("subjects", GROUPS, ids=range(len(GROUPS)))
 def test_mutants_are_caught(subjects: list[str]) -> None:
     code, output = mutation_test(*subjects, f"--every={EVERY}")

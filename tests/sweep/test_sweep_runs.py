@@ -142,7 +142,7 @@ def test_sweep_job_that_diverges_has_an_infinite_loss_and_is_not_retried(launch:
 KILLS = faults(3, full=10)  # one of each kind
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_sweep_survives_cold_kills_of_driver_job_or_both(launch: Launch, rows: Path, tmp_path: Path) -> None:
     swept = ("optimizer.lr=1e-3,2e-3", "train.accumulation_steps=1,4")
     undisturbed, chance, seen = tmp_path / "undisturbed", random.Random(10), Counter[str]()
