@@ -20,6 +20,8 @@ SPIKE_RISE, SPIKE_BEFORE, SPIKE_AFTER = 1.5, 10, 3  # nats (healthy: 0.9); losse
 DIVERGING_RISE = 1.5  # nats of the level of the loss above its lowest, with all RECENT losses above those that led to the lowest
 STAYING_RISE, STAYING_SHARE = 0.5, 0.3  # nats, and of the lowest level: a smaller rise that WINDOW losses have kept
 ABOVE_UNIFORM = 1.1  # times the loss of a uniform guess
+FAR_ABOVE_UNIFORM = 2.0  # the same for one logged loss, before there are RECENT (healthy: 1.02)
+DEAD_RECORDS, DEAD_LOSS = 2, 0.99  # logged gradient norms in a row that are exactly 0 (healthy: none); of the loss of a uniform guess
 FLAT_RECORDS, FLAT_SHARE, FLAT_FALL = 20, 0.5, 0.02  # logged steps at least; of the run; fall of the level (healthy, at half of the run: 0.2)
 FALL_NOISE, SMALL_LR, SMALL_NORM = 2.0, 1e-5, 1e-2  # standard errors of a fall; a learning rate and a gradient norm that may be too small for weights
 FLAT_EVAL_FALL, LEARNT_LOSS = 0.01, 0.5  # fall of the validation loss; a training loss that is small enough not to fall any more
@@ -48,10 +50,14 @@ def loss_spike(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
+    if not history.losses:
+        return None
     level = history.level()
+    step, fix = history.steps[-1], f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
+    if measured := _dead(history, facts) or (_far_above_uniform(history, facts) if level is None else None):
+        return Symptom("diverging", step, measured, fix)
     if level is None:
         return None
-    step, fix = history.steps[-1], f"optimizer.lr={lr_after_divergence(facts.lr)} (now {facts.lr:g}), or {_warmup(facts)}"
     rise = level - history.lowest_level
     is_far = rise > DIVERGING_RISE and min(history.losses[-RECENT:]) > history.high_at_lowest
     stays = rise > max(STAYING_RISE, STAYING_SHARE * history.lowest_level) and min(history.losses[-WINDOW:]) > history.high_at_lowest
@@ -63,6 +69,24 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
         measured = f"the loss is {level:.2f} at step {step}, a uniform guess has {facts.uniform_loss:.2f}: training diverges"
         return Symptom("diverging", step, measured, fix)
     return None
+
+
+def _dead(history: RunHistory, facts: RunFacts) -> str | None:
+    """No gradient reaches the weights any more, and the model knows nothing: a loss near 0 has small gradients, too."""
+    loss, step, uniform = history.losses[-1], history.steps[-1], facts.uniform_loss
+    if uniform is None or history.zero_gradients < DEAD_RECORDS or loss < DEAD_LOSS * uniform:
+        return None
+    return (
+        f"the gradients of the last {history.zero_gradients} logged steps are exactly 0 and the loss is {loss:.3f} at step {step}, "
+        f"a uniform guess has {uniform:.3f}: training has diverged, this model learns nothing any more"
+    )
+
+
+def _far_above_uniform(history: RunHistory, facts: RunFacts) -> str | None:
+    first, loss, uniform = history.losses[0], history.losses[-1], facts.uniform_loss
+    if uniform is None or len(history.losses) < 2 or loss <= FAR_ABOVE_UNIFORM * uniform or loss <= first:
+        return None
+    return f"the loss is {loss:.2f} at step {history.steps[-1]} and was {first:.2f} at step {history.steps[0]}, a uniform guess has {uniform:.2f}: training diverges"
 
 
 def loss_flat(history: RunHistory, facts: RunFacts) -> Symptom | None:

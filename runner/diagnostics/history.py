@@ -19,6 +19,7 @@ class RunHistory:
     steps: list[int] = field(default_factory=list)  # of `losses`
     losses: list[float] = field(default_factory=list)  # finite ones
     grad_norms: deque[float] = field(default_factory=lambda: deque(maxlen=CLIPPED_RECORDS))
+    zero_gradients: int = 0  # newest logged gradient norms that are exactly 0
     evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, validation loss, level of the training loss then)
     lowest_level: float = math.inf  # of the training loss, from the first WINDOW on
     lowest_step: int = 0
@@ -48,6 +49,7 @@ class RunHistory:
         self._tokens = tokens or self._tokens
         if (norm := _finite(record.get("grad_norm"))) is not None:
             self.grad_norms.append(norm)
+            self.zero_gradients = self.zero_gradients + 1 if norm == 0 else 0
         if loss is None:
             return
         self.steps.append(step)

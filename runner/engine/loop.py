@@ -15,7 +15,6 @@ from common.errors import DivergedError, Interrupted, StopRequested, TrainingErr
 from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
-from runner.diagnostics.symptoms import troubleshooting
 from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu.allocator import keep_freed_memory
@@ -27,7 +26,7 @@ from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
 from runner.engine.state import StepOutput, TrainState, announcing_failures
-from runner.engine.step_metrics import StepResult, Throughput, flush_steps, peak_memory, should_flush, watch_numbers
+from runner.engine.step_metrics import StepResult, Throughput, check_converged, flush_steps, peak_memory, should_flush, watch_numbers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from runner.engine.objectives.objective import LossSums
 
 STEP_TOTALS = 4  # numbers that the ranks sum first in a step: items, tokens with loss, tokens, examples
-DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
 
 
 def train(state: TrainState, stop_requested: Callable[[], bool] = lambda: False) -> float:
@@ -252,10 +250,7 @@ def finish(state: TrainState) -> float:
     progress = state.progress
     state.checkpoints.save_blocking(progress.step, state)
     loss = progress.recent_losses[-1] if progress.eval_loss is None else progress.eval_loss
-    uniform_loss = state.objective.uniform_loss(state.cfg.model.vocab_size)
-    if uniform_loss is not None and loss is not None and loss > DIVERGED_FACTOR * uniform_loss:
-        measured = f"the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}"
-        raise DivergedError(f"diverged: {measured}; use a smaller optimizer.lr; {troubleshooting('diverging')}")
+    check_converged(state, loss)
     exported = choose_weights(state)
     if state.dist.is_rank_zero:
         with state.stop.interrupting("the export, the run is saved"):

@@ -46,6 +46,7 @@ class Progress:
     overflows: int = 0  # fp16: steps repeated with a smaller loss scale
     nonfinite_steps: int = 0  # steps skipped for a loss or gradient that is not finite
     consecutive_nonfinite_steps: int = 0  # the last of them, without a finite step in between
+    zero_gradient_steps: int = 0  # the last steps, in a row, whose gradient norm is exactly 0
     best_loss: float | None = None
     best_step: int | None = None
     evals_since_best: int = 0

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
 RECENT_LOSSES = 50  # losses that diagnosis.json shows
+DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
+DEAD_FACTOR, DEAD_STEPS = 0.99, 2  # or than this, if so many steps at its end had a gradient norm of exactly 0: no step can change it any more
 
 
 class StepResult(NamedTuple):
@@ -83,6 +85,7 @@ def flush_steps(state: TrainState) -> list[StepResult]:
     for result in results:
         progress.recent_losses = [*progress.recent_losses, finite_or_none(result.means["loss"])][-RECENT_LOSSES:]
         progress.consecutive_nonfinite_steps = 0 if result.is_finite else progress.consecutive_nonfinite_steps + 1
+        progress.zero_gradient_steps = progress.zero_gradient_steps + 1 if result.grad_norm == 0 else 0
         if not result.is_finite:
             progress.nonfinite_steps += 1
             _handle_nonfinite(state, result)
@@ -120,6 +123,21 @@ def _handle_nonfinite(state: TrainState, result: StepResult) -> None:
             f"{progress.consecutive_nonfinite_steps} consecutive steps were not finite ({where}); "
             f"use a smaller optimizer.lr, or check these rows; {troubleshooting('nan')}"
         )
+
+
+def check_converged(state: TrainState, loss: float | None) -> None:
+    """Raise DivergedError if the final `loss` is far above that of a uniform distribution, or near it with weights that no gradient reaches.
+
+    A loss near the uniform one is no divergence by itself: a short run from random weights ends there, too.
+    """
+    uniform_loss, dead_steps = state.objective.uniform_loss(state.cfg.model.vocab_size), state.progress.zero_gradient_steps
+    if uniform_loss is None or loss is None:
+        return
+    is_dead = dead_steps >= DEAD_STEPS and loss > DEAD_FACTOR * uniform_loss
+    if is_dead or loss > DIVERGED_FACTOR * uniform_loss:
+        dead = f", and the gradients of the last {dead_steps} steps are exactly 0" if is_dead else ""
+        measured = f"the final loss is {loss:.4g}, that of a uniform distribution {uniform_loss:.2f}{dead}"
+        raise DivergedError(f"diverged: {measured}; use a smaller optimizer.lr; {troubleshooting('diverging')}")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -86,6 +86,14 @@ def test_run_that_is_too_hot_names_the_learning_rate(train, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_run_that_kills_its_model_ends_as_diverged(train, tmp_path: Path) -> None:
+    data = write(tmp_path / "rows.jsonl", texts(80))
+    run = train("pretrain", f"data.path={data}", "optimizer=muon", "optimizer.lr=100", "train.max_steps=12", "train.log_every=4")
+    record = json.loads((run.folder / "run.json").read_text())
+    assert run.code == 1 and record["outcome"] == "diverged" and run.names("diverging", "exactly 0", "this model learns nothing any more")
+
+
+@pytest.mark.slow
 def test_run_that_is_too_cold_names_the_learning_rate(train, tmp_path: Path) -> None:
     data = write(tmp_path / "rows.jsonl", texts(80))
     run = train("pretrain", f"data.path={data}", "optimizer.lr=1e-7", "train.max_steps=40")

@@ -66,6 +66,19 @@ def test_loss_above_uniform_of_weights_is_diverging_only_if_it_has_risen() -> No
     assert names([step(1, 3.0), *(step(i, 12.0) for i in range(2, 9))], starts_from_weights=True) == ["diverging"]
 
 
+def test_dead_model_is_diverging_in_a_run_of_three_records() -> None:
+    dead = [step(4, 618888.8, norm=2035.7), step(8, UNIFORM, norm=0.0), step(12, UNIFORM, norm=0.0)]
+    (symptom,) = diagnose(dead, dataclasses.replace(FACTS, lr=100.0, total_steps=12))
+    assert (symptom.name, symptom.step) == ("diverging", 12) and "are exactly 0" in symptom.message and "optimizer.lr=10 (now 100)" in symptom.message
+    assert names(dead[:2]) == names([step(4, UNIFORM, norm=0.0), step(8, UNIFORM), step(12, UNIFORM, norm=0.0)]) == []  # not two in a row
+    assert names([step(i, 0.001, norm=0.0) for i in range(1, 9)]) == names(dead[1:], uniform_loss=None) == []  # learnt by heart; DPO
+
+
+def test_loss_far_above_uniform_is_diverging_from_the_second_record_on() -> None:
+    assert names([step(1, 8.8), step(2, 20.0)]) == names([step(1, 3.0), step(2, 20.0)], starts_from_weights=True) == ["diverging"]
+    assert names([step(1, 8.8), step(2, 12.0)]) == names([step(11, 20.0), step(12, 19.0)], starts_from_weights=True) == []
+
+
 def test_loss_that_returns_is_a_spike_and_names_its_step() -> None:
     records = falling(60)
     spike = [*records[:40], step(41, 9.0), *records[41:]]

@@ -14,7 +14,7 @@ from runner.checkpoint import atomic_dir
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine import loop, step_metrics
 from runner.engine.loop import train
-from runner.engine.step_metrics import Throughput
+from runner.engine.step_metrics import Throughput, check_converged
 from runner.engine.verify_resume import diff_run_dirs
 
 MOE = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=32", "model.router_aux_loss_coef=0.01"]
@@ -142,6 +142,20 @@ def test_nonfinite_steps_end_the_run_before_the_next_save(make_run):
         train(state)
     assert state.progress.step == 8 and state.progress.nonfinite_steps == 3 and newest_checkpoint(state.run_dir).name == "step-00000004"
     assert not state.pending_steps
+
+
+def test_run_that_ends_near_the_uniform_loss_has_diverged_only_without_gradients(make_run):
+    run = make_run("pretrain")
+    uniform = run.objective.uniform_loss(run.cfg.model.vocab_size)
+    for zero_steps, loss in ((0, uniform), (1, uniform), (99, 0.5 * uniform), (99, None)):
+        run.progress.zero_gradient_steps = zero_steps
+        check_converged(run, loss)
+    run.progress.zero_gradient_steps = 2
+    with pytest.raises(DivergedError, match="the gradients of the last 2 steps are exactly 0; use a smaller optimizer.lr"):
+        check_converged(run, uniform)
+    run.progress.zero_gradient_steps = 0
+    with pytest.raises(DivergedError, match="the final loss is"):
+        check_converged(run, 3 * uniform)
 
 
 def test_flush_happens_at_the_latest_after_max_pending_steps(make_run, monkeypatch):
