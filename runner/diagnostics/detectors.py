@@ -72,7 +72,7 @@ def diverging(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def _dead(history: RunHistory, facts: RunFacts) -> str | None:
-    """No gradient reaches the weights any more, and the model knows nothing: a loss near 0 has small gradients, too."""
+    """No gradient reaches the weights any more, and the loss is that of a uniform guess: a loss near 0 has small gradients, too."""
     loss, step, uniform = history.losses[-1], history.steps[-1], facts.uniform_loss
     if uniform is None or history.zero_gradients < DEAD_RECORDS or loss < DEAD_LOSS * uniform:
         return None

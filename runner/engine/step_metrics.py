@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_PENDING_STEPS = 100  # bounds memory, and the delay until a failure is noticed
 RECENT_LOSSES = 50  # losses that diagnosis.json shows
 DIVERGED_FACTOR = 2  # a run has diverged if its final loss is higher than this times that of a uniform distribution
-DEAD_FACTOR, DEAD_STEPS = 0.99, 2  # or than this, if so many steps at its end had a gradient norm of exactly 0: no step can change it any more
+DEAD_FACTOR, DEAD_STEPS = 0.99, 2  # or than this, if the gradient norms of its last DEAD_STEPS are exactly 0: no step can change it any more
 
 
 class StepResult(NamedTuple):

@@ -71,7 +71,7 @@ def test_dead_model_is_diverging_in_a_run_of_three_records() -> None:
     (symptom,) = diagnose(dead, dataclasses.replace(FACTS, lr=100.0, total_steps=12))
     assert (symptom.name, symptom.step) == ("diverging", 12) and "are exactly 0" in symptom.message and "optimizer.lr=10 (now 100)" in symptom.message
     assert names(dead[:2]) == names([step(4, UNIFORM, norm=0.0), step(8, UNIFORM), step(12, UNIFORM, norm=0.0)]) == []  # not two in a row
-    assert names([step(i, 0.001, norm=0.0) for i in range(1, 9)]) == names(dead[1:], uniform_loss=None) == []  # learnt by heart; DPO
+    assert names([step(i, 0.001, norm=0.0) for i in range(1, 9)]) == names(dead[1:], uniform_loss=None) == []  # overfit; DPO
 
 
 def test_loss_far_above_uniform_is_diverging_from_the_second_record_on() -> None:
