@@ -19,7 +19,7 @@ from common.guarded_files import open_append
 from runner.tracking.config import TrackerConfig
 from runner.tracking.console.layout import LINE_WIDTH, labelled_lines
 from runner.tracking.console.modes import open_console
-from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values
+from runner.tracking.console.numbers import BAR_FIELDS, MetricValues, format_seconds, format_values, remaining_seconds
 from runner.tracking.data_report import data_table
 from runner.tracking.jsonl import JsonlLog
 from runner.tracking.log_recovery import LogProof
@@ -252,11 +252,8 @@ class RunLogger:
     def _eta(self, step: int) -> str:
         if self._first_logged is None:
             self._first_logged = (step, self._elapsed())
-        first_step, first_time = self._first_logged
-        if step == first_step:
-            return ""
-        seconds_per_step = (self._elapsed() - first_time) / (step - first_step)
-        return f" | eta {format_seconds(seconds_per_step * max(0, self._total_steps - step))}"
+        seconds = remaining_seconds(self._first_logged, (step, self._elapsed()), self._total_steps)
+        return "" if seconds is None else f" | eta {format_seconds(seconds)}"
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         try:

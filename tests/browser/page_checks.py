@@ -63,6 +63,11 @@ OVERFLOW = """() => {
 }"""
 
 
+# Cells of tables whose text reaches beyond the cell, over its neighbour.
+OVERPRINTED = """() => [...document.querySelectorAll("td, th")].filter((e) => e.checkVisibility() && e.scrollWidth > e.clientWidth + 1)
+  .map((e) => `${e.scrollWidth} of ${e.clientWidth}: ${e.textContent.trim().slice(0, 60)}`).slice(0, 10)"""
+
+
 def low_contrast(page: Any) -> list[str]:
     return page.evaluate(LOW_CONTRAST)
 
@@ -73,6 +78,10 @@ def unnamed(page: Any) -> list[str]:
 
 def overflow(page: Any) -> list[str]:
     return page.evaluate(OVERFLOW)
+
+
+def overprinted(page: Any) -> list[str]:
+    return page.evaluate(OVERPRINTED)
 
 
 STOP = """() => {

@@ -114,6 +114,14 @@ def test_pages_of_several_runs_fit_the_screen_and_are_readable(open_page: Any, v
         assert page_checks.overflow(page) == [] and page_checks.low_contrast(page) == [] and page_checks.unnamed(page) == []
 
 
+def test_comparison_wraps_long_values_inside_of_their_cells(open_page: Any, tmp_path: Path) -> None:
+    long = {name: make_run(tmp_path / name, settings={"path": f"/data/{name * 60}.jsonl", "betas": [0.9, 0.95]}) for name in ("a", "b", "c")}
+    (tmp_path / "page.html").write_text(compare_page(read_comparison([*long.values()])))
+    for width in (1280, 390):
+        page = open_page(tmp_path / "page.html", width)
+        assert page_checks.overprinted(page) == [] and page_checks.overflow(page) == []
+
+
 def test_list_filters_sorts_and_gives_the_command_of_a_comparison(open_page: Any, listing: Path, outputs: Path) -> None:
     page = open_page(listing)
     visible = page.locator("#runs tbody tr:visible")

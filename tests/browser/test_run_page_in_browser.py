@@ -79,6 +79,22 @@ def test_run_page_fits_the_screen_and_can_be_read(open_page: Any, viewport: tupl
     assert page.locator("canvas").count() == 6
 
 
+def test_run_page_shows_long_errors_and_reasons_inside_of_the_screen(open_page: Any, tmp_path: Path) -> None:
+    counts = {name: 12_345 for name in ("read", "kept", "split", "truncated", "tokens", "loss_tokens", "lost_loss_tokens", "longest_conversation")}
+    reasons = {f"the content of message {index} is no string and no list of parts with a text": 100 + index for index in range(6)}
+    data = [{"file": "/data/sets/" + "long-name" * 6 + ".jsonl", "schema": "conversations", **counts, "bad": reasons, "dropped": {"empty": 3}}]
+    error = "\n".join(f"frame {line} " + "long" * 30 for line in range(100))
+    folder = write_run(tmp_path / "run", RECORDS, status="failed", error=error, data=data)
+    for width in (1280, 390):
+        page = open_page(write_run_page(folder), width)
+        assert page_checks.overflow(page) == [] and page_checks.overprinted(page) == []
+        box = page.evaluate("() => { const box = document.querySelector('[aria-label=data]'); return [box.scrollWidth, box.clientWidth]; }")
+        assert width < 1280 or box[0] <= box[1]
+        assert page.locator(".error").bounding_box()["height"] < 2500
+        page.click("#error summary")
+        assert page.get_by_text("frame 99 ").is_visible()
+
+
 def test_run_page_draws_and_shows_the_numbers_of_metrics_jsonl(open_page: Any, run_page: Path) -> None:
     page = open_page(run_page)
     losses = [[record["step"], record["loss"]] for record in RECORDS if record["kind"] == "train"]

@@ -16,6 +16,7 @@ from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_
 from runner.reporting.sweep_results.metrics_reader import read_run_metrics
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import ResultRow
+from runner.run_dir.contents.files import OWNER_FILE
 
 LR = "optimizer.lr"
 
@@ -205,6 +206,14 @@ def test_damaged_sweep_json_is_reported_without_an_error(tmp_path: Path, content
     (tmp_path / "sweep.json").write_bytes(content)
     update_report(tmp_path)
     assert "continue with" in leaderboard_text(tmp_path)
+
+
+def test_text_of_a_sweep_proposes_no_resume_while_its_process_is_alive(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path, [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running")
+    (folder / OWNER_FILE).write_text(json.dumps(process_id()))
+    assert "continue with" not in leaderboard_text(folder)
+    (folder / OWNER_FILE).write_text(json.dumps({**process_id(), "start_ticks": 1}))  # killed, and its pid is that of another process now
+    assert "continue with" in leaderboard_text(folder)
 
 
 def test_job_name_that_leads_out_of_the_sweep_directory_is_not_followed(tmp_path: Path) -> None:

@@ -103,6 +103,9 @@ def test_verdict_trains_the_winner_longer(tmp_path: Path) -> None:
         (0.1, 0.0, False, 0.2),
         (1e-3, 5e-4, False, 2e-3),
         (0.9, 0.8, False, 1),
+        (1e-2, 100, False, 1e-3),  # four powers of ten apart: one step of ten, no 1e-06
+        (1000, 1, True, 10_000),
+        (-1e-2, -100, False, -1e-3),
     ],
 )
 def test_next_value_continues_ratios_and_differences(edge: float, neighbour: float, is_whole: bool, expected: float | None) -> None:

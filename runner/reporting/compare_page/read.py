@@ -14,7 +14,7 @@ from common.errors import UserError
 from runner.inference.best_job import comparison_problem
 from runner.reporting.page_settings import flatten_settings
 from runner.reporting.run_folders import run_status, tags_of, text_of
-from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, finite_number, read_job_metrics
+from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, count_number, read_job_metrics
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import is_sweep_dir
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
@@ -65,7 +65,7 @@ class ComparedRun:
 
     @property
     def step(self) -> float:
-        return self.metrics.last.step if self.metrics.last else finite_number(self.fields.get("step")) or 0.0
+        return self.metrics.last.step if self.metrics.last else count_number(self.fields.get("step")) or 0.0
 
     @property
     def tokens(self) -> float:
@@ -77,7 +77,7 @@ class ComparedRun:
 
     @property
     def attempts(self) -> int:
-        return int(finite_number(self.fields.get("attempt")) or 0)
+        return int(count_number(self.fields.get("attempt")) or 0)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from common.filesystem import open_regular, read_json_object
 from common.limits.parsers import parse_json
 from runner.inference.best_job import comparison_problem
 from runner.reporting.run_folders import is_file, job_folders, run_status, tags_of, text_of
-from runner.reporting.sweep_results.metrics_reader import finite_number
+from runner.reporting.sweep_results.metrics_reader import count_number, finite_number
 from runner.run_dir.contents.files import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import SWEEP_FILE
@@ -134,7 +134,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> Listed
     row = ListedRun(folder, kind, run_status(fields), fields=fields, sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
     metrics, export = fields.get("metrics"), fields.get("export")
     values = metrics if isinstance(metrics, dict) else {}
-    row.training_loss, row.step = finite_number(values.get("loss")), finite_number(fields.get("step"))
+    row.training_loss, row.step = finite_number(values.get("loss")), count_number(fields.get("step"))
     exported = finite_number(export.get("loss")) if isinstance(export, dict) else None
     row.evaluation_loss = next((loss for key in ("best_val_loss", "val_loss") if (loss := finite_number(values.get(key))) is not None), exported)
     if not values:
@@ -145,7 +145,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> Listed
 def _read_tail(row: ListedRun) -> None:
     """Set losses and step from the newest records of a run that has not ended: its run.json has none."""
     for record in _newest_records(row.folder / "metrics.jsonl"):
-        loss, step = finite_number(record.get("loss")), finite_number(record.get("step"))
+        loss, step = finite_number(record.get("loss")), count_number(record.get("step"))
         if record.get("kind") == "train" and row.training_loss is None:
             row.training_loss = loss
         if record.get("kind") == "eval" and row.evaluation_loss is None:

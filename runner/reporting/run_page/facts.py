@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ from common.paths import REPO_ROOT
 from runner.inference.best_job import parse_number
 from runner.reporting.run_page.read import RunReport
 from runner.run_dir.saved_config import REPO_INTERPOLATION
-from runner.tracking.console.numbers import format_seconds, format_size
+from runner.tracking.console.numbers import format_seconds, format_size, remaining_seconds
 from runner.tracking.next_commands import STAGE_METRICS, commands_after_divergence, commands_to_continue, next_commands
 
+ERROR_LINES, ERROR_CHARS = 21, 1600  # of a recorded error that are not folded
+ERROR_LINE_CHARS = 200  # of an error that is shown as one line
+TRUNCATION_WARNING = re.compile(r"data\.max_length=\d+ cuts off ")  # in train.log: it says the same as the note, and which length would do
 OVERFITTING_RATIO = 1.02  # of the newest validation loss to the lowest one
 
 
@@ -32,8 +36,8 @@ def numbers(run: RunReport) -> list[tuple[str, str]]:
         lowest = evaluation.lowest("loss")
         found += [("validation loss", format_number(evaluation.last("loss")))]
         found += [("best validation loss", f"{lowest[0]:.4f} at step {lowest[1]:,.0f}")] if lowest else []
-    found += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("tokens per second", format_number(train.last("tokens_per_second")))]
-    if (memory := train.last("peak_memory")) is not None:
+    found += [("tokens", f"{train.last('tokens') or 0:,.0f}"), ("mean tokens/s", format_number(run.series.tokens_per_second))]
+    if (memory := run.series.peak_memory) is not None:
         found += [("peak memory", format_size(int(memory)))]
     if (seconds := train.last("seconds")) is not None:
         found += [("training time", format_seconds(seconds))]
@@ -43,19 +47,39 @@ def numbers(run: RunReport) -> list[tuple[str, str]]:
 
 
 def _remaining(run: RunReport) -> float | None:
-    """Return the seconds to the last step at the pace of the newest half of the logged steps."""
-    steps, seconds = run.series.train.columns.get("step", []), run.series.train.columns.get("seconds", [])
-    if run.total_steps is None or len(steps) < 3:
-        return None
-    middle = len(steps) // 2
-    done, took = (steps[-1] or 0) - (steps[middle] or 0), (seconds[-1] or 0) - (seconds[middle] or 0)
-    return took / done * max(0, run.total_steps - (steps[-1] or 0)) if done > 0 else None
+    """Return the seconds to the last step, as the console prints them."""
+    first, last = run.series.attempt_first, run.series.attempt_last
+    return remaining_seconds(first, last, run.total_steps) if run.total_steps and first and last else None
+
+
+def error_parts(run: RunReport) -> tuple[str, str]:
+    """Return the beginning of the recorded error, and the rest; both empty where there is none, or an attempt goes on."""
+    error = "" if run.is_running else str(run.fields.get("error") or "")
+    shown = "\n".join(error.split("\n")[:ERROR_LINES])[:ERROR_CHARS]
+    return shown, error[len(shown) :].removeprefix("\n")
+
+
+def error_line(error: object) -> str:
+    """Return the first line of a recorded error, cut to ERROR_LINE_CHARS."""
+    lines = str(error).strip().split("\n")
+    return f"{lines[0][:ERROR_LINE_CHARS]}{' ...' if len(lines) > 1 or len(lines[0]) > ERROR_LINE_CHARS else ''}"
+
+
+def beginning(run: RunReport) -> str:
+    """Return when the run began, and its newest attempt: `started` of run.json is that of the newest one."""
+    newest = str(run.fields.get("started") or "at an unknown time")
+    if len(run.attempts) < 2 or not run.attempts[0].get("started"):
+        return f"started {newest}"
+    number = run.attempts[0].get("attempt")
+    first = "started" if number in (1, None) else f"attempt {number} began"  # the first of many attempts are not kept
+    return f"{first} {run.attempts[0]['started']} · attempt {run.attempts[-1].get('attempt')} began {newest}"
 
 
 def notes(run: RunReport) -> list[str]:
     """Return what a reader should know before the curves: overfitting, gaps in the data, resumes that are not exact, warnings of the log."""
     fields = run.fields
-    found = [*_overfitting(run), *_truncation(fields.get("data"))]
+    found = [*_overfitting(run)]
+    found += [] if any(TRUNCATION_WARNING.match(warning) for warning in run.warnings) else _truncation(fields.get("data"))
     found += [f"not bitwise equal to a run without interruption: {reason}" for reason in _texts(fields.get("inexact_because"))]
     found += [f"a resume changed {change}" for change in _texts(fields.get("changed"))]
     found += _texts(fields.get("recovered"))

@@ -13,7 +13,7 @@ from common.errors import strip_control
 from common.filesystem import retry_disk, write_atomic_file
 from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, RELOAD_SECONDS, json_block, load_template, short_number
 from runner.reporting.run_folders import tags_of
-from runner.reporting.run_page.facts import commands, format_number, labels, notes, numbers
+from runner.reporting.run_page.facts import beginning, commands, error_line, error_parts, format_number, labels, notes, numbers
 from runner.reporting.run_page.read import RunReport, read_run_report
 from runner.reporting.run_page.series import AXES, Series
 from runner.tracking.console.numbers import format_size
@@ -37,9 +37,9 @@ CHARTS = (
     ("Learning rate", ("lr",), True),
     ("Gradient norm", ("grad_norm",), True),
     ("Tokens per second", ("tokens_per_second",), False),
-    ("Peak memory", ("peak_memory",), False),
+    ("Peak memory of each attempt", ("peak_memory",), False),
     ("Share of time that waits for data", ("data_wait",), False),
-    ("Seconds that saves took", ("save_stall",), False),
+    ("Seconds that training waited for saves", ("save_stall",), False),
 )
 BYTE_FIELDS = {"peak_memory"}
 NOT_CHARTED = {"perplexity"}  # the exponential of a loss that is drawn
@@ -58,6 +58,7 @@ def run_text(folder: Path) -> str:
     """Return status, numbers, notes and commands of a run as text for a terminal."""
     run = read_run_report(folder)
     lines = [f"run {folder}", " · ".join([run.status, *labels(run)]), *(f"{name:<22}{value}" for name, value in numbers(run))]
+    lines += [f"error: {error_line(error)}"] if (error := error_parts(run)[0]) else []
     lines += [f"note: {note}" for note in notes(run)]
     for purpose, command in commands(run):
         lines += ["", f"{purpose}:", command]
@@ -65,22 +66,21 @@ def run_text(folder: Path) -> str:
 
 
 def run_page(run: RunReport) -> str:
-    recorded = run.fields.get("attempts")
-    attempts = [attempt for attempt in recorded if isinstance(attempt, dict)] if isinstance(recorded, list) else []
     charts = _charts(run)
     return _template().render(
         run=run,
         checkpoints=[(name, format_size(size)) for name, size in run.checkpoints],
         tags=tags_of(run.fields),
-        facts={"labels": labels(run), "numbers": numbers(run), "notes": notes(run), "commands": commands(run)},
+        facts={"labels": labels(run), "numbers": numbers(run), "notes": notes(run), "commands": commands(run), "error": error_parts(run)},
+        beginning=beginning(run),
         charts=charts,
         smoothing=0.6 if len(run.series.train) >= SMOOTHED_RECORDS else 0,
         table=_newest(run.series.train),
         nonfinite=", ".join(f"{name} in {count} records" for name, count in run.series.nonfinite.items()),
-        data_rows=_table(DATA_FIELDS, run.fields.get("data")),
+        data_rows=_data_table(run.fields.get("data")),
         different=[setting for setting in run.settings if setting.differs],
-        attempts=_table(ATTEMPT_COLUMNS, attempts),
-        environment=_environment(run, attempts),
+        attempts=_table(ATTEMPT_COLUMNS, [{**attempt, "error": error_line(attempt.get("error") or "")} for attempt in run.attempts]),
+        environment=_environment(run, run.attempts),
         data_json=_data(run, charts),
         created=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
     )
@@ -122,9 +122,27 @@ def _newest(train: Series) -> dict[str, list]:
     return {"names": names, "rows": [[_value(name, train.columns[name][index]) for name in names] for index in reversed(range(start, len(train)))]}
 
 
-def _table(names: Iterable[str], entries: Any) -> dict[str, list] | None:
-    rows = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+def _table(names: Iterable[str], rows: list[dict[str, Any]]) -> dict[str, list] | None:
     return {"names": [name.replace("_", " ") for name in names], "rows": [[_cell(row.get(name)) for name in names] for row in rows]} if rows else None
+
+
+def _data_table(entries: Any) -> dict[str, list] | None:
+    """Return the table of the data files; `reasons` has lines for each row: `bad 12: no text (first: rows.jsonl:3)`."""
+    files = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    table = _table(DATA_FIELDS, [{**file, **{kind: sum(found.values()) for kind, found in _counts(file).items()}} for file in files])
+    return table and {**table, "reasons": [_reasons(file) for file in files]}
+
+
+def _counts(file: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the rows of a data file that are not used: kind -> reason -> rows."""
+    found = {kind: file.get(kind) for kind in ("dropped", "bad")}
+    return {kind: {str(reason): rows for reason, rows in value.items() if type(rows) is int} for kind, value in found.items() if isinstance(value, Mapping)}
+
+
+def _reasons(file: Mapping[str, Any]) -> list[str]:
+    first = file.get("first_seen")
+    rows_seen = {reason: f" (first: {Path(str(row)).name})" for reason, row in first.items()} if isinstance(first, Mapping) else {}
+    return [f"{kind} {rows:,}: {reason}{rows_seen.get(reason, '')}" for kind, found in _counts(file).items() for reason, rows in found.items()]
 
 
 def _cell(value: Any) -> str:

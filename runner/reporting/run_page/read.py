@@ -14,7 +14,7 @@ from common.ownership.processes import is_alive
 from runner.checkpoint.atomic_dir import step_names
 from runner.reporting.run_page.series import RunSeries, read_run_series
 from runner.reporting.run_page.settings import Setting, read_settings
-from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, iter_records
+from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, count_number, iter_records
 from runner.run_dir.metadata import RunMetadata
 
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
@@ -51,11 +51,15 @@ class RunReport:
         return str(self.fields.get("name") or "/".join(self.folder.parts[-2:]))
 
     @property
+    def attempts(self) -> list[dict[str, Any]]:
+        recorded = self.fields.get("attempts")
+        return [attempt for attempt in recorded if isinstance(attempt, dict)] if isinstance(recorded, list) else []
+
+    @property
     def step(self) -> int:
         """Newest logged step, or that of run.json."""
         logged = [series.columns["step"][-1] or 0 for series in (self.series.train, self.series.eval) if len(series)]
-        recorded = self.fields.get("step")
-        return int(max([*logged, recorded if isinstance(recorded, int) else 0]))
+        return int(max([*logged, count_number(self.fields.get("step")) or 0]))
 
 
 def read_run_report(folder: Path) -> RunReport:
@@ -81,9 +85,9 @@ def _samples(path: Path) -> dict[str, list[tuple[int, str]]]:
     """Return the newest MAX_SAMPLE_STEPS answers to each prompt, cut to MAX_SAMPLE_CHARS."""
     answers: dict[str, list[tuple[int, str]]] = {}
     for record in islice(iter_records(path), MAX_RECORDS):
-        step, prompt, answer = record.get("step"), record.get("prompt"), record.get("answer")
-        if isinstance(step, int) and isinstance(prompt, str) and isinstance(answer, str) and (prompt in answers or len(answers) < MAX_SAMPLES):
-            answers.setdefault(prompt, []).append((step, answer[:MAX_SAMPLE_CHARS]))
+        step, prompt, answer = count_number(record.get("step")), record.get("prompt"), record.get("answer")
+        if step is not None and isinstance(prompt, str) and isinstance(answer, str) and (prompt in answers or len(answers) < MAX_SAMPLES):
+            answers.setdefault(prompt, []).append((int(step), answer[:MAX_SAMPLE_CHARS]))
     return {prompt: found[-MAX_SAMPLE_STEPS:] for prompt, found in answers.items()}
 
 

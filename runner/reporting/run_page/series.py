@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import strip_control
 from runner.reporting.curve_points import choose_points
-from runner.reporting.sweep_results.metrics_reader import finite_number
+from runner.reporting.sweep_results.metrics_reader import MeanSpeed, count_number, finite_number
 
 MAX_POINTS = 2000  # of one kind of record on the page
 MAX_FIELDS, MAX_NAME_CHARS = 60, 60  # of one kind of record, and characters of their names
@@ -48,6 +48,10 @@ class RunSeries:
     eval: Series
     attempt_starts: list[float]  # step before which each attempt after the first began
     nonfinite: dict[str, int]  # field -> records in which it was NaN or infinite
+    tokens_per_second: float | None = None  # mean over all attempts
+    peak_memory: float | None = None  # largest of all attempts, bytes
+    attempt_first: tuple[float, float] | None = None  # step and seconds of the first training record of the newest attempt
+    attempt_last: tuple[float, float] | None = None  # of its newest one
 
 
 def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
@@ -55,28 +59,37 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
     kinds: dict[str, list[dict[str, float | None]]] = {"train": [], "eval": []}
     starts: list[float] = []
     nonfinite: dict[str, int] = {}
+    speed, peak_memory = MeanSpeed(), None
+    first = last = None
     for kind, record, is_new_attempt in _with_seconds(records):
+        if is_new_attempt:
+            first = last = None
+        if kind == "train":
+            speed.add(record["tokens"] or 0.0, record.get("tokens_per_second"))
+            peak_memory = max((value for value in (peak_memory, record.get("peak_memory")) if value is not None), default=None)
+            last = (record["step"] or 0.0, record["seconds"] or 0.0)
+            first = first or last
         if is_new_attempt and (kinds["train"] or kinds["eval"]):
             starts.append(record["step"] or 0.0)
         kinds[kind].append(record)
         for name, value in record.items():
             if value is None:
                 nonfinite[name] = nonfinite.get(name, 0) + 1
-    return RunSeries(_columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite)
+    return RunSeries(_columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last)
 
 
 def _with_seconds(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, float | None], bool]]:
     """Yield (kind, axes and numbers, whether its attempt is another than that of the record before) for each usable record."""
     attempt, earlier, seconds, tokens = None, 0.0, 0.0, 0.0
     for record in records:
-        kind, step = record.get("kind"), finite_number(record.get("step"))
+        kind, step = record.get("kind"), count_number(record.get("step"))
         if kind not in ("train", "eval") or step is None:
             continue
         is_new_attempt = record.get("attempt") != attempt
         if is_new_attempt:
             attempt, earlier, seconds = record.get("attempt"), earlier + seconds, 0.0
         seconds = finite_number(record.get("time")) or seconds
-        tokens = finite_number(record.get("tokens")) or tokens
+        tokens = count_number(record.get("tokens")) or tokens
         values: dict[str, float | None] = {"step": step, "tokens": tokens, "seconds": earlier + seconds}
         for name, value in record.items():
             if name not in NOT_DRAWN and (value is None or isinstance(value, int | float)):

@@ -21,6 +21,25 @@ MAX_RECORDS = 2_000_000  # of metrics.jsonl; a file of MAX_METRICS_BYTES that a 
 METRICS_READ_BYTES = 1 << 20  # of metrics.jsonl that are parsed at a time; a longer line is not read
 MAX_CURVE_POINTS = 500  # of one kind of record, of a job of a sweep
 MAX_NUMBER = 1e100  # larger values count as infinite, so that sums and axes stay finite
+MAX_COUNT = 2**53  # of steps and tokens, exclusive: all smaller whole numbers are exact floats, here and in the scripts of a page
+
+
+class MeanSpeed:
+    """The mean of tokens_per_second by tokens: those of all logged steps by the time that the steps took, without saves, evaluation and samples."""
+
+    def __init__(self) -> None:
+        self._timed_from = self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: float, speed: float | None) -> None:
+        """Add a record of training with its `tokens` so far and its tokens_per_second."""
+        if speed and speed > 0 and tokens > self._timed_from:
+            self._tokens += tokens - self._timed_from
+            self._seconds += (tokens - self._timed_from) / speed
+        self._timed_from = tokens
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
 
 
 class LossPoint(NamedTuple):
@@ -58,26 +77,23 @@ def read_run_metrics(path: Path) -> RunMetrics:
     metrics = RunMetrics()
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
-    loss_tokens = tokens = timed_from = timed_tokens = seconds = 0.0  # timed_tokens / seconds: the mean of tokens_per_second, by tokens
+    loss_tokens = tokens = 0.0
+    speed = MeanSpeed()
     for record in islice(iter_records(path), MAX_RECORDS):
-        record_step = finite_number(record.get("step"))
+        record_step = count_number(record.get("step"))
         points = series.get(str(record.get("kind")))
         if record_step is None or points is None:
             continue
         if record.get("attempt") != attempt:
             attempt, earlier_attempts, time = record.get("attempt"), earlier_attempts + time, 0.0
-        time = _finite_or(record.get("time"), time)
+        time = _or_else(finite_number(record.get("time")), time)
         if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
             record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
-        loss_tokens, tokens = _finite_or(record.get("loss_tokens"), loss_tokens), _finite_or(record.get("tokens"), tokens)
+        loss_tokens, tokens = _or_else(count_number(record.get("loss_tokens")), loss_tokens), _or_else(count_number(record.get("tokens")), tokens)
         points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, finite_number(record.get("loss"))))
         if points is metrics.train:
-            speed = finite_number(record.get("tokens_per_second"))
-            if speed and speed > 0 and tokens > timed_from:
-                timed_tokens += tokens - timed_from
-                seconds += (tokens - timed_from) / speed
-            timed_from = tokens
-    metrics.tokens_per_second = timed_tokens / seconds if seconds else None
+            speed.add(tokens, finite_number(record.get("tokens_per_second")))
+    metrics.tokens_per_second = speed.tokens_per_second
     return metrics
 
 
@@ -128,6 +144,11 @@ def finite_number(value: object) -> float | None:
     return float(value) if abs(value) < MAX_NUMBER else None
 
 
-def _finite_or(value: object, default: float) -> float:
+def count_number(value: object) -> float | None:
+    """Return `value` as a float if it can be a step or a number of tokens: from 0 to below MAX_COUNT, else None."""
     number = finite_number(value)
+    return number if number is not None and 0 <= number < MAX_COUNT else None
+
+
+def _or_else(number: float | None, default: float) -> float:
     return default if number is None else number

@@ -15,8 +15,9 @@ from common.ownership.processes import is_alive
 from runner.inference.best_job import SEED_KEY, model_score, parse_number
 from runner.reporting.sweep_results.aggregate import result_rows
 from runner.reporting.sweep_results.evaluations import current_evaluations
-from runner.reporting.sweep_results.metrics_reader import LossPoint, finite_number, read_job_metrics, read_override_list
+from runner.reporting.sweep_results.metrics_reader import LossPoint, count_number, finite_number, read_job_metrics, read_override_list
 from runner.reporting.sweep_results.results import JOB_STATUSES, LOSS_KINDS, JobResult, SweepResults
+from runner.run_dir.contents.files import OWNER_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.saved_config import load_saved_config
 
@@ -43,6 +44,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
         rows=result_rows(jobs, ranked_by),
         sweeper=str(sweep.get("sweeper") or "grid"),
         scaled_keys=_set_trained_values(folder, jobs, shared),
+        is_running=sweep.get("status") == "running" and bool(owner := read_json_object(folder / OWNER_FILE)) and is_alive(owner),
     )
 
 
@@ -105,7 +107,7 @@ def _set_losses(job: JobResult, metadata: dict[str, Any]) -> None:
                 job.best[kind] = (lowest.loss, lowest.step)
     summary = metadata.get("metrics")
     values = {key: finite_number(value) for key, value in summary.items()} if isinstance(summary, dict) else {}
-    step = finite_number(metadata.get("step")) or 0.0
+    step = count_number(metadata.get("step")) or 0.0
     for kind, final, best in (
         ("validation", values.get("val_loss"), values.get("best_val_loss")),
         ("training-rows", values.get("training_rows_loss"), None),
@@ -113,7 +115,7 @@ def _set_losses(job: JobResult, metadata: dict[str, Any]) -> None:
     ):
         if final is not None and kind not in job.final:
             job.final[kind] = final
-            job.best[kind] = (final, step) if best is None else (best, values.get("best_step") or step)
+            job.best[kind] = (final, step) if best is None else (best, count_number(values.get("best_step")) or step)
 
 
 def _set_trained_values(folder: Path, jobs: list[JobResult], shared: list[str]) -> list[str]:

@@ -132,6 +132,7 @@ class SweepResults:
     rows: list[ResultRow]  # best first
     sweeper: str = "grid"  # or optuna
     scaled_keys: list[str] = field(default_factory=list)  # keys that are not swept, but scaled per job: optimizer.lr by sweep.lr_scale
+    is_running: bool = False  # its process is alive: `resume=` would be refused
 
     @property
     def shown_keys(self) -> list[str]:

@@ -17,6 +17,7 @@ from runner.reporting.sweep_results.results import JobResult, ResultRow, SweepRe
 from runner.run_dir.saved_config import load_saved_config, reject_interpolations
 
 GEOMETRIC_RATIO = 1.5  # two neighbouring values further apart than this are continued by their ratio, others by their difference
+MAX_RATIO = 10  # of the proposed value to the edge: the values of a wide sweep may be many powers of ten apart
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,9 @@ def _range_edge(sweep: SweepResults, winner: ResultRow, key: str) -> RangeEdge |
 
 
 def next_value(edge: float, neighbour: float, is_whole: bool) -> float | int | None:
-    """Return the value that continues the row neighbour, edge: by their ratio or their difference; None if that leaves the sign of the values."""
+    """Return the value that continues the row neighbour, edge: by their ratio, at most MAX_RATIO, or their difference; None if that leaves the sign of the values."""
     is_ratio = edge * neighbour > 0 and max(abs(edge), abs(neighbour)) >= GEOMETRIC_RATIO * min(abs(edge), abs(neighbour))
-    value = edge * edge / neighbour if is_ratio else 2 * edge - neighbour
+    value = edge * min(MAX_RATIO, max(1 / MAX_RATIO, edge / neighbour)) if is_ratio else 2 * edge - neighbour
     value = float(f"{value:.3g}")
     if edge >= 0 and neighbour >= 0 and value <= 0:
         return None
