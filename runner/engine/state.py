@@ -20,6 +20,7 @@ from runner.engine.device.mesh import distribute_like, full_tensor
 from runner.engine.device.precision import GradStats, Precision
 from runner.engine.device.stop import StopRequests
 from runner.engine.optim.groups import OptimizerGroup
+from runner.engine.optim.schedules import describe_lr_jump
 from runner.tracking.log_recovery import LogProof
 from runner.tracking.logger import RunLogger
 
@@ -162,6 +163,9 @@ class TrainState:
         from runner.engine.device import rng
 
         self.progress = Progress(**saved["progress"])
+        cfg, before = self.cfg, saved.get("compatibility") or {}
+        if jump := describe_lr_jump(self.progress.step, before, self.loader.steps_per_epoch, self.total_steps, cfg.optimizer.lr, cfg.schedule):
+            self.logger.info(f"changed from here on: {jump}")
         before, now = saved.get("evaluation"), self.pipeline.evaluation  # before: None in checkpoints of earlier versions
         if before and now and before != now and self.progress.best_step is not None:
             self.progress.forget_evaluations()

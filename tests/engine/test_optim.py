@@ -10,7 +10,7 @@ from runner.engine.optim.adamw import AdamWConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
 from runner.engine.optim.muon import MuonConfig
-from runner.engine.optim.schedules import SCHEDULES, ConstantConfig, CosineConfig, LinearConfig, ScheduleConfig, WsdConfig, lr_at
+from runner.engine.optim.schedules import SCHEDULES, ConstantConfig, CosineConfig, LinearConfig, ScheduleConfig, WsdConfig, describe_lr_jump, lr_at
 from runner.engine.optim.torch_optimizers import Muon
 
 
@@ -68,6 +68,28 @@ def test_schedule_warmup_rises_linearly_to_the_full_lr() -> None:
 def test_schedule_cosine_equals_the_formula_of_minimind() -> None:
     for t in range(51):
         assert lr_at(t, 50, 5e-4, SCHEDULE["cosine"]) == pytest.approx(5e-4 * (0.1 + 0.45 * (1 + math.cos(math.pi * t / 50))))
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "before", "total", "line"),
+    [
+        ("cosine", 60, 60, 120, "goes from 2.0e-04 back to 1.1e-03: the schedule now ends at step 120; schedule=constant optimizer.lr=0.0002 keeps it"),
+        ("linear", 50, 100, 60, "goes from 1.1e-03 to 5.0e-04: the schedule now ends at step 60"),
+        ("wsd", 60, 60, 120, "back to 2.0e-03"),
+        ("wsd", 20, 60, 120, None),  # still at the full rate
+        ("constant", 60, 60, 120, None),
+        ("cosine", 30, 60, 60, None),
+        ("cosine", 30, 60, 61, None),  # less than 5 %
+        ("cosine", 60, 60, 60, None),
+    ],
+)
+def test_resume_names_the_learning_rate_that_a_new_length_changes(name: str, step: int, before: int, total: int, line: str | None) -> None:
+    schedule: ScheduleConfig = compose_config([f"schedule={name}", "schedule.warmup_steps=0"]).schedule
+    facts = {f"schedule.{key}": value for key, value in dataclasses.asdict(schedule).items()} | {"optimizer.lr": 2e-3, "train.epochs": 1}
+    for length in ({"train.max_steps": before}, {"train.max_steps": 0}):  # 0: epochs of `before` steps
+        found = describe_lr_jump(step, facts | length, before, total, 2e-3, schedule)
+        assert found is None if line is None else found is not None and line in found
+    assert describe_lr_jump(step, {}, before, total, 2e-3, schedule) is None  # a checkpoint that does not record its settings
 
 
 def test_schedule_wsd_is_constant_until_its_decay() -> None:

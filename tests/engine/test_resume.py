@@ -183,3 +183,10 @@ def test_resume_without_any_one_item_of_the_state_is_noticed(make_run, run_with_
             unnoticed += [] if diff_run_dirs(uninterrupted, folder) else [item]
         shutil.rmtree(folder)
     assert unnoticed == [None]
+
+
+def test_resume_of_a_completed_run_for_more_steps_names_its_learning_rate(make_run):
+    train(make_run("pretrain", "train.max_steps=3"))
+    train(resumed := make_run("pretrain", "train.max_steps=6"))
+    (line,) = [line for line in (resumed.run_dir / "train.log").read_text().splitlines() if "learning rate" in line]
+    assert "back to" in line and "the schedule now ends at step 6" in line

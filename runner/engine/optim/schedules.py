@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from common.errors import UserError
 from common.registry import Registry
@@ -11,6 +13,7 @@ from common.settings import check_at_least
 
 SCHEDULES: Registry[type[ScheduleConfig]] = Registry("schedule", None)
 register_schedule = SCHEDULES.register
+LR_JUMP = 0.05  # relative change of the learning rate that a resume reports
 
 
 def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
@@ -18,6 +21,23 @@ def lr_at(step: int, total: int, lr: float, schedule: ScheduleConfig) -> float:
     if step < schedule.warmup_steps:
         return lr * (step + 1) / schedule.warmup_steps
     return lr * schedule.lr_factor((step - schedule.warmup_steps) / max(1, total - schedule.warmup_steps))
+
+
+def describe_lr_jump(step: int, before: Mapping[str, Any], steps_per_epoch: int, total: int, lr: float, schedule: ScheduleConfig) -> str | None:
+    """Return what a new length of the run changes at once, after `step` steps of a run with the settings `before` (dotted keys); None if it is little.
+
+    A schedule that depends on the share of the steps done goes back when there are more of them: a completed cosine run starts to fall again.
+    """
+    try:
+        length = before["train.max_steps"] or before["train.epochs"] * steps_per_epoch
+        settings = {key.partition(".")[2]: value for key, value in before.items() if key.startswith("schedule.")}
+        then = lr_at(min(step, length), length, before["optimizer.lr"], SCHEDULES.get(settings["name"])(**settings))
+    except (KeyError, TypeError, UserError):  # a checkpoint of an earlier version, or a plugin that is not imported any more
+        return None
+    now = lr_at(step, total, lr, schedule)
+    if length == total or step >= total or abs(now - then) <= LR_JUMP * max(now, then):
+        return None
+    return f"the learning rate goes from {then:.1e} {'back ' * (now > then)}to {now:.1e}: the schedule now ends at step {total}; schedule=constant optimizer.lr={then:.2g} keeps it"
 
 
 def check_warmup(total: int, schedule: ScheduleConfig) -> None:
