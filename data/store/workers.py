@@ -7,6 +7,7 @@ notebook, and they survive a killed parent. These processes import this module o
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import os
 import pickle
 import signal
@@ -31,6 +32,7 @@ from data.types import EncodingConfig
 
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 WORKER_ENV = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread per process: there is a process per core
+NEW_OBJECTS_PER_COLLECTION = 50_000  # of Python's garbage collector in a worker: it looks for cycles, and rows have none
 EXIT_SECONDS = 1.0  # for a process that was killed, or has closed its pipe, to be gone
 Chunk = list[tuple[int, Any]]  # (position in the source, item)
 
@@ -203,6 +205,8 @@ def _worker_main() -> None:
         import_inherited_plugins()  # one of them may register the row schema
         encoding, source = pickle.load(sys.stdin.buffer)
         encoder = Encoder(encoding)
+        gc.freeze()
+        gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
         while True:
             _send(replies, _encode_or_error(encoder, source, pickle.load(sys.stdin.buffer)))
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):

@@ -13,7 +13,8 @@ import numpy as np
 
 MAX_PIECES = 1 << 17  # that are remembered, about 30 MB; then all are forgotten
 MAX_PIECE_CHARACTERS = 32  # of a piece that is remembered
-FIRST_UNSPACED = "\u2e80"  # scripts without spaces between pieces begin here: a run of them is a phrase, which hardly occurs again
+CHARACTERS_PER_SPACE = 12  # of a text that is cut, at most. Chinese has fewer spaces: its pieces are phrases, which hardly occur again
+FIRST_UNSPACED = "\u2e80"  # scripts without spaces begin here: pieces with one of their characters are not remembered
 MAX_CUT_CHARACTERS = 1 << 20  # of the texts that are cut at once, because pieces take 10 times the memory of their text
 UNKNOWN = -1
 EncodeBatch = Callable[[list[str]], list[list[int]]]
@@ -40,7 +41,7 @@ class PieceCache:
     def _encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         if len(texts) == 1 and len(texts[0]) > MAX_CUT_CHARACTERS:
             return flat_ids(self._encode_batch(texts))
-        found = [self._cuts.findall(text) if text.count(" ") * MAX_PIECE_CHARACTERS > len(text) else [text] for text in texts]
+        found = [self._cuts.findall(text) if text.count(" ") * CHARACTERS_PER_SPACE > len(text) else [text] for text in texts]
         pieces = list(chain.from_iterable(found))
         numbers = np.fromiter(map(self._numbers.get, pieces, repeat(UNKNOWN)), np.int64, len(pieces))
         ids, ends = self._ids, self._ends
