@@ -1,4 +1,4 @@
-"""How exactly an evaluation measures the loss: from the losses of its batches."""
+"""How exactly an evaluation measures the loss: from its number of rows, before the first step, and from the losses of its batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from runner.diagnostics.symptoms import Symptom
 
 WIDE = 0.15  # half width of the interval / the loss; of the validation files of data/samples at most 0.09
 CONFIDENCE = 1.96  # standard errors of a 95 % interval
-FEW_ROWS = 10  # in one batch, whose spread is not known
+FEW_ROWS = 10  # fewer are too few, whatever their losses are
+FIX = "data.val_fraction=0.1 with data.val_path=null, or more rows in data.val_path"
 
 
 def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
@@ -25,17 +26,21 @@ def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
     return CONFIDENCE * math.sqrt(residuals * count / (count - 1)) / total
 
 
+def few_validation_rows(rows: int) -> Symptom | None:
+    """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows. 0: on none."""
+    if not 0 < rows < FEW_ROWS:
+        return None
+    measured = f"validation has {rows} row{'s' * (rows > 1)}: {'their' if rows > 1 else 'its'} loss does not tell one run from another"
+    return Symptom("tiny-validation", 0, measured, FIX)
+
+
 def tiny_validation(losses: Sequence[float], items: Sequence[int], rows: int, step: int) -> Symptom | None:
-    """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`: validation rows."""
+    """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`: validation rows.
+
+    None for those that `few_validation_rows` reports.
+    """
     width, mean = half_width(losses, items), sum(losses) / max(1, sum(items))
-    if not math.isfinite(mean):
+    if rows < FEW_ROWS or width is None or not math.isfinite(mean) or width <= WIDE * abs(mean):
         return None
-    if width is None:
-        if rows >= FEW_ROWS:
-            return None
-        measured = f"validation has {rows} rows: its loss does not tell one run from another"
-    elif width > WIDE * abs(mean):
-        measured = f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
-    else:
-        return None
-    return Symptom("tiny-validation", step, measured, "data.val_fraction=0.1 with data.val_path=null, or more rows in data.val_path")
+    measured = f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
+    return Symptom("tiny-validation", step, measured, FIX)

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
 from runner.diagnostics.symptoms import troubleshooting
+from runner.diagnostics.validation_interval import few_validation_rows
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
 from runner.tracking.data_report import describe_source, reading_notes, unused_columns
@@ -66,6 +67,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
     evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
     val = MixedRows(tuple(evaluated)) if evaluated else None
+    num_held_out = sum(part.num_rows for part in held_out)
     return DataPipeline(
         train,
         to_sequences(val, cfg, seed=0) if val else None,
@@ -75,6 +77,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
             *row_warnings([part for group in groups for part in group], cfg, tokenizer),
             *template_warnings,
             *missing_columns(sources),
+            *([few.message] if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0)) else []),
         ],
         [
             *tokenizer_notes,
@@ -83,7 +86,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
             *unused_columns(files),
         ],
         train.fingerprint,
-        sum(part.num_rows for part in held_out),
+        num_held_out,
         evaluates_training_rows,
         evaluation_identity(val, evaluates_training_rows, encoding, cfg) if val else None,
     )

@@ -169,12 +169,20 @@ def test_run_with_a_row_that_gives_nan_names_that_row(train, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_run_with_four_validation_rows_names_them_before_the_first_step(train, tmp_path: Path) -> None:
+    training, validation = write(tmp_path / "rows.jsonl", texts(20)), write(tmp_path / "val.jsonl", texts(4, first=50))
+    run = train("pretrain", f"data.path={training}", f"data.val_path={validation}", "train.max_steps=2", "train.eval_every=1")
+    assert run.code == 0 and run.names("tiny-validation", "validation has 4 rows", "data.val_fraction=0.1")
+    assert run.console.index("validation has 4 rows") < run.console.index("step 1/2")
+
+
+@pytest.mark.slow
 def test_run_with_few_validation_rows_names_the_interval(train, tmp_path: Path) -> None:
-    rows = [{"text": text(0, 33)}, {"text": "zq \u4e09\u5343 xv"}, {"text": text(0, 31)}, {"text": "0x7f 9d"}]
+    rows = [{"text": text(0, 33)}, {"text": "zq \u4e09\u5343 xv"}, {"text": text(0, 31)}, {"text": "0x7f 9d"}] * 3
     training, validation = write(tmp_path / "rows.jsonl", [{"text": text(0, 30 - i % 3)} for i in range(80)]), write(tmp_path / "val.jsonl", rows)
     evaluated = ["train.eval_every=30", "train.max_steps=30", "optimizer.lr=1e-2", "train.batch_size=1"]
     run = train("pretrain", f"data.path={training}", f"data.val_path={validation}", *evaluated)
-    assert run.code == 0 and run.names("tiny-validation", "validation loss of 4 rows", "+-", "data.val_fraction=0.1")
+    assert run.code == 0 and run.names("tiny-validation", "validation loss of 12 rows", "+-", "data.val_fraction=0.1")
 
 
 @pytest.mark.slow

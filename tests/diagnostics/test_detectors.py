@@ -19,7 +19,7 @@ import torch
 
 from runner.diagnostics.monitor import diagnose, read_metrics, watch_records
 from runner.diagnostics.symptoms import RunFacts
-from runner.diagnostics.validation_interval import half_width, tiny_validation
+from runner.diagnostics.validation_interval import few_validation_rows, half_width, tiny_validation
 from runner.engine import evaluation as engine_evaluation
 
 HEALTHY = json.loads(Path(__file__).with_name("healthy.json").read_text())
@@ -201,9 +201,10 @@ def test_interval_of_a_validation_loss_is_that_of_a_ratio_of_sums() -> None:
 
 
 def test_validation_of_few_rows_is_named_and_of_many_is_not() -> None:
-    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3, 5) is not None
+    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 12, 5) is not None
     assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30, 5) is None
-    assert tiny_validation([30.0], [10], 2, 5) is not None and tiny_validation([30.0], [10], 16, 5) is None
+    assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3, 5) is tiny_validation([30.0], [10], 16, 5) is None  # 3 rows: reported at the start
+    assert [few_validation_rows(rows) is not None for rows in (0, 1, 4, 9, 10)] == [False, True, True, True, False]
     assert tiny_validation([math.nan, 1.0], [1, 1], 2, 5) is None
 
 

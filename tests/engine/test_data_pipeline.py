@@ -33,6 +33,13 @@ def test_validation_fraction_of_one_row_files_holds_out_one_row(pipeline_of):
     assert sorted(row_names(pipeline.train) + row_names(pipeline.val)) == [f"{i}.txt:1" for i in range(5)]
 
 
+def test_few_validation_rows_are_named_at_the_start_of_a_run_that_evaluates(pipeline_of):
+    files = {"a.jsonl": jsonl(*(f"row {i}" for i in range(40)))}
+    for overrides, expected in (((), ["validation has 4 rows"]), (("train.eval_every=0",), []), (("data.val_fraction=0.5",), [])):
+        warnings = pipeline_of(files, "data.val_fraction=0.1", "train.eval_every=5", *overrides).warnings
+        assert [warning.partition(":")[0] for warning in warnings if "tiny-validation" in warning] == expected
+
+
 def test_validation_fraction_is_that_of_all_files_together(pipeline_of):
     pipeline = pipeline_of({f"{i}.jsonl": jsonl(*(f"{letter} {i}" for letter in "abc")) for i in range(40)}, "data.val_fraction=0.1")
     assert (len(pipeline.train), len(pipeline.val)) == (108, 12)
