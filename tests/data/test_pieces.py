@@ -116,7 +116,7 @@ def test_piece_cache_is_bounded_and_forgets(tokenizer, monkeypatch):
     for _ in range(20):
         assert is_same(pieces.encode, tokenizer, [" ".join(f"item{rng.randrange(1000)}" for _ in range(20)) for _ in range(4)] + ["x " * 400])
         assert len(pieces._numbers) <= 50 and len(pieces._ends) == len(pieces._numbers) + 1 and len(pieces._ids) == pieces._ends[-1]
-    pieces.encode(["short " + "y" * 33 + " 你好 end"])
+    pieces.encode(["short a b c d " + "y" * 33 + " 你好 end"])
     assert {" end", "short"} <= pieces._numbers.keys() and not {" " + "y" * 33, " 你好"} & pieces._numbers.keys()
 
 
