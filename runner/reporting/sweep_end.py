@@ -45,7 +45,10 @@ def describe_sweep_end(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def next_sweep_commands(sweep: SweepResults, verdict: SweepVerdict) -> list[tuple[list[str], str]]:
     """Return (arguments, purpose) of each command, as it is typed where this process was started."""
-    commands = [(verdict.train_longer, "train the winner longer"), (verdict.repeat, "repeat the winner with three seeds")]
+    commands = [
+        (verdict.train_longer, "train the winner longer"),
+        (verdict.repeat, ", ".join(filter(None, ["repeat the winner with three seeds", verdict.command_note]))),
+    ]
     commands += [(edge.command, f"the {edge.side} {edge.key} won: extend its range") for edge in verdict.edges]
     commands += [(sweep.resume_command, CONTINUE)] if sweep.is_unfinished else []
     return [(_typed_here(shlex.split(command)), purpose) for command, purpose in commands if command]

@@ -8,6 +8,7 @@ import pytest
 from sweep_fixtures import job, training, write_sweep
 
 from runner.reporting.sweep_results.intervals import difference_interval, mean_interval, t_quantile
+from runner.reporting.sweep_results.leaderboard import leaderboard_text
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import MeanStd
 from runner.reporting.sweep_results.verdict import SweepVerdict, next_value, sweep_verdict
@@ -110,3 +111,22 @@ def test_verdict_trains_the_winner_longer(tmp_path: Path) -> None:
 )
 def test_next_value_continues_ratios_and_differences(edge: float, neighbour: float, is_whole: bool, expected: float | None) -> None:
     assert next_value(edge, neighbour, is_whole) == (None if expected is None else pytest.approx(expected))
+
+
+def test_commands_of_a_sweep_leave_out_stored_overrides_that_name_code_or_a_hub(tmp_path: Path) -> None:
+    stored = (
+        "plugins=[/evil/code.py]",
+        "+hydra.searchpath=[file:///evil]",
+        "init_from=evil/base",
+        "++model.path=hub:evil/x",
+        "data.path=[a.txt,hub:evil/d]",
+        "run.name=mine",
+    )
+    folder = write_sweep(tmp_path, [job({LR: "1e-4"}, training(3.0)), job({LR: "5e-4"}, training(2.0))], overrides=stored)
+    sweep = read_sweep_results(folder)
+    for each in sweep.jobs:
+        assert sweep.job_command(each) == f"python runner/train.py run.name=mine {LR}={each.swept[LR]}"
+        assert "plugins, hydra.searchpath, init_from, model.path, data.path" in sweep.command_note(each)
+    assert "evil" not in leaderboard_text(folder)
+    safe = read_sweep_results(write_sweep(tmp_path / "safe", [job({LR: "1e-4"}, training(3.0))], overrides=("run.name=mine",)))
+    assert safe.command_note(safe.jobs[0]) == ""

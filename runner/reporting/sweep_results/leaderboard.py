@@ -64,6 +64,7 @@ def leaderboard_text(folder: Path) -> str:
     text += ["", *reasons] if reasons else []
     text += ["", f"no best job: {sweep.problem}"] if sweep.problem else []
     text += ["", f"{with_note('best job', sweep.best)}: {sweep.job_command(sweep.best)}"] if sweep.best else []
+    text += [note] if sweep.best and (note := sweep.command_note(sweep.best)) else []
     text += [f"its model: {sweep.folder / sweep.best.folder} ({sweep.best.model})"] if sweep.best and sweep.best.model and sweep.best.folder else []
     text += ["", f"continue with: {sweep.resume_command}"] if sweep.is_unfinished and not sweep.is_running else []
     return strip_control("\n".join(text))

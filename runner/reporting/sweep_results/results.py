@@ -8,8 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from common.hub.names import parse_hub_name
 from common.paths import command_line
-from runner.config.overrides import is_storable
+from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
 from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, read_override_list
 
@@ -165,17 +166,33 @@ class SweepResults:
         return shlex.join([*command_line("train"), f"resume={self.folder}"])
 
     def job_command(self, job: JobResult) -> str:
-        """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read."""
+        """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read.
+
+        Overrides that name code or a hub are left out: the files of the sweep may be a stranger's. `command_note` names them.
+        """
+        own = [override for override in self._overrides_of(job) if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)]
+        return shlex.join([*command_line("train"), *own])
+
+    def command_note(self, job: JobResult) -> str:
+        """Return which overrides `job_command` leaves out because they name code or a hub; empty for none."""
+        keys = [*dict.fromkeys(key_of(override) for override in self._overrides_of(job) if _names_code_or_hub(override))]
+        return f"left out, for it names code or a hub: {', '.join(keys)}; add it if you trust who made this sweep" if keys else ""
+
+    def _overrides_of(self, job: JobResult) -> list[str]:
         recorded = read_override_list(self.folder / job.folder / ".hydra" / "overrides.yaml") if job.folder else []
         overrides = recorded or [*self.shared_overrides, *(f"{key}={value}" for key, value in job.swept.items())]
-        return shlex.join(
-            [*command_line("train"), *(override for override in overrides if is_storable(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS))]
-        )
+        return [override for override in overrides if is_storable(override)]
 
     def status_counts(self) -> str:
         """Return e.g. `4 jobs: 3 completed, 1 failed`."""
         counts = {status: sum(job.status == status for job in self.jobs) for status in JOB_STATUSES}
         return f"{len(self.jobs)} job{'s' * (len(self.jobs) != 1)}: " + ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+
+
+def _names_code_or_hub(override: str) -> bool:
+    """Whether a command with the override would import code that it names, or load from a hub."""
+    key, value = key_of(override), override.partition("=")[2]
+    return key in (PLUGINS_KEY, SEARCHPATH_KEY) or "hub:" in value or (key in PATH_KEYS and parse_hub_name(value) is not None)
 
 
 def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
