@@ -1,12 +1,14 @@
 """Rows that are both training and validation data, and rows that data.max_length cuts off."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
 from common.errors import UserError
 from data.batching.mixture import HoldoutSplit
+from data.store.truncation import truncation_warning
 from data.tokenize.block import RowStats, round_up_length
 from runner.engine.loop import start_or_resume
 
@@ -108,6 +110,21 @@ def test_lost_tokens_by_length_add_up():
     assert stats.lost_loss_tokens == 4900 == sum(stats.lost_by_length.values()) and max(stats.lost_by_length) >= 5000
 
 
+def test_one_long_row_gets_its_price_and_a_lower_limit():
+    """25 rows are cut: 24 need 600 tokens, one needs 16,000. By token (texts), and by answer."""
+    for count_rows in (RowStats.count_lost, lambda stats, first, last: stats.count_lost_answer(last - first, last)):
+        stats = RowStats(loss_tokens=30_000, truncated=25)
+        for _ in range(24):
+            count_rows(stats, 512, 600)
+        count_rows(stats, 512, 16_000)
+        line = truncation_warning([stats], 512, 4096)
+        assert re.search(r"; data.max_length=608 keeps 6\d%, data.max_length=(1\d{4}) model.max_position_embeddings=\1, 3\d times as long, keeps 99%$", line)
+    even = RowStats(loss_tokens=30_000, truncated=25)
+    for _ in range(25):
+        even.count_lost(512, 900)
+    assert "times as long" not in truncation_warning([even], 512, 4096)
+
+
 @pytest.mark.parametrize("stage", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_tokens_cut_off_warn_with_the_max_length_that_keeps_99_percent(make_run, tmp_path, capsys, stage):
     turns = [[{"role": role, "content": f"{role} {i} " * (1 + i % 9)} for _ in range(1 + i % 4) for role in ("user", "assistant")] for i in range(40)]
@@ -119,7 +136,7 @@ def test_tokens_cut_off_warn_with_the_max_length_that_keeps_99_percent(make_run,
     start_or_resume(state)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
     assert "data.max_length=100 cuts off" in line and line.endswith("keeps 99%; see docs/guide/troubleshooting.md#truncation")
-    limit = int(line.split("; data.max_length=")[1].split()[0])
+    limit = int(re.findall(r"data.max_length=(\d+)", line)[-1])
 
     def lost_share(max_length):
         [file] = make_run(stage, *overrides, f"data.max_length={max_length}", folder=str(max_length)).pipeline.files
