@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_counts import IS_FULL
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from warm_programs import WarmPrograms, warm_programs
@@ -157,12 +159,25 @@ def logged() -> Callable[..., list[dict]]:
 STAGE_OF_OBJECTIVE = {"next_token": "sft"}  # of others: the stage with the objective's name
 
 
+def pairwise(*values: list[Any]) -> list[tuple[Any, ...]]:
+    """Return few combinations, one of each list, in which every pair of values of two lists occurs; all of them with FAULT_TESTS=full."""
+    combinations = list(itertools.product(*values))
+    if IS_FULL:
+        return combinations
+    pairs = {combination: set(itertools.combinations(enumerate(combination), 2)) for combination in combinations}
+    missing, chosen = set().union(*pairs.values()), []
+    while missing:
+        chosen.append(max(combinations, key=lambda combination: len(pairs[combination] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
+
+
 def registered_combinations(warmup_steps: int):
-    """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other two; all combinations are slow."""
-    for objective in OBJECTIVES.names():
-        for optimizer in OPTIMIZERS.names():
-            for schedule in SCHEDULES.names():
-                is_first = [objective == "next_token", optimizer == "adamw", schedule == "cosine"]
-                marks = [] if sum(is_first) == 2 else [pytest.mark.slow]
-                overrides = [f"optimizer={optimizer}", f"schedule={schedule}", f"schedule.warmup_steps={warmup_steps}", "optimizer.lr=1e-3"]
-                yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
+    """Yield (stage, overrides) of every registered optimizer, schedule and objective, each with the first of the other two; the slow ones have all pairs."""
+    names = [OBJECTIVES.names(), OPTIMIZERS.names(), SCHEDULES.names()]
+    firsts = ("next_token", "adamw", "cosine")
+    fast = [each for each in itertools.product(*names) if sum(map(str.__eq__, each, firsts)) == 2]
+    for objective, optimizer, schedule in dict.fromkeys([*fast, *pairwise(*names)]):
+        marks = [] if (objective, optimizer, schedule) in fast else [pytest.mark.slow]
+        overrides = [f"optimizer={optimizer}", f"schedule={schedule}", f"schedule.warmup_steps={warmup_steps}", "optimizer.lr=1e-3"]
+        yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)

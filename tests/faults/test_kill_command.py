@@ -135,12 +135,12 @@ def test_kills_of_the_command_change_no_bit_of_the_result(launch: Launch, tmp_pa
 @pytest.mark.slow
 def test_kill_before_the_first_checkpoint_restarts_from_the_seed(launch: Launch, tmp_path: Path) -> None:
     uninterrupted, run_dir = tmp_path / "uninterrupted", tmp_path / "run"
-    assert launch(*start_overrides(uninterrupted), "train.save_every=0").wait(TIMEOUT) == 0
-    child = launch(*start_overrides(run_dir), "train.save_every=0")
-    while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").stat().st_size:
-        time.sleep(0.01)
+    unsaved = ["train.save_every=0", "train.max_steps=60"]
+    assert launch(*start_overrides(uninterrupted), *unsaved).wait(TIMEOUT) == 0
+    child = launch(*start_overrides(run_dir), *unsaved)
+    wait_for(child, lambda: logged_bytes(run_dir), TIMEOUT)
     child.kill()
-    child.wait()
+    assert child.wait() == -9
     assert newest_step(run_dir) == 0
     assert launch(f"resume={run_dir}").wait(TIMEOUT) == 0, (tmp_path / "output.txt").read_text()
     assert diff_run_dirs(uninterrupted, run_dir) == []
