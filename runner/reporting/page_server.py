@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from common.errors import UserError, one_line, print_safely
+from common.limits.connections import HEADER_SECONDS
 
 HOST = "127.0.0.1"
 PAGE_SECONDS = 2.0  # between two times that a page is written
 MAX_CACHED_PAGES = 16
+MAX_CONNECTIONS = 32  # at a time; more are closed at once
 Pages = Callable[[str, dict[str, list[str]]], bytes | None]  # (path without the first slash, query) -> the page; None: there is no such page
 
 
@@ -44,6 +49,30 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((HOST, port), PageHandler)
         self._pages, self._lock = pages, threading.Lock()
         self._cached: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # address -> (when it was written, page)
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.deadlines: dict[socket.socket, float] = {}  # of connections whose headers are not complete, monotonic seconds
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own if there is a place."""
+        if not self._places.acquire(blocking=False):
+            return self.shutdown_request(request)
+        self.deadlines[request] = time.monotonic() + HEADER_SECONDS
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.deadlines.pop(request, None)
+            self._places.release()
+
+    def service_actions(self) -> None:
+        """Close the connections that have not sent their headers in time: called about twice a second."""
+        now = time.monotonic()
+        for request, deadline in [*self.deadlines.items()]:
+            if now > deadline:
+                with suppress(OSError):  # closed already
+                    request.shutdown(socket.SHUT_RDWR)
 
     def page(self, address: str) -> bytes | None:
         """Return the page at `address`, at most PAGE_SECONDS old. One page is written at a time. Raises UserError, OSError."""
@@ -63,9 +92,10 @@ class PageServer(ThreadingHTTPServer):
 
 class PageHandler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = 10  # seconds for a client to send its request
+    timeout = 10  # seconds for a client to send the next bytes, and to take the answer
 
     def do_GET(self) -> None:
+        self.server.deadlines.pop(self.connection, None)  # the headers are complete
         host, _, port = (self.headers.get("Host") or "").rpartition(":")
         if host not in (HOST, "localhost") or port != str(self.server.server_address[1]):  # a name of another page for this address
             return self.send_error(403, "this server answers for 127.0.0.1 and localhost only")

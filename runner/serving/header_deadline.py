@@ -1,4 +1,4 @@
-"""HTTP protocol of the server with a deadline for the headers of a request: connections that send them slowly, or none, would take all places."""
+"""HTTP protocol of the server with the deadline of common.limits.connections for the headers of a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 20  # from the first byte, or from the connection if none comes, to the end of the headers
+from common.limits.connections import HEADER_SECONDS
 
 
 class HeaderDeadlineProtocol(H11Protocol):

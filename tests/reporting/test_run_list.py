@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from report_fixtures import HOSTILE, make_run, make_sweep, train_record
 from runner.reporting.page_server import PageServer
 from runner.reporting.run_list.lineage import lineage_trees, parents_of
 from runner.reporting.run_list.page import age_text, file_link, list_page, list_text
-from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, scan_runs
+from runner.reporting.run_list.scan import BROKEN, FOREIGN, ListedRun, RunList, scan_runs
 from runner.reporting.run_list.served_pages import list_pages, page_bytes
 
 
@@ -132,6 +133,48 @@ def test_list_reads_hundreds_of_runs_without_their_metrics(tmp_path: Path, monke
     assert len(scan_runs(tmp_path).rows) == 60 and opened == []
 
 
+def test_list_keeps_of_run_json_only_what_it_shows(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", note="n", config={"x": "y" * 9999}, error="e" * 9999, data=[{"file": f"/d/{number}.txt", "rows": 1} for number in range(5)])
+    [row] = scan_runs(tmp_path).rows
+    assert len(json.dumps(row.fields)) < 2000 and row.note == "n" and row.data == "0.txt, 1.txt, 2.txt and 2 more"
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_BYTES", 2000), ("MAX_FOLDERS", 5)])
+def test_list_ends_with_a_notice_where_folders_hold_too_much(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(9):
+        make_run(tmp_path / f"{number}") if limit == "MAX_BYTES" else (tmp_path / f"{number}").symlink_to(tmp_path)
+    monkeypatch.setattr(f"runner.reporting.run_list.scan.{limit}", value)
+    runs = scan_runs(tmp_path)
+    assert runs.is_cut and len(runs.rows) < 9 and "this list is not complete" in file_page(tmp_path)
+
+
+def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "one")
+    (tmp_path / "through").symlink_to(tmp_path)
+    scanned: list[Path] = []
+    monkeypatch.setattr("runner.reporting.run_list.scan.scan_runs", lambda root: scanned.append(root) or RunList(root, [], False))
+    monkeypatch.setattr("runner.reporting.run_list.served_pages.SCAN_SHARE", 1e-9)
+    pages = list_pages(tmp_path)
+    assert pages("run/one/", {}) and not scanned and pages("run/through/one/", {}) is None and pages("run/one/../one/", {}) is None
+    assert pages("", {}) == pages("", {}) and scanned == [tmp_path]
+
+
+def test_server_closes_connections_beyond_its_places_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.reporting.page_server.MAX_CONNECTIONS", 1)
+    with PageServer(lambda path, query: b"page", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            with socket.create_connection(server.server_address, timeout=30) as slow, socket.create_connection(server.server_address, timeout=30) as other:
+                slow.sendall(b"GET / HTTP/1.1\r\nHost:")
+                assert other.recv(1) == b"" and len(server.deadlines) == 1
+                server.deadlines.update(dict.fromkeys(server.deadlines, 0.0))  # the deadline has passed
+                assert slow.recv(1) == b""
+        finally:
+            server.shutdown()
+            thread.join()
+
+
 def test_age_has_one_unit() -> None:
     assert [age_text(0.0, now) for now in (5.0, 120.0, 7200.0, 90_000.0)] == ["5 s", "2 min", "2 h", "1 d"]
     assert age_text(None, 0.0) == "" and age_text(10.0, 0.0) == "0 s"
@@ -162,6 +205,7 @@ def serving(pages: Any) -> Iterator[Any]:
 
 def test_served_list_has_a_page_for_each_run_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.reporting.page_server.PAGE_SECONDS", -1.0)
+    monkeypatch.setattr("runner.reporting.run_list.served_pages.SCAN_SHARE", 1e9)
     root = tmp_path / "outputs"
     make_run(root / "d" / "one", name="first run")
     make_run(root / "d" / "two")

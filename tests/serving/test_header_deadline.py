@@ -14,7 +14,8 @@ pytest.importorskip("uvicorn", reason="part of the extra serve")
 import uvicorn
 from uvicorn.server import ServerState
 
-from runner.serving.header_deadline import HEADER_SECONDS, HeaderDeadlineProtocol
+from common.limits.connections import HEADER_SECONDS
+from runner.serving.header_deadline import HeaderDeadlineProtocol
 
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 

@@ -6,7 +6,8 @@ No link is followed. What is damaged or no run is listed as that and never raise
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,10 @@ from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resolve import SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder
-MAX_FOLDERS = 20_000  # that are opened
+MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at
+MAX_BYTES = 1 << 28  # of run.json and sweep.json of all runs together; those of a run have some kilobytes
+MAX_TEXT = 1000  # characters that are kept of a text of run.json
+SHOWN_TEXTS = ("name", "stage", "model", "note", "init_from", "error")
 RECORD_TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
 BROKEN, FOREIGN = "broken", "no run"  # status of folders that no run is read from
 
@@ -35,7 +39,7 @@ class ListedRun:
     kind: str  # run, sweep, job or other
     status: str
     problem: str = ""  # why nothing is read from the folder
-    fields: dict[str, Any] = field(default_factory=dict)  # of run.json
+    fields: dict[str, Any] = field(default_factory=dict)  # of run.json, those that are shown
     sweep: ListedRun | None = None  # that a job belongs to
     jobs: list[ListedRun] = field(default_factory=list)  # of a sweep
     started: float | None = None  # seconds since 1970
@@ -74,33 +78,50 @@ class ListedRun:
     @property
     def data(self) -> str:
         """Names of the data files."""
-        files = self.fields.get("data")
-        names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or next((job.data for job in self.jobs if job.data), "")
+        return self.fields.get("data") or next((job.data for job in self.jobs if job.data), "")
 
 
 @dataclass
 class RunList:
     root: Path
     rows: list[ListedRun]  # newest first; the jobs of a sweep follow it
-    is_cut: bool  # whether MAX_FOLDERS were opened before all were
+    is_cut: bool  # whether MAX_FOLDERS or MAX_BYTES were read before all was
 
     def by_folder(self) -> dict[Path, ListedRun]:
         return {row.folder: row for row in self.rows}
 
 
+@dataclass
+class Budget:
+    """What a scan may still read."""
+
+    folders: int
+    bytes: int
+
+    @property
+    def is_spent(self) -> bool:
+        return self.folders <= 0 or self.bytes <= 0
+
+    def allows(self, path: Path) -> bool:
+        """Take one folder with its file from the budget; return whether it may be read."""
+        with suppress(OSError):
+            self.bytes -= path.lstat().st_size
+        self.folders -= 1
+        return not self.is_spent
+
+
 def scan_runs(root: Path) -> RunList:
     """Return all runs and sweeps below `root`."""
-    budget = [MAX_FOLDERS]
+    budget = Budget(MAX_FOLDERS, MAX_BYTES)
     found = [*_read_folder(root, 0, budget)]
     found.sort(key=lambda row: (row.kind == "other", -(row.started or 0.0), str(row.folder)))
-    return RunList(root, [listed for row in found for listed in (row, *row.jobs)], budget[0] <= 0)
+    return RunList(root, [listed for row in found for listed in (row, *row.jobs)], budget.is_spent)
 
 
-def _read_folder(folder: Path, depth: int, budget: list[int]) -> list[ListedRun]:
+def _read_folder(folder: Path, depth: int, budget: Budget) -> list[ListedRun]:
     """Return the rows of `folder` and below. A folder without any run below it is one row."""
-    budget[0] -= 1
-    if budget[0] <= 0:
+    budget.folders -= 1
+    if budget.is_spent:
         return []
     try:
         with os.scandir(folder) as entries:
@@ -109,16 +130,19 @@ def _read_folder(folder: Path, depth: int, budget: list[int]) -> list[ListedRun]
         return [ListedRun(folder, "other", BROKEN, f"cannot be listed: {error.strerror}")]
     names = {entry.name for entry in listed}
     if depth and SWEEP_FILE in names:
-        return [_read_sweep(folder)]
+        return _read_sweep(folder, budget)
     if depth and RUN_FILE in names:
-        return [_read_run(folder, "run")]
+        return [_read_run(folder, "run")[0]] if budget.allows(folder / RUN_FILE) else []
     if depth and (".hydra" in names or "checkpoints" in names):
         return [
             ListedRun(folder, "other", BROKEN, "there is no run.json: its launch was stopped early, or the file was deleted; doctor.py run=DIR looks at it")
         ]
     rows: list[ListedRun] = []
     for entry in listed:
+        if budget.is_spent:
+            break
         if entry.is_symlink():
+            budget.folders -= 1
             rows.append(ListedRun(folder / entry.name, "other", FOREIGN, "a link: it is not followed"))
         elif entry.is_dir(follow_symlinks=False) and depth < MAX_DEPTH:
             rows += _read_folder(folder / entry.name, depth + 1, budget)
@@ -127,11 +151,12 @@ def _read_folder(folder: Path, depth: int, budget: list[int]) -> list[ListedRun]
     return rows
 
 
-def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> ListedRun:
+def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[ListedRun, Any]:
+    """Return the row of a run, and its field `evaluation`. Of its other fields only those that are shown are kept: run.json may be large."""
     fields = RunMetadata.read(folder)
     if not fields:
-        return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep)
-    row = ListedRun(folder, kind, run_status(fields), fields=fields, sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
+        return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep), None
+    row = ListedRun(folder, kind, run_status(fields), fields=_shown(fields), sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
     metrics, export = fields.get("metrics"), fields.get("export")
     values = metrics if isinstance(metrics, dict) else {}
     row.training_loss, row.step = finite_number(values.get("loss")), count_number(fields.get("step"))
@@ -139,7 +164,14 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> Listed
     row.evaluation_loss = next((loss for key in ("best_val_loss", "val_loss") if (loss := finite_number(values.get(key))) is not None), exported)
     if not values:
         _read_tail(row)
-    return row
+    return row, fields.get("evaluation")
+
+
+def _shown(fields: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {name: fields[name][:MAX_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)}
+    files = fields.get("data")
+    names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    return shown | {"tags": tags_of(fields), "data": ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")}
 
 
 def _read_tail(row: ListedRun) -> None:
@@ -172,21 +204,24 @@ def _newest_records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _read_sweep(folder: Path) -> ListedRun:
+def _read_sweep(folder: Path, budget: Budget) -> list[ListedRun]:
+    if not budget.allows(folder / SWEEP_FILE):
+        return []
     recorded = read_json_object(folder / SWEEP_FILE)
     if not isinstance(recorded.get("jobs"), list):
-        return ListedRun(folder, "other", BROKEN, "sweep.json cannot be read")
+        return [ListedRun(folder, "other", BROKEN, "sweep.json cannot be read")]
     sweep = ListedRun(folder, "sweep", text_of(recorded.get("status"), 20) or "unknown", started=_seconds(recorded.get("created")), page=_page(folder))
-    sweep.jobs = [_read_run(job, "job", sweep) for job in job_folders(folder)]
+    read = [_read_run(job, "job", sweep) for job in job_folders(folder) if budget.allows(job / RUN_FILE)]
+    sweep.jobs = [job for job, _ in read]
     if sweep.status == "running" and sweep.jobs and not any(job.status == "running" for job in sweep.jobs):
         sweep.status = "interrupted" if any(job.status in ("interrupted", "new") for job in sweep.jobs) else sweep.status
-    comparable = comparison_problem(job.fields.get("evaluation") for job in sweep.jobs) is None
+    comparable = comparison_problem(evaluation for _, evaluation in read) is None
     losses = [job.evaluation_loss for job in sweep.jobs if job.evaluation_loss is not None]
     sweep.evaluation_loss = min(losses, default=None) if comparable else None
     swept = recorded.get("swept")
     keys = ", ".join(text_of(key, 60) for key in swept) if isinstance(swept, dict) else ""
     sweep.problem = f"{len(recorded['jobs'])} jobs over {keys or 'the seed'}"
-    return sweep
+    return [sweep]
 
 
 def _page(folder: Path) -> Path | None:
