@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TREES = 32  # of the forest; with 64 the shares of 200 jobs differ by less than 0.02, after 1.5 times the seconds
 MIN_JOBS = 10  # completed ones; a forest over fewer points mostly shows which of them were drawn
 PACKAGES = ("optuna", "sklearn")
-MAX_VALUE = 1e30  # scikit-learn computes in float32
+MAX_SWEPT_VALUE = 1e30  # scikit-learn computes in float32
 LOG_RATIO = 10.0  # positive values that span more are taken by their logarithm
 Point = tuple[tuple[tuple[str, str], ...], float]  # (swept values, loss)
 
@@ -44,8 +44,8 @@ def setting_importance(sweep: SweepResults) -> Importance:
         return Importance(reason=f"it needs {MIN_JOBS} completed jobs, there are {len(complete)}")
     if len({loss for _, loss in complete}) < 2:
         return Importance(reason="all completed jobs have the same loss")
-    if large := next((f"{key}={swept[key]}" for swept, _ in complete for key in varied if abs(parse_number(swept[key]) or 0) > MAX_VALUE), None):
-        return Importance(reason=f"{large} is beyond {MAX_VALUE:g}, up to which it is computed")
+    if large := next((f"{key}={swept[key]}" for swept, _ in complete for key in varied if abs(parse_number(swept[key]) or 0) > MAX_SWEPT_VALUE), None):
+        return Importance(reason=f"{large} is beyond {MAX_SWEPT_VALUE:g}, up to which it is computed")
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         packages = " ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
         return Importance(reason=f"a package is missing: pip install {packages}, then report.py sweep={sweep.folder}")
