@@ -77,6 +77,10 @@ def translate_hydra_error(error: BaseException, typed: list[str]) -> UserError:
         values = re.search(r"'(.*)'", message)
         return UserError("several values for one run", values[1] if values else override, "add --multirun to train once with each; a list is written [1,2]")
     kind = schema.config_schema().get(key)
+    if key == "run" and "=" in override:  # run=DIR of the commands that read a run
+        name = override.partition("=")[2]
+        fix = f"resume={name} means that run: train.py continues it, plan.py plans what is left of it, or more with train.max_steps=N; run.name=NAME only labels a new one"
+        return UserError("run is a section of the settings of a training, not a run directory", override, fix)
     if dataclasses.is_dataclass(kind):
         return UserError(f"{key} is a section; its keys are set one by one", override, f"e.g. {key}.{dataclasses.fields(kind)[0].name}=<value>")
     if isinstance(error, OverrideParseException) or message.startswith(SYNTAX_ERRORS):

@@ -62,7 +62,7 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
     if name == "last":
         models = [run / "model" for run in find_runs(outputs_dir()) if (run / "model").is_dir()]
         if not models:
-            raise UserError(f"no run in {outputs_dir()} has completed a model", "run=last", "train one: python runner/train.py")
+            raise UserError(f"no run in {outputs_dir()} has completed a model", f"{setting}=last", "train one: python runner/train.py")
         folder = sweep_of(max(models, key=lambda model: model.stat().st_mtime).parent)
     elif downloaded := fetch_model(name, f"{setting}={name}", watch_download):
         return downloaded
@@ -76,7 +76,8 @@ def resolve_model_run(name: str, setting: str = "run") -> Path:
 
 
 def resolve_model_override(override: str) -> str:
-    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of a model of the hub its folder in the cache.
+    """Return the override with paths for names of models: of `init_from=SWEEP` that of its best job, of `init_from=last` that of the run whose model was
+    completed last, of a model of the hub its folder in the cache.
 
     One value or several. The folder of a model of the hub is that of one commit: what a run or sweep stores means the same for ever. Raises UserError.
     """
@@ -90,6 +91,8 @@ def resolve_model_override(override: str) -> str:
 
 def _path_of_model(value: str, key: str) -> Path | None:
     path = _unquoted(value)
+    if (key, value) == ("init_from", "last"):  # a folder of this name is a path here
+        return resolve_model_run(value, key)
     if is_sweep_dir(path):
         return find_best_job(path)
     return None if parse_hub_name(str(path)) is None else fetch_model(str(path), f"{key}={path}", watch_download)

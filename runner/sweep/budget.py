@@ -71,13 +71,15 @@ def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, s
         raise UserError(
             "sweep.match_budget=steps needs train.max_steps: without it the epochs set the number of steps",
             "sweep.match_budget=steps",
-            "add train.max_steps=N, or sweep.match_budget=tokens",
+            "add train.max_steps=N, or sweep.match_budget=epochs",
         )
     if rule == "epochs" and train.max_steps:
+        given = config.sweep.match_budget
+        why = " (the meaning of auto here, because none of the swept settings is a batch size, a number of ranks or the packing)" if given == "auto" else ""
         raise UserError(
-            "sweep.match_budget=epochs needs train.max_steps=0: otherwise max_steps sets the length",
-            f"sweep.match_budget=epochs train.max_steps={train.max_steps}",
-            "add train.max_steps=0, or sweep.match_budget=tokens",
+            f"the steps of the jobs differ in size, and sweep.match_budget=epochs{why} needs train.max_steps=0: otherwise max_steps sets the length",
+            f"sweep.match_budget={given} train.max_steps={train.max_steps}",
+            "add sweep.match_budget=steps: the same number of steps for every job; or train.max_steps=0: the same number of epochs",
         )
     scaled_keys = () if rule == "steps" else [key for key in ("train.max_steps", *INTERVAL_KEYS) if _value(config, key)]
     overrides = {key: str(max(1, round(_value(config, key) / ratio))) for key in scaled_keys}
@@ -102,7 +104,8 @@ def check_countable(configs: Sequence[Config], match_budget: str, swept: Iterabl
     if resolve_budget_rule(match_budget, swept) != "tokens" or (reason := uncountable_reason(configs)) is None:
         return
     if match_budget == "tokens":
-        fix = "data.packing=best_fit with train.max_steps=N counts tokens; or sweep.match_budget=steps or epochs"
+        others = {"steps" if config.train.max_steps else "epochs" for config in configs}
+        fix = "data.packing=best_fit with train.max_steps=N counts tokens" + (f"; or sweep.match_budget={others.pop()}" if len(others) == 1 else "")
         raise UserError(f"sweep.match_budget=tokens cannot be kept: {reason}", "sweep.match_budget=tokens", fix)
     print_note(f"warning: the jobs do not see the same number of tokens: {reason}")
 

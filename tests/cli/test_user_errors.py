@@ -127,6 +127,7 @@ EARLY_SLOW: list[tuple[list[str], list[str]]] = [  # the same checks, of other s
     (["optimizer.lr=0"], ["optimizer.lr must be a positive number, got 0"]),
     (["optimizer.betas=0.9"], ["optimizer.betas must be a list in brackets, got 0.9"]),
     (["train=3"], ["train is a section"]),
+    (["run=last"], ["run is a section", "resume=last means that run", "plan.py plans what is left of it"]),
     (["model.num_key_value_heads=3"], ["model.num_key_value_heads must divide"]),
     (["model.attention=blue"], ["model.attention must be one of"]),
     (["data.max_length=4096"], ["data.max_length must be at most model.max_position_embeddings"]),

@@ -97,6 +97,9 @@ def test_sweep_as_init_from_means_its_best_job(sft: Config, day: Path, sweep: Pa
     assert resolve_model_override(f"init_from={sweep}") == f"init_from='{sweep}/optimizer.lr=0.2'"
     assert resolve_model_override(f"init_from=scratch,{sweep}").startswith("init_from=scratch,'") and resolve_model_override("seed=1") == "seed=1"
     assert resolve_model_run(str(sweep)) == resolve_model_run("last") == sweep / "optimizer.lr=0.2"
+    assert (
+        resolve_model_override("init_from=last") == f"init_from='{sweep}/optimizer.lr=0.2'" and resolve_model_override("model.path=last") == "model.path=last"
+    )
 
 
 def test_sweep_whose_jobs_were_judged_differently_has_no_best_job(sft: Config, day: Path, sweep: Path) -> None:

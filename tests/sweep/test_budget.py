@@ -80,7 +80,7 @@ def test_budget_rule_epochs_scales_intervals_counted_in_steps(base: Config) -> N
 @pytest.mark.parametrize(("rule", "steps"), [("steps", 0), ("epochs", 400)])
 def test_budget_refuses_a_rule_that_cannot_be_kept(base: Config, rule: str, steps: int) -> None:
     with pytest.raises(UserError, match=f"sweep.match_budget={rule} needs train.max_steps"):
-        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps), StepSize(8), rule)
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=steps, match_budget=rule), StepSize(8), rule)
     assert budget.matching_overrides(job(base, max_steps=steps), StepSize(8), rule) == {}  # all steps are alike
 
 
@@ -145,3 +145,12 @@ def test_budget_job_without_evaluation_gets_one_at_its_end() -> None:
     for values in ({"train__eval_every": 0}, {"data__val_path": "null", "data__val_fraction": 0}):
         assert budget.evaluation_overrides(composed(**values)) == {"train.final_eval_rows": "256"}
     assert budget.evaluation_overrides(composed(train__eval_every=0, train__final_eval_rows=9)) == {}
+
+
+def test_budget_that_auto_chooses_says_so_and_its_fixes_are_accepted(base: Config) -> None:
+    with pytest.raises(UserError, match=r"match_budget=epochs \(the meaning of auto here") as error:
+        budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), "epochs")
+    assert error.value.setting == "sweep.match_budget=auto train.max_steps=20"
+    assert "sweep.match_budget=steps" in error.value.fix and "train.max_steps=0" in error.value.fix and "tokens" not in error.value.fix
+    assert budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20), StepSize(8), "steps") == {}
+    budget.matching_overrides(job(base, accumulation_steps=4, max_steps=0), StepSize(8), "epochs")
