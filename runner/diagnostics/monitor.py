@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.filesystem import open_regular
 from runner.diagnostics.detectors import OF_EVALUATIONS, OF_STEPS
 from runner.diagnostics.history import RunHistory
-from runner.diagnostics.symptoms import LoggedRecord, RunFacts, Symptom
+from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom
 
-MAX_REPLAYED_BYTES = 64 << 20  # of a longer metrics.jsonl nothing is read: a symptom of an earlier attempt may be reported again
+MAX_REPLAYED_BYTES = 64 << 20  # of a longer metrics.jsonl the first and the newest half of this is read; train.log says what was reported
+MAX_LOG_BYTES = 1 << 30  # of train.log that are searched
+REPORTED = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")  # the end of `Symptom.message`
 EXCLUDES = {"diverging": ("loss-flat", "loss-spike", "always-clipped"), "loss-flat": ("diverging",)}  # symptom -> those that it explains
 
 
@@ -22,6 +26,11 @@ class RunMonitor:
         self._facts, self._history = facts, RunHistory()
         self._done: set[str] = set()
 
+    def skip(self, names: Iterable[str]) -> None:
+        """Report these symptoms no more."""
+        for name in names:
+            self._done |= {name, *EXCLUDES.get(name, ())}
+
     def add(self, record: LoggedRecord) -> list[Symptom]:
         """Return what is new with this record of metrics.jsonl."""
         self._history.add(record)
@@ -29,7 +38,7 @@ class RunMonitor:
         for name, detect in (OF_EVALUATIONS if record.get("kind") == "eval" else OF_STEPS).items():
             if name not in self._done and (symptom := detect(self._history, self._facts)) is not None:
                 found.append(symptom)
-                self._done |= {name, *EXCLUDES.get(name, ())}
+                self.skip([name])
         return found
 
 
@@ -53,8 +62,11 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
             warn(f"the numbers of this run are not watched any more: {type(error).__name__}: {error}"[:300])
             return []
 
-    for record in read_metrics(earlier) if earlier else ():
-        symptoms_of(record)
+    if earlier:
+        if _is_long(earlier):
+            monitor.skip(reported_symptoms(earlier.with_name("train.log")))
+        for record in read_metrics(earlier):
+            symptoms_of(record)
 
     def watch(record: LoggedRecord) -> None:
         for symptom in symptoms_of(record):
@@ -64,11 +76,11 @@ def watch_records(facts: RunFacts, earlier: Path | None, warn: Callable[[str], N
 
 
 def read_metrics(path: Path) -> Iterator[LoggedRecord]:
-    """Yield the records of a metrics.jsonl. A line that is no object is left out; nothing raises."""
+    """Yield the records of a metrics.jsonl, of a long one the first and the newest. A line that is no object is left out; nothing raises."""
     try:
         fd, size = open_regular(path)
-        with open(fd, "rb") as lines:
-            for line in lines if size <= MAX_REPLAYED_BYTES else ():
+        with open(fd, "rb") as file:
+            for line in _first_and_newest(file, size):
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError):
@@ -77,3 +89,32 @@ def read_metrics(path: Path) -> Iterator[LoggedRecord]:
                     yield record
     except OSError:
         return
+
+
+def _is_long(path: Path) -> bool:
+    try:
+        return path.stat().st_size > MAX_REPLAYED_BYTES
+    except OSError:
+        return False
+
+
+def _first_and_newest(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the lines of a file, of one above MAX_REPLAYED_BYTES those of the first and the last half of as many bytes."""
+    if size <= MAX_REPLAYED_BYTES:
+        yield from file
+        return
+    half = MAX_REPLAYED_BYTES // 2
+    yield from file.read(half).split(b"\n")[:-1]
+    file.seek(size - half)
+    yield from file.read(half).split(b"\n")[1:]
+
+
+def reported_symptoms(log: Path) -> set[str]:
+    """Return the names of the symptoms that a train.log warns of."""
+    try:
+        fd, size = open_regular(log)
+        with open(fd, "rb") as lines:
+            matches = (REPORTED.match(line.rstrip()) for line in (lines if size <= MAX_LOG_BYTES else ()) if line.startswith(b"warning: "))
+            return {match[1].decode() for match in matches if match}
+    except OSError:
+        return set()

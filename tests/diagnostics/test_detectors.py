@@ -218,3 +218,19 @@ def test_tiny_validation_is_named_once_also_if_the_first_loss_was_not_finite(mon
         state.progress = MagicMock(eval_loss=None, best_loss=None, evals_since_best=number)
         engine_evaluation.evaluate_loss(state)
     assert warned == [1]
+
+
+def test_symptom_of_a_run_with_long_metrics_is_not_reported_again_by_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.diagnostics.monitor.MAX_REPLAYED_BYTES", 2000)
+    hot, shown = [step(1, 8.8), *(step(i, 30.0) for i in range(2, 40))], list[str]()
+    watch = watch_records(FACTS, None, shown.append)
+    for record in hot:
+        watch(record)
+    (tmp_path / "train.log").write_text("step 1\n" + "".join(f"warning: {message}\n" for message in shown))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in hot) * 9)
+    read = [*read_metrics(tmp_path / "metrics.jsonl")]
+    assert read[0] == hot[0] and read[-1] == hot[-1] and 2 < len(read) < 9 * len(hot)
+    watch = watch_records(FACTS, tmp_path / "metrics.jsonl", shown.append)
+    for record in hot:
+        watch(record | {"step": record["step"] + 40})
+    assert len(shown) == 1
