@@ -89,7 +89,7 @@ def switch_cells():
     for values in [
         ("pretrain", "fp32", 1, 0, 0, "adamw"),
         ("lora", "fp16", 1, 2, 0.1, "muon"),
-        ("dpo", "bf16", 3, 0, 0.1, "adamw"),
+        ("dpo", "fp32", 3, 0, 0, "muon"),
     ]:  # sft: with all speed settings
         cell = dict(zip(SWITCHES, values, strict=True)) | {"train.compile": "default"}
         yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow)
