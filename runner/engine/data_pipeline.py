@@ -6,13 +6,17 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.paths import display_path
 from data.config import DataConfig
+from data.errors import BadRowError
 from runner.diagnostics.symptoms import troubleshooting
 from runner.diagnostics.validation_interval import few_validation_rows
 from runner.engine.config import Config
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
     from data.tokenize.block import RowStats
     from data.tokenize.tokenizer import Tokenizer
     from data.types import EncodingConfig, RowSource
+
+COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
 
 
 @dataclass
@@ -143,9 +149,31 @@ def tokenize_source(source: Source, data: DataConfig, encoding: EncodingConfig, 
 
     encoding = dataclasses.replace(encoding, schema=encoding.schema or schema_of_source(source, encoding.data_format))
     with ProgressMeter(f"tokenizing {display_path(Path(source.name))}", console) as progress:
-        store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout)
+        try:
+            store = load_or_build(source, encoding, tokenizer, Path(data.cache), progress, worker_timeout=data.worker_timeout)
+        except BadRowError as error:
+            raise with_bad_fraction(error, source, data, encoding, tokenizer) from error
     check_row_stats(store.stats, source, data)
     return WeightedSource(source, store)
+
+
+def with_bad_fraction(error: BadRowError, source: Source, data: DataConfig, encoding: EncodingConfig, tokenizer: Tokenizer) -> BadRowError:
+    """Return the error with data.max_bad_fraction in its fix, if data.on_bad_row=skip alone would be refused. Larger files are not read to their end."""
+    from data.store.cache import load_or_build
+
+    if encoding.on_bad_row != "error" or source.path.stat().st_size > COUNTED_BYTES:
+        return error
+    with suppress(UserError, OSError), TemporaryDirectory() as folder:
+        stats = load_or_build(source, dataclasses.replace(encoding, on_bad_row="skip"), tokenizer, Path(folder)).stats
+        bad = sum(stats.bad.values())
+        if bad > data.max_bad_fraction * stats.read:
+            return BadRowError(error.reason, error.message, error.setting, f"{error.fix} {bad_fraction(bad, stats.read)} ({bad} of {stats.read} rows are bad)")
+    return error
+
+
+def bad_fraction(bad: int, read: int) -> str:
+    """Return the override that allows these bad rows: the fraction is rounded up."""
+    return f"data.max_bad_fraction={math.ceil(100 * bad / read) / 100:g}"
 
 
 def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
@@ -153,7 +181,7 @@ def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
     bad = sum(stats.bad.values())
     reasons = ", ".join(f"{count} {reason} (first: {stats.first_seen[reason]})" for reason, count in (stats.bad + stats.dropped).most_common())
     if bad > data.max_bad_fraction * stats.read:
-        raise UserError(f"{bad} of {stats.read} rows are bad: {reasons}", source.name, f"correct the file, or data.max_bad_fraction={bad / stats.read:.2g}")
+        raise UserError(f"{bad} of {stats.read} rows are bad: {reasons}", source.name, f"correct the file, or {bad_fraction(bad, stats.read)}")
     if not stats.kept:
         raise UserError(f"no row to train on: {reasons or 'the file is empty'}", source.name, "raise data.max_length, or leave out this file")
     if not stats.loss_tokens:

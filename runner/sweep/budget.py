@@ -75,9 +75,9 @@ def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, s
         )
     if rule == "epochs" and train.max_steps:
         given = config.sweep.match_budget
-        why = " (the meaning of auto here, because none of the swept settings is a batch size, a number of ranks or the packing)" if given == "auto" else ""
+        reason = " (the meaning of auto here, because none of the swept settings is a batch size, a number of ranks or the packing)" if given == "auto" else ""
         raise UserError(
-            f"the steps of the jobs differ in size, and sweep.match_budget=epochs{why} needs train.max_steps=0: otherwise max_steps sets the length",
+            f"the steps of the jobs differ in size, and sweep.match_budget=epochs{reason} needs train.max_steps=0: otherwise max_steps sets the length",
             f"sweep.match_budget={given} train.max_steps={train.max_steps}",
             "add sweep.match_budget=steps: the same number of steps for every job; or train.max_steps=0: the same number of epochs",
         )

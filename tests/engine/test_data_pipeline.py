@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from data.errors import BadRowError
 from runner.config.compose import compose_config
 from runner.tracking.data_report import data_table
 
@@ -85,7 +86,17 @@ def test_file_without_a_token_that_has_loss_is_refused(pipeline_of, tmp_path):
 def test_bad_rows_above_the_allowed_fraction_are_refused(pipeline_of):
     with pytest.raises(ValueError, match="1 of 3 rows are bad") as error:
         pipeline_of({"a.jsonl": jsonl("one", " ", "two")}, "data.on_bad_row=skip", "data.max_bad_fraction=0.2")
-    assert "data.max_bad_fraction=0.33" in error.value.args[2]
+    assert "data.max_bad_fraction=0.34" in error.value.args[2]  # 0.33 is refused again
+
+
+@pytest.mark.parametrize(("bad", "ending"), [(1, "data.on_bad_row=skip data.max_bad_fraction=0.34 (1 of 3 rows are bad)"), (0, None)])
+def test_first_bad_row_names_the_fraction_that_skipping_needs(pipeline_of, tmp_path, bad, ending):
+    files = {"a.jsonl": jsonl("one", " ", "two") if bad else jsonl(*map(str, range(300)), " ")}  # 1 of 301 is below the limit
+    with pytest.raises(BadRowError) as error:
+        pipeline_of(files)
+    assert error.value.fix.endswith(ending or "data.on_bad_row=skip")
+    overrides = error.value.fix.partition("skip such rows: ")[2].partition(" (")[0].split()
+    assert len(pipeline_of(files, *overrides, "data.val_fraction=0").files) == 1
 
 
 @pytest.mark.parametrize("overrides, fix", [(["data.schema=txt"], "did you mean text"), (["stage=sft", "data.schema=text"], "stage=pretrain")])

@@ -147,7 +147,7 @@ def test_budget_job_without_evaluation_gets_one_at_its_end() -> None:
     assert budget.evaluation_overrides(composed(train__eval_every=0, train__final_eval_rows=9)) == {}
 
 
-def test_budget_that_auto_chooses_says_so_and_its_fixes_are_accepted(base: Config) -> None:
+def test_budget_rule_that_auto_chooses_is_named_with_fixes_that_are_accepted(base: Config) -> None:
     with pytest.raises(UserError, match=r"match_budget=epochs \(the meaning of auto here") as error:
         budget.matching_overrides(job(base, accumulation_steps=4, max_steps=20, match_budget="auto"), StepSize(8), "epochs")
     assert error.value.setting == "sweep.match_budget=auto train.max_steps=20"
