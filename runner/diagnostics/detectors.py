@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from runner.diagnostics.history import RECENT, WINDOW, RunHistory
+from runner.diagnostics.overfitting import RISING_EVALS, overfitting_of
 from runner.diagnostics.symptoms import RunFacts, Symptom, lr_after_divergence
 
 # A step may have the rows of one of several data sets only: with adapters and one sequence per step, healthy losses alternate between 0 and 8.
@@ -29,7 +30,6 @@ NOTHING_LEARNT = 0.95  # of the loss of a uniform guess, at half of a run from r
 UNTRAINED, EARLY_STEPS = 0.9, 10  # of the loss of a uniform guess, in the first steps from weights (healthy: 0.5)
 CLIPPED_SHARE, CLIPPED_TIMES, CLIPPED_MIN = 0.95, 10.0, 20  # norms above the limit; their median / the limit (healthy: 2.6); logged norms
 WAIT_SHARE, WAIT_SECONDS, WAIT_RECORDS = 0.3, 1.0, 5  # of the time of steps (healthy: 0.007); that were waited at least
-RISING_EVALS, OVERFITTING_RISE = 2, 1.02  # evaluations in a row above the best, the last by this factor (healthy: 1.008)
 
 Detector = Callable[[RunHistory, RunFacts], Symptom | None]
 
@@ -155,13 +155,10 @@ def data_wait(history: RunHistory, facts: RunFacts) -> Symptom | None:
 
 
 def overfitting(history: RunHistory, facts: RunFacts) -> Symptom | None:
-    if len(history.evaluations) <= RISING_EVALS:
+    found = overfitting_of(history.evaluations)
+    if found is None:
         return None
-    best_step, best, train_then = min(history.evaluations, key=lambda evaluation: evaluation[1])
-    newest = history.evaluations[-RISING_EVALS:]
-    step, loss, train_now = newest[-1]
-    if newest[0][0] <= best_step or loss < OVERFITTING_RISE * best or train_then is None or train_now is None or train_now >= train_then:
-        return None
+    (best_step, best, train_then), (step, loss, train_now) = found
     measured = (
         f"the validation loss was best at step {best_step} ({best:.3f}) and is {loss:.3f} at step {step}, "
         f"the training loss fell from {train_then:.3f} to {train_now:.3f}: overfitting"

@@ -7,6 +7,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
+from runner.diagnostics.overfitting import Evaluation
 from runner.diagnostics.symptoms import LoggedRecord
 
 RECENT, WINDOW = 5, 20  # logged losses whose median counts as the level of the loss; that it is compared with
@@ -20,7 +21,7 @@ class RunHistory:
     losses: list[float] = field(default_factory=list)  # finite ones
     grad_norms: deque[float] = field(default_factory=lambda: deque(maxlen=CLIPPED_RECORDS))
     zero_gradients: int = 0  # newest logged gradient norms that are exactly 0
-    evaluations: list[tuple[int, float, float | None]] = field(default_factory=list)  # (step, validation loss, level of the training loss then)
+    evaluations: list[Evaluation] = field(default_factory=list)
     lowest_level: float = math.inf  # of the training loss, from the first WINDOW on
     lowest_step: int = 0
     high_at_lowest: float = math.inf  # the largest of the WINDOW losses before
@@ -35,7 +36,7 @@ class RunHistory:
         if not isinstance(step, int) or not 0 <= step < MAX_LOGGED_STEP:
             return
         if record.get("kind") == "eval" and loss is not None:
-            self.evaluations.append((step, loss, self.level()))
+            self.evaluations.append(Evaluation(step, loss, self.level()))
         elif record.get("kind") == "train":
             self._add_step(step, loss, record)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from runner.diagnostics.monitor import diagnose
+from runner.diagnostics.symptoms import RunFacts
 from runner.reporting.curve_points import choose_points
 from runner.reporting.run_page import live, read
 from runner.reporting.run_page.live import LivePage
@@ -82,8 +84,8 @@ def test_run_page_adds_the_time_of_attempts_and_marks_where_they_began(tmp_path:
 
 def test_run_page_names_overfitting_truncation_and_warnings(tmp_path: Path) -> None:
     data = [{"file": "a/rows.jsonl", "loss_tokens": 44, "lost_loss_tokens": 56}]
-    records = [train(30), evaluation(10, 2.0), evaluation(30, 2.5)]
-    folder = write_run(tmp_path / "run", records, data=data, export={"weights": "best"})
+    records = [*map(train, range(1, 11)), evaluation(10, 2.0), *map(train, range(11, 21)), evaluation(20, 2.1), *map(train, range(21, 31)), evaluation(30, 2.5)]
+    folder = write_run(tmp_path / "run", records, step=30, data=data, export={"weights": "best"})
     (folder / "train.log").write_text("warning: slow data\nstep 30/30 100.0% | loss 1\n")
     text = run_text(folder)
     assert "overfitting: the validation loss was lowest at step 10 (2.0000) and is 2.5000 now; model/ has the weights of the best evaluation" in text
@@ -100,6 +102,25 @@ def test_run_page_is_written_whatever_is_missing_or_damaged(tmp_path: Path, name
     else:
         (folder / name).write_bytes(content)
     assert page_of(folder).endswith("</html>")
+
+
+@pytest.mark.parametrize(("losses", "train_loss", "expected"), [([2.0, 2.1, 2.5], None, True), ([2.0, 2.5], None, False), ([2.0, 2.1, 2.5], 3.0, False)])
+def test_run_page_names_overfitting_where_the_run_warns_of_it(losses: list[float], train_loss: float | None, expected: bool, tmp_path: Path) -> None:
+    fields = {} if train_loss is None else {"loss": train_loss}
+    records = [record for at, loss in enumerate(losses) for record in [*(train(10 * at + i, **fields) for i in range(1, 11)), evaluation(10 * at + 10, loss)]]
+    facts = RunFacts(1000, 1e-3, 0, 0.0, 0, 1, False, None)
+    assert ("overfitting" in {symptom.name for symptom in diagnose(records, facts)}) is expected
+    assert ("overfitting" in run_text(write_run(tmp_path / "run", records))) is expected
+
+
+def test_run_page_shows_the_newest_prompts_and_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read, "MAX_EVALUATIONS", 2)
+    folder = write_run(tmp_path / "run", [train(1)])
+    (folder / "samples.jsonl").write_text("".join(json.dumps({"step": step, "prompt": f"p{step % 20}", "answer": "a"}) + "\n" for step in range(1, 41)))
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(9)))
+    run = read.read_run_report(folder)
+    assert [*run.samples] == [f"p{step % 20}" for step in range(33, 41)] and run.samples["p13"] == [(33, "a")]
+    assert [record["step"] for record in run.evaluations] == [7, 8]
 
 
 def test_run_page_of_a_long_run_is_small_and_keeps_extremes(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from runner.tracking.next_commands import STAGE_METRICS, commands_after_divergen
 ERROR_LINES, ERROR_CHARS = 21, 1600  # of a recorded error that are not folded
 ERROR_LINE_CHARS = 200  # of an error that is shown as one line
 TRUNCATION_WARNING = re.compile(r"data\.max_length=\d+ cuts off ")  # in train.log: it says the same as the note, and which length would do
-OVERFITTING_RATIO = 1.02  # of the newest validation loss to the lowest one
 
 
 def labels(run: RunReport) -> list[str]:
@@ -92,12 +91,11 @@ def _texts(value: Any) -> list[str]:
 
 
 def _overfitting(run: RunReport) -> Iterator[str]:
-    lowest, newest = run.series.eval.lowest("loss"), run.series.eval.last("loss")
-    last_step = (run.series.eval.columns.get("step") or [0])[-1] or 0
-    if lowest and newest is not None and newest > lowest[0] * OVERFITTING_RATIO and last_step > lowest[1]:
+    if run.series.overfitting:
+        lowest, newest = run.series.overfitting
         export = run.fields.get("export")
         weights = "; model/ has the weights of the best evaluation" if isinstance(export, dict) and export.get("weights") == "best" else ""
-        yield f"overfitting: the validation loss was lowest at step {lowest[1]:,.0f} ({lowest[0]:.4f}) and is {newest:.4f} now{weights}"
+        yield f"overfitting: the validation loss was lowest at step {lowest.step:,} ({lowest.loss:.4f}) and is {newest.loss:.4f} now{weights}"
 
 
 def _truncation(files: Any) -> Iterator[str]:

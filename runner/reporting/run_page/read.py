@@ -18,6 +18,7 @@ from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, count_num
 from runner.run_dir.metadata import RunMetadata
 
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
+MAX_EVALUATIONS = 1000  # of evaluate.py, the newest
 MAX_WARNINGS = 40  # different ones, the newest
 LOG_TAIL_BYTES = 1 << 20  # read from the end of train.log
 WARNING = re.compile(r"^warning: (.+)$", re.MULTILINE)
@@ -76,19 +77,23 @@ def read_run_report(folder: Path) -> RunReport:
         overrides=overrides,
         checkpoints=[(name, _size(folder / "checkpoints" / name)) for name in step_names(folder / "checkpoints")],
         warnings=_warnings(folder / "train.log"),
-        evaluations=[*deque(islice(iter_records(folder / "evaluations.jsonl"), MAX_RECORDS), maxlen=1000)],
+        evaluations=[*deque(islice(iter_records(folder / "evaluations.jsonl"), MAX_RECORDS), maxlen=MAX_EVALUATIONS)],
         total_steps=_total_steps(folder / "train.log"),
     )
 
 
 def _samples(path: Path) -> dict[str, list[tuple[int, str]]]:
-    """Return the newest MAX_SAMPLE_STEPS answers to each prompt, cut to MAX_SAMPLE_CHARS."""
-    answers: dict[str, list[tuple[int, str]]] = {}
+    """Return the newest MAX_SAMPLE_STEPS answers to each of the MAX_SAMPLES prompts that were answered last, cut to MAX_SAMPLE_CHARS."""
+    answers: dict[str, deque[tuple[int, str]]] = {}
     for record in islice(iter_records(path), MAX_RECORDS):
         step, prompt, answer = count_number(record.get("step")), record.get("prompt"), record.get("answer")
-        if step is not None and isinstance(prompt, str) and isinstance(answer, str) and (prompt in answers or len(answers) < MAX_SAMPLES):
-            answers.setdefault(prompt, []).append((int(step), answer[:MAX_SAMPLE_CHARS]))
-    return {prompt: found[-MAX_SAMPLE_STEPS:] for prompt, found in answers.items()}
+        if step is not None and isinstance(prompt, str) and isinstance(answer, str):
+            found = answers.pop(prompt, None) or deque(maxlen=MAX_SAMPLE_STEPS)
+            found.append((int(step), answer[:MAX_SAMPLE_CHARS]))
+            answers[prompt] = found  # the newest is the last
+            if len(answers) > MAX_SAMPLES:
+                del answers[next(iter(answers))]
+    return {prompt: [*found] for prompt, found in answers.items()}
 
 
 def _size(folder: Path) -> int:

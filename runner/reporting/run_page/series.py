@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import strip_control
+from runner.diagnostics.history import RECENT
+from runner.diagnostics.overfitting import Evaluation, overfitting_of
 from runner.reporting.curve_points import choose_points
 from runner.reporting.sweep_results.metrics_reader import MeanSpeed, count_number, finite_number
 
@@ -52,6 +56,7 @@ class RunSeries:
     peak_memory: float | None = None  # largest of all attempts, bytes
     attempt_first: tuple[float, float] | None = None  # step and seconds of the first training record of the newest attempt
     attempt_last: tuple[float, float] | None = None  # of its newest one
+    overfitting: tuple[Evaluation, Evaluation] | None = None  # best and newest evaluation of a run that overfits, as its warning says
 
 
 def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
@@ -61,6 +66,8 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
     nonfinite: dict[str, int] = {}
     speed, peak_memory = MeanSpeed(), None
     first = last = None
+    recent: deque[float] = deque(maxlen=RECENT)  # training losses
+    evaluations: list[Evaluation] = []
     for kind, record, is_new_attempt in _with_seconds(records):
         if is_new_attempt:
             first = last = None
@@ -69,13 +76,20 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
             peak_memory = max((value for value in (peak_memory, record.get("peak_memory")) if value is not None), default=None)
             last = (record["step"] or 0.0, record["seconds"] or 0.0)
             first = first or last
+        if (loss := record.get("loss")) is not None:
+            if kind == "train":
+                recent.append(loss)
+            else:
+                evaluations.append(Evaluation(int(record["step"] or 0), loss, statistics.median(recent) if len(recent) == RECENT else None))
         if is_new_attempt and (kinds["train"] or kinds["eval"]):
             starts.append(record["step"] or 0.0)
         kinds[kind].append(record)
         for name, value in record.items():
             if value is None:
                 nonfinite[name] = nonfinite.get(name, 0) + 1
-    return RunSeries(_columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last)
+    return RunSeries(
+        _columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last, overfitting_of(evaluations)
+    )
 
 
 def _with_seconds(records: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, float | None], bool]]:

@@ -1,0 +1,29 @@
+"""When a run overfits: one rule for the warning while it trains and for its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+RISING_EVALS, OVERFITTING_RISE = 2, 1.02  # evaluations in a row above the best, the last by this factor (healthy: 1.008)
+
+
+class Evaluation(NamedTuple):
+    step: int
+    loss: float
+    train_level: float | None  # median of the training losses logged just before; None before there are enough
+
+
+def overfitting_of(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
+    """Return the best and the newest evaluation if the validation loss has risen from its lowest while the training loss fell; None otherwise.
+
+    `evaluations`: all of them, or at least the best and the newest RISING_EVALS, in the order of steps.
+    """
+    if len(evaluations) <= RISING_EVALS:
+        return None
+    best = min(evaluations, key=lambda evaluation: evaluation.loss)
+    newest = evaluations[-RISING_EVALS:]
+    last = newest[-1]
+    if newest[0].step <= best.step or last.loss < OVERFITTING_RISE * best.loss or best.train_level is None or last.train_level is None:
+        return None
+    return (best, last) if last.train_level < best.train_level else None
