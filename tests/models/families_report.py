@@ -126,10 +126,11 @@ def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> Fami
     dpo, _ = runs.compare_resumed("dpo", steps=min(steps, 6))
     model = state.model.eval()
     assert isinstance(model, TransformersModel)
+    attention = "own" if model.kernels.attention == IMPLEMENTATION else model.kernels.attention
     return FamilyResult(
         family=name,
         path=read_model_config(runs.weights).family,
-        attention="own" if model.kernels.attention == IMPLEMENTATION else model.kernels.attention,
+        attention=attention if model.kernels.is_called else "its layers",
         packing="none" if refused else model.kernels.packing,
         loss="chunked" if model.kernels.chunked_loss else "own logits",
         packed_difference=refused or f"{max(abs(a - b) for a, b in zip(packed, unpacked, strict=True) if a is not None and b is not None):.0e}",
