@@ -166,9 +166,7 @@ class Config:
     sweep: SweepConfig
     seed: int  # of weights, data order and dropout, from 0 to 2**32 - 1
     device: str = field(metadata=CHANGES_ROUNDING)  # auto (a GPU if there is one), cpu, cuda, cuda:<number> or mps (GPU of a Mac)
-    init_from: str = field(
-        metadata=IGNORED
-    )  # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a MiniMind .pth
+    init_from: str = field(metadata=IGNORED)  # initial weights: auto, scratch, last, a run, a sweep, a Hugging Face folder, owner/name of the hub, a .pth
     resume: Optional[str] = field(metadata=IGNORED)  # run or sweep directory to continue, or last
     plugins: list[str] = field(metadata=IGNORED)  # modules or .py files of the user that extend the registries; typed for each command, never read from a file
 
