@@ -49,12 +49,12 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((HOST, port), PageHandler)
         self._pages, self._lock = pages, threading.Lock()
         self._cached: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # address -> (when it was written, page)
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.deadlines: dict[socket.socket, float] = {}  # of connections whose headers are not complete, monotonic seconds
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own if there is a place."""
-        if not self._places.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):
             return self.shutdown_request(request)
         self.deadlines[request] = time.monotonic() + HEADER_SECONDS
         super().process_request(request, client_address)
@@ -64,7 +64,7 @@ class PageServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self.deadlines.pop(request, None)
-            self._places.release()
+            self._free.release()
 
     def service_actions(self) -> None:
         """Close the connections that have not sent their headers in time: called about twice a second."""

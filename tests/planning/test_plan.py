@@ -21,7 +21,7 @@ from runner.engine.config import Config
 from runner.engine.optim.groups import build_optimizer
 from runner.planning.activations import saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
-from runner.planning.command import Planner
+from runner.planning.command import Planner, shared_settings
 from runner.planning.estimate import RunPlan
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
@@ -185,6 +185,18 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
     assert max(map(len, plan_text(plan).splitlines())) <= 80
     values = json.loads(json.dumps(plan_dict(plan)))
     assert sum(values["memory"]["parts"].values()) == values["memory"]["total"] and values["fits"] and values["time"] is None
+
+
+def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
+    cfg = compose_config(TINY)
+    assert shared_settings(dataclasses.replace(cfg, seed=2)) == shared_settings(cfg)
+    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}):
+        assert shared_settings(with_train(cfg, **settings)) != shared_settings(cfg)
+
+
+def test_plan_counts_in_the_singular(tiny_plan: RunPlan):
+    one = dataclasses.replace(tiny_plan, data=dataclasses.replace(tiny_plan.data, micro_batches=1), disk=dataclasses.replace(tiny_plan.disk, checkpoints=1))
+    assert " in 1 micro-batch" in plan_text(one) and "1 micro-batches" not in plan_text(one) and "1 checkpoint of" in plan_text(one)
 
 
 def test_sweep_plans_every_point_with_the_settings_that_it_derives():

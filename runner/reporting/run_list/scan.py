@@ -156,7 +156,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[
     fields = RunMetadata.read(folder)
     if not fields:
         return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep), None
-    row = ListedRun(folder, kind, run_status(fields), fields=_shown(fields), sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
+    row = ListedRun(folder, kind, run_status(fields), fields=_fields_of_row(fields), sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
     metrics, export = fields.get("metrics"), fields.get("export")
     values = metrics if isinstance(metrics, dict) else {}
     row.training_loss, row.step = finite_number(values.get("loss")), count_number(fields.get("step"))
@@ -167,7 +167,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[
     return row, fields.get("evaluation")
 
 
-def _shown(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_of_row(fields: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: fields[name][:MAX_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)}
     files = fields.get("data")
     names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []

@@ -168,7 +168,7 @@ class SweepResults:
     def job_command(self, job: JobResult) -> str:
         """Return the command that trains `job` alone, with the overrides it was started with (`sweep.match_budget` applied) where they can be read.
 
-        Overrides that name code or a hub are left out: the files of the sweep may be a stranger's. `command_note` names them.
+        Overrides that name code or a hub are left out: the files of the sweep may be of unknown origin. `command_note` names them.
         """
         own = [override for override in self._overrides_of(job) if not _names_code_or_hub(override) and not override.lstrip("+").startswith(SWEEP_ONLY_KEYS)]
         return shlex.join([*command_line("train"), *own])
