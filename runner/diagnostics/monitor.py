@@ -14,8 +14,8 @@ from runner.diagnostics.history import RunHistory
 from runner.diagnostics.symptoms import PAGE, LoggedRecord, RunFacts, Symptom
 
 MAX_REPLAYED_BYTES = 64 << 20  # of a longer metrics.jsonl the first and the newest half of this is read; train.log says what was reported
-MAX_LOG_BYTES = 1 << 30  # of train.log that are searched
-REPORTED = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")  # the end of `Symptom.message`
+MAX_READ_LOG_BYTES = 1 << 30  # of train.log that are searched
+REPORTED_SYMPTOM = re.compile(rb"^warning: .*" + re.escape(f"{PAGE}#".encode()) + rb"([a-z-]{1,40})$")  # the end of `Symptom.message`
 EXCLUDES = {"diverging": ("loss-flat", "loss-spike", "always-clipped"), "loss-flat": ("diverging",)}  # symptom -> those that it explains
 
 
@@ -114,7 +114,7 @@ def reported_symptoms(log: Path) -> set[str]:
     try:
         fd, size = open_regular(log)
         with open(fd, "rb") as lines:
-            matches = (REPORTED.match(line.rstrip()) for line in (lines if size <= MAX_LOG_BYTES else ()) if line.startswith(b"warning: "))
+            matches = (REPORTED_SYMPTOM.match(line.rstrip()) for line in (lines if size <= MAX_READ_LOG_BYTES else ()) if line.startswith(b"warning: "))
             return {match[1].decode() for match in matches if match}
     except OSError:
         return set()

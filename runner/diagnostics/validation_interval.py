@@ -10,7 +10,7 @@ from runner.diagnostics.symptoms import Symptom
 WIDE = 0.15  # half width of the interval / the loss; of the validation files of data/samples at most 0.09
 CONFIDENCE = 1.96  # standard errors of a 95 % interval
 FEW_ROWS = 10  # fewer are too few, whatever their losses are
-FIX = "data.val_fraction=0.1 with data.val_path=null, or more rows in data.val_path"
+MORE_ROWS = "data.val_fraction=0.1 with data.val_path=null, or more rows in data.val_path"
 
 
 def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
@@ -31,7 +31,7 @@ def few_validation_rows(rows: int) -> Symptom | None:
     if not 0 < rows < FEW_ROWS:
         return None
     measured = f"validation has {rows} row{'s' * (rows > 1)}: {'their' if rows > 1 else 'its'} loss does not tell one run from another"
-    return Symptom("tiny-validation", 0, measured, FIX)
+    return Symptom("tiny-validation", 0, measured, MORE_ROWS)
 
 
 def tiny_validation(losses: Sequence[float], items: Sequence[int], rows: int, step: int) -> Symptom | None:
@@ -43,4 +43,4 @@ def tiny_validation(losses: Sequence[float], items: Sequence[int], rows: int, st
     if rows < FEW_ROWS or width is None or not math.isfinite(mean) or width <= WIDE * abs(mean):
         return None
     measured = f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"
-    return Symptom("tiny-validation", step, measured, FIX)
+    return Symptom("tiny-validation", step, measured, MORE_ROWS)

@@ -19,7 +19,7 @@ from common.limits.connections import HEADER_SECONDS
 HOST = "127.0.0.1"
 PAGE_SECONDS = 2.0  # between two times that a page is written
 MAX_CACHED_PAGES = 16
-MAX_CONNECTIONS = 32  # at a time; more are closed at once
+MAX_PAGE_CONNECTIONS = 32  # at a time; more are closed at once
 Pages = Callable[[str, dict[str, list[str]]], bytes | None]  # (path without the first slash, query) -> the page; None: there is no such page
 
 
@@ -49,7 +49,7 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((HOST, port), PageHandler)
         self._pages, self._lock = pages, threading.Lock()
         self._cached: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # address -> (when it was written, page)
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free = threading.BoundedSemaphore(MAX_PAGE_CONNECTIONS)
         self.deadlines: dict[socket.socket, float] = {}  # of connections whose headers are not complete, monotonic seconds
 
     def process_request(self, request: Any, client_address: Any) -> None:

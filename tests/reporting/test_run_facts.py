@@ -123,3 +123,10 @@ def test_records_of_impossible_steps_are_left_out_everywhere(tmp_path: Path, ste
     (run,) = read_comparison([folder]).runs
     assert (run.step, run.tokens, len(run.metrics.train), run.metrics.eval) == (10, 1000, 1, [])
     assert [row.step for row in scan_runs(tmp_path / "runs").rows] == [10]
+
+
+def test_run_page_names_metrics_that_are_too_large_to_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(tmp_path / "run", TWO_ATTEMPTS)
+    assert "its curves and numbers are left out" not in page_of(folder)
+    monkeypatch.setattr(read, "MAX_METRICS_BYTES", 10)
+    assert "metrics.jsonl is larger than 0 MiB: its curves and numbers are left out" in page_of(folder)

@@ -139,10 +139,10 @@ def test_list_keeps_of_run_json_only_what_it_shows(tmp_path: Path) -> None:
     assert len(json.dumps(row.fields)) < 2000 and row.note == "n" and row.data == "0.txt, 1.txt, 2.txt and 2 more"
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MAX_BYTES", 2000), ("MAX_FOLDERS", 5)])
+@pytest.mark.parametrize(("limit", "value"), [("MAX_JSON_BYTES_IN_ALL", 2000), ("MAX_FOLDERS", 5)])
 def test_list_ends_with_a_notice_where_folders_hold_too_much(limit: str, value: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(9):
-        make_run(tmp_path / f"{number}") if limit == "MAX_BYTES" else (tmp_path / f"{number}").symlink_to(tmp_path)
+        make_run(tmp_path / f"{number}") if limit == "MAX_JSON_BYTES_IN_ALL" else (tmp_path / f"{number}").symlink_to(tmp_path)
     monkeypatch.setattr(f"runner.reporting.run_list.scan.{limit}", value)
     runs = scan_runs(tmp_path)
     assert runs.is_cut and len(runs.rows) < 9 and "this list is not complete" in file_page(tmp_path)
@@ -160,7 +160,7 @@ def test_served_page_of_a_run_is_found_without_a_scan(tmp_path: Path, monkeypatc
 
 
 def test_server_closes_connections_beyond_its_places_and_those_without_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.reporting.page_server.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("runner.reporting.page_server.MAX_PAGE_CONNECTIONS", 1)
     with PageServer(lambda path, query: b"page", 0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

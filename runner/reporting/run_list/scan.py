@@ -24,8 +24,8 @@ from runner.run_dir.resolve import SWEEP_FILE
 
 MAX_DEPTH = 6  # of a run below the folder
 MAX_FOLDERS = 20_000  # folders, links and jobs that are looked at
-MAX_BYTES = 1 << 28  # of run.json and sweep.json of all runs together; those of a run have some kilobytes
-MAX_TEXT = 1000  # characters that are kept of a text of run.json
+MAX_JSON_BYTES_IN_ALL = 1 << 28  # of run.json and sweep.json of all runs together; those of a run have some kilobytes
+MAX_SHOWN_TEXT = 1000  # characters that are kept of a text of run.json
 SHOWN_TEXTS = ("name", "stage", "model", "note", "init_from", "error")
 RECORD_TAIL_BYTES = 1 << 14  # read from the end of metrics.jsonl
 BROKEN, FOREIGN = "broken", "no run"  # status of folders that no run is read from
@@ -85,7 +85,7 @@ class ListedRun:
 class RunList:
     root: Path
     rows: list[ListedRun]  # newest first; the jobs of a sweep follow it
-    is_cut: bool  # whether MAX_FOLDERS or MAX_BYTES were read before all was
+    is_cut: bool  # whether MAX_FOLDERS or MAX_JSON_BYTES_IN_ALL were read before all was
 
     def by_folder(self) -> dict[Path, ListedRun]:
         return {row.folder: row for row in self.rows}
@@ -112,7 +112,7 @@ class Budget:
 
 def scan_runs(root: Path) -> RunList:
     """Return all runs and sweeps below `root`."""
-    budget = Budget(MAX_FOLDERS, MAX_BYTES)
+    budget = Budget(MAX_FOLDERS, MAX_JSON_BYTES_IN_ALL)
     found = [*_read_folder(root, 0, budget)]
     found.sort(key=lambda row: (row.kind == "other", -(row.started or 0.0), str(row.folder)))
     return RunList(root, [listed for row in found for listed in (row, *row.jobs)], budget.is_spent)
@@ -168,7 +168,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[
 
 
 def _fields_of_row(fields: Mapping[str, Any]) -> dict[str, Any]:
-    shown: dict[str, Any] = {name: fields[name][:MAX_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)}
+    shown: dict[str, Any] = {name: fields[name][:MAX_SHOWN_TEXT] for name in SHOWN_TEXTS if isinstance(fields.get(name), str)}
     files = fields.get("data")
     names = [Path(text_of(file.get("file"))).name for file in files if isinstance(file, dict)] if isinstance(files, list) else []
     return shown | {"tags": tags_of(fields), "data": ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ from common.ownership.processes import is_alive
 from runner.checkpoint.atomic_dir import step_names
 from runner.reporting.run_page.series import RunSeries, read_run_series
 from runner.reporting.run_page.settings import Setting, read_settings
-from runner.reporting.sweep_results.metrics_reader import MAX_RECORDS, count_number, iter_records
+from runner.reporting.sweep_results.metrics_reader import MAX_METRICS_BYTES, MAX_RECORDS, count_number, iter_records
 from runner.run_dir.metadata import RunMetadata
 
 MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SAMPLE_CHARS = 30, 8, 2000  # steps and prompts that are shown; characters of an answer
@@ -76,7 +77,7 @@ def read_run_report(folder: Path) -> RunReport:
         settings=settings,
         overrides=overrides,
         checkpoints=[(name, _size(folder / "checkpoints" / name)) for name in step_names(folder / "checkpoints")],
-        warnings=_warnings(folder / "train.log"),
+        warnings=[*_warnings(folder / "train.log"), *_unread(folder / "metrics.jsonl")],
         evaluations=[*deque(islice(iter_records(folder / "evaluations.jsonl"), MAX_RECORDS), maxlen=MAX_EVALUATIONS)],
         total_steps=_total_steps(folder / "train.log"),
     )
@@ -116,6 +117,14 @@ def _log_text(path: Path) -> str:
 
 def _warnings(path: Path) -> list[str]:
     return [*dict.fromkeys(WARNING.findall(_log_text(path)))][-MAX_WARNINGS:]
+
+
+def _unread(metrics: Path) -> list[str]:
+    """Return a message if the file is too large to be drawn."""
+    with suppress(OSError):
+        if metrics.lstat().st_size > MAX_METRICS_BYTES:
+            return [f"{metrics.name} is larger than {MAX_METRICS_BYTES >> 20} MiB: its curves and numbers are left out"]
+    return []
 
 
 def _total_steps(path: Path) -> int | None:
