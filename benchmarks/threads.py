@@ -1,7 +1,8 @@
 """Threads as the command chooses them beside fixed settings: python benchmarks/threads.py [--runs 1+2+4] [--busy 0+2] [--rounds N] [--write] [OVERRIDES].
 
-The default run with each setting of the environment, alone, several at once, and beside processes that compute all the time. Tokens per second are the
-median of the logged training steps, summed over the runs; the settings take turns, medians over the rounds. The machine must be quiet.
+The default run with each setting of the environment, alone, several at once, and beside processes that compute all the time. Tokens per second are those of
+all runs together while each of them trains; the settings take turns, medians over the rounds. The machine must be quiet. Several runs share the cores
+where OMP_NUM_THREADS is not set, whatever the other variables say.
 """
 
 from __future__ import annotations
@@ -48,12 +49,22 @@ def tokens_per_second(setting: dict[str, str], runs: int, busy: int, overrides: 
                 process.wait()
         if any(codes):
             raise SystemExit(f"a run failed: {codes}")
-        return sum(median_rate(Path(folder) / str(number) / "metrics.jsonl") for number in range(runs))
+        return total_rate([Path(folder) / str(number) / "metrics.jsonl" for number in range(runs)])
 
 
-def median_rate(metrics: Path) -> float:
-    rates = [json.loads(line).get("tokens_per_second") for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return statistics.median([rate for rate in rates if rate is not None][SKIPPED:])
+def total_rate(files: list[Path]) -> float:
+    """Return the tokens per second of all runs together, in the time in which each of them trains."""
+    import numpy as np
+
+    runs = []
+    for file in files:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        runs.append([(record["time"], record["tokens"]) for record in records if record["kind"] == "train"][SKIPPED:])
+    first, last = max(run[0][0] for run in runs), min(run[-1][0] for run in runs)
+    if last <= first:
+        return 0.0  # one had ended before the other began
+    tokens = [np.diff(np.interp([first, last], *zip(*run, strict=True))).item() for run in runs]
+    return sum(tokens) / (last - first)
 
 
 def measure_load(runs: int, busy: int, rounds: int, overrides: list[str], limit: float) -> list[str]:
