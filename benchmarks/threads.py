@@ -67,11 +67,11 @@ def total_rate(files: list[Path]) -> float:
     return sum(tokens) / (last - first)
 
 
-def measure_load(runs: int, busy: int, rounds: int, overrides: list[str], limit: float) -> list[str]:
-    rates: dict[str, list[float]] = {name: [] for name in SETTINGS}
+def measure_load(names: list[str], runs: int, busy: int, rounds: int, overrides: list[str], limit: float) -> list[str]:
+    rates: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name, setting in SETTINGS.items():
-            rates[name].append(tokens_per_second(setting, runs, busy, overrides, limit))
+        for name in names:
+            rates[name].append(tokens_per_second(SETTINGS[name], runs, busy, overrides, limit))
     best = max(statistics.median(values) for values in rates.values())
     load = f"{runs} run{'s' * (runs > 1)}" + (f" beside {busy} busy processes" if busy else "")
     rows = []
@@ -84,19 +84,21 @@ def measure_load(runs: int, busy: int, rounds: int, overrides: list[str], limit:
 
 
 def main(args: argparse.Namespace) -> None:
-    loads = [(runs, 0) for runs in map(int, args.runs.split("+"))] + [(1, busy) for busy in map(int, args.busy.split("+")) if busy]
+    loads = [(runs, 0) for runs in map(int, args.runs.split("+")) if runs] + [(1, busy) for busy in map(int, args.busy.split("+")) if busy]
     overrides = [f"train.max_steps={args.steps}", *args.overrides]
-    rows = [row for runs, busy in loads for row in measure_load(runs, busy, args.rounds, overrides, args.limit)]
+    names = [name for name in SETTINGS if any(part in name for part in args.settings.split("+"))]
+    rows = [row for runs, busy in loads for row in measure_load(names, runs, busy, args.rounds, overrides, args.limit)]
     table = "\n".join(["| load | setting | tokens/s | relative to the best |\n|---|---|---|---|", *rows])
-    command = (
-        f"python benchmarks/threads.py --runs {args.runs} --busy {args.busy} --rounds {args.rounds} --steps {args.steps} {' '.join(args.overrides)}".strip()
-    )
-    report_result("threads", "Threads of the default run", command, table, args.write)
+    flags = {"runs": args.runs, "busy": args.busy, "rounds": args.rounds, "steps": args.steps} | ({"settings": args.settings} if args.settings else {})
+    command = " ".join(["python benchmarks/threads.py", *(f"--{flag} {value}" for flag, value in flags.items()), *args.overrides])
+    report_result(args.name, "Threads of the default run", command, table, args.write)
 
 
 if __name__ == "__main__":
     parser = result_parser(__doc__)
-    parser.add_argument("--runs", default="1+2+4", help="numbers of runs at once")
+    parser.add_argument("--runs", default="1+2+4", help="numbers of runs at once; 0: none")
+    parser.add_argument("--settings", default="", help="only settings whose name contains one of these: nothing+sleep")
+    parser.add_argument("--name", default="threads", help="of the file in benchmarks/results/")
     parser.add_argument("--busy", default="2", help="numbers of foreign busy processes beside one run; 0: none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
