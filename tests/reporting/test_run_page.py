@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +219,30 @@ def test_run_page_is_written_whatever_numbers_a_damaged_run_names(log: str, fiel
     assert "run" in run_text(folder) and "<html" in page_of(folder)
 
 
-def test_live_page_waits_for_the_end_of_a_run_whose_metrics_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_page_of_a_run_whose_metrics_are_large_is_written_by_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was written at the end of the run only."""
     folder, warnings = write_run(tmp_path / "run", [train(step) for step in range(9)]), list[str]()
     monkeypatch.setattr(live, "MAX_LIVE_BYTES", 100)
     page = LivePage(lambda: folder, lambda: None, warnings.append)
-    for _ in range(3):
-        page.record_logged()
-    assert not (folder / "report.html").exists() and len(warnings) == 1 and "report.py run=" in warnings[0]
+    page.record_logged()
+    child = page._child
+    assert child is not None and child.wait() == 0 and len(chart_data((folder / "report.html").read_text())["train"]["step"]) == 9
+    page.record_logged(), page.record_logged()
+    assert page._child is None and page._due - page._begun > (time.monotonic() - page._begun) * 2  # the next one takes 1 % of the time
+    page._due = 0.0
+    page.record_logged()
+    (folder / "report.html").unlink()
     page.write()
-    assert (folder / "report.html").exists()
+    assert page._child is None and (folder / "report.html").exists() and warnings == []
+
+
+def test_live_page_of_a_directory_of_another_process_starts_no_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run", [train(step) for step in range(9)])
+    monkeypatch.setattr(live, "MAX_LIVE_BYTES", 100)
+
+    def check_owned() -> None:
+        raise RuntimeError("taken")
+
+    page = LivePage(lambda: folder, check_owned, lambda message: None)
+    page.record_logged()
+    assert page._child is None and not (folder / "report.html").exists()
