@@ -70,7 +70,7 @@ def write(folder: Path, change: Change) -> Path:
         (lambda stored: stored.update(added_tokens=[1]), "missing or has another type"),
         (lambda stored: stored["model"].update(vocab=[]), "missing or has another type"),
         (lambda stored: stored["model"].update(type="Unigram"), "must be byte-level BPE"),
-        (lambda stored: stored["model"].update(merges=[1]), "cannot be loaded"),
+        (lambda stored: stored["model"].update(merges=[1]), "missing or has another type"),
         (lambda stored: stored.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "the tokenizer"),
     ],
 )

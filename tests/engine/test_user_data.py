@@ -138,6 +138,7 @@ def test_columns_that_no_file_has_are_a_warning_where_the_field_itself_is_read(p
     """Before: trained on the field text, without a message."""
     write("a.jsonl", [{"text": f"a {i}", "body": f"b {i}"} for i in range(4)])
     write("b.jsonl", [{"text": f"c {i}"} for i in range(4)])
-    (warning,) = pipeline("data.path=a.jsonl", "data.columns={text: bodi}").warnings
+    overrides = ["data.val_fraction=0", "data.val_path=null"]
+    (warning,) = pipeline("data.path=a.jsonl", "data.columns={text: bodi}", *overrides).warnings
     assert warning == "data.columns names bodi, which the first 100 rows of no file have; their columns are text, body"
-    assert pipeline("data.path=[b.jsonl,a.jsonl]", "data.columns={text: body}").warnings == []
+    assert pipeline("data.path=[b.jsonl,a.jsonl]", "data.columns={text: body}", *overrides).warnings == []

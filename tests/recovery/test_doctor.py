@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from damaged_runs import DAMAGES, LATEST, OLDER, SAVED, Damage, cut, on
 
 from common.errors import UserError, resume_command
@@ -137,6 +139,19 @@ def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: 
     monkeypatch.setattr(prediction, "cpu_model", lambda: "another processor")
     (reason,) = examine_run(killed).prediction.inexact
     assert "cpu_model" in reason and "another processor" in reason
+
+
+def test_doctor_knows_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metadata of the wheels of PyPI name no build: every resume with CUDA was said to be inexact."""
+    from runner.recovery.doctor import prediction
+
+    assert prediction.torch_version() == torch.__version__
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("from typing import Optional\n\n__version__ = '9.9.9+cu999'\ncuda = '13'\n")
+    spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    assert prediction.torch_version() == "9.9.9+cu999"
 
 
 def test_doctor_of_a_sweep_ends_with_the_command_that_continues_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

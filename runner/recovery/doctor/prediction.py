@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -27,6 +29,7 @@ from runner.run_dir.contents.files import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
 from runner.run_dir.resume import plan_resume
 
+TORCH_VERSION = re.compile(r"^__version__ = ['\"]([^'\"]+)['\"]", re.MULTILINE)
 UNKNOWN_WITHOUT_TORCH = "the data, and the number of threads and ranks, are compared when it starts"
 
 
@@ -109,14 +112,24 @@ def _compare(evidence: Evidence, config: Config, fields: dict[str, Any], command
     return Prediction(Verdict.CONTINUES, f"continues at step {step} {how}", command, step, inexact)
 
 
+def torch_version() -> str | None:
+    """Return `torch.__version__` without importing torch. The metadata of its wheel lack the build: 2.13.0 for 2.13.0+cu130."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    with suppress(OSError):
+        found = TORCH_VERSION.search(Path(spec.origin).with_name("version.py").read_text(encoding="utf-8"))
+        return found[1] if found else None
+    return None
+
+
 def current_facts(saved: dict[str, Any], config: Config) -> dict[str, Any]:
     """Return the facts `saved` in a checkpoint with the values that they have now, as far as they can be known without torch and without the data."""
     now = {"python": platform.python_version(), "code": code_fingerprint(), "cpu_model": cpu_model()}
-    for library in ("torch", "numpy"):
-        try:
-            now[library] = metadata.version(library)
-        except metadata.PackageNotFoundError:
-            continue
+    with suppress(metadata.PackageNotFoundError):
+        now["numpy"] = metadata.version("numpy")
+    if torch := torch_version():
+        now["torch"] = torch
     now |= {f"variables.{name}": value for name, value in numeric_variables(os.environ).items()}
     kept = {fact: value for fact, value in saved.items() if not fact.startswith(f"{ENVIRONMENT}.variables.")}
     known = environment_facts(now)
