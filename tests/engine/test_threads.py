@@ -219,7 +219,7 @@ print(before, while_sleeping, seconds_of_waiting())
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core, libgomp never spins")
 def test_sleeping_threads_end_the_spinning_of_libgomp_and_let_it_begin_again() -> None:
     """By processor time, which other load on the machine does not change."""
-    if find_libgomp() is None:
+    if not find_libgomp():
         pytest.skip("torch has not GCC's OpenMP library here")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_", "KMP_"))}
     done = subprocess.run([sys.executable, "-c", SPIN, str(Path(__file__).parents[2])], capture_output=True, text=True, env=environment, check=True)
@@ -228,15 +228,15 @@ def test_sleeping_threads_end_the_spinning_of_libgomp_and_let_it_begin_again() -
 
 
 def test_sleeping_threads_end_with_their_team() -> None:
-    library = find_libgomp()
-    if library is None:
+    libraries = find_libgomp()
+    if not libraries:
         pytest.skip("torch has not GCC's OpenMP library here")
-    sleeping, tasks = SleepingThreads(library), Path("/proc/self/task")
+    sleeping, tasks = SleepingThreads(libraries), Path("/proc/self/task")
     torch.ones(1 << 17).add_(1)
     before = len(list(tasks.iterdir()))
     for _ in range(2):
         sleeping.start(), sleeping.start()
-        while len(list(tasks.iterdir())) < before + 1 + library.omp_get_num_procs():
+        while len(list(tasks.iterdir())) < before + 1 + sum(library.omp_get_num_procs() for library in libraries):
             time.sleep(0.001)
         sleeping.stop(), sleeping.stop()
         while len(list(tasks.iterdir())) > before:

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -54,8 +54,8 @@ def read_busy_seconds() -> float | None:
 class SleepingThreads:
     """While `start()`ed, this process has more OpenMP threads than cores, all of them idle, and no thread of it spins."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library, self._is_over = library, threading.Event()
+    def __init__(self, libraries: Sequence[ctypes.CDLL]) -> None:
+        self._libraries, self._is_over = libraries, threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
@@ -76,22 +76,23 @@ class SleepingThreads:
 
     def _hold_team(self, is_over: threading.Event) -> None:
         """Run an empty parallel region: its threads belong to this one, wait for its next region, and end with it."""
-        size = self._library.omp_get_num_procs() + 1
-        self._library.GOMP_parallel(ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p), None, size, 0)
+        for library in self._libraries:
+            library.GOMP_parallel(ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p), None, library.omp_get_num_procs() + 1, 0)
         is_over.wait()
 
 
-def find_libgomp() -> ctypes.CDLL | None:
-    """Return the OpenMP library that torch has loaded, if it is GCC's."""
-    with suppress(OSError, AttributeError):
-        for line in PROC_MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
-            path = line.partition("/")[2]
-            if Path(path).name.startswith("libgomp"):
-                library = ctypes.CDLL(f"/{path}")
+def find_libgomp() -> list[ctypes.CDLL]:
+    """Return the OpenMP libraries of GCC that this process has loaded: torch brings its own, and so do other packages."""
+    libraries = []
+    with suppress(OSError):
+        mapped = {f"/{line.partition('/')[2]}" for line in PROC_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+        for path in sorted(path for path in mapped if Path(path).name.startswith("libgomp")):
+            with suppress(OSError, AttributeError):
+                library = ctypes.CDLL(path)
                 library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
                 library.GOMP_parallel.restype = None
-                return library if library.omp_get_num_procs and library.omp_get_thread_num else None
-    return None
+                libraries += [library] if library.omp_get_num_procs and library.omp_get_thread_num else []
+    return libraries
 
 
 class ForeignLoad:
@@ -160,9 +161,9 @@ def _watch_load(is_over: threading.Event) -> None:
     while not is_over.wait(SAMPLE_SECONDS):
         foreign = load.read()
         if control is None and hasattr(sys.modules.get("torch"), "get_num_threads"):  # False while torch is being imported
-            if (library := find_libgomp()) is None:
+            if not (libraries := find_libgomp()):
                 return
-            control = SpinControl(SleepingThreads(library), lambda: cores - current_threads())
+            control = SpinControl(SleepingThreads(libraries), lambda: cores - current_threads())
         if control is not None:
             control.update(foreign)
     if control is not None:
