@@ -142,7 +142,7 @@ def test_doctor_says_why_a_resume_would_not_be_exact(killed: Path, monkeypatch: 
 
 
 def test_doctor_knows_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata of the wheels of PyPI name no build: every resume with CUDA was said to be inexact."""
+    """The metadata of the wheels of PyPI name no build: doctor reported every resume with CUDA as inexact."""
     from runner.recovery.doctor import prediction
 
     assert prediction.torch_version() == torch.__version__
