@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -54,6 +55,15 @@ def _exit_now(code: int) -> None:
     os._exit(code)
 
 
+def _above_stderr(descriptor: int) -> int:
+    """Return a descriptor above 2 in its place: with stdout or stderr closed the system gives out their numbers, and a message would be read as signals."""
+    if descriptor > STDERR:
+        return descriptor
+    duplicate = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, STDERR + 1)
+    os.close(descriptor)
+    return duplicate
+
+
 class _SignalHandler:
     """Install `_handle` for `handled_signals()` and restore the previous handlers on exit."""
 
@@ -79,7 +89,7 @@ class _SignalWatcher:
 
     def __init__(self, receive: Callable[[int], None]) -> None:
         """`receive(number)` is called in the thread."""
-        self._reader, self._writer = os.pipe()
+        self._reader, self._writer = (_above_stderr(end) for end in os.pipe())
         os.set_blocking(self._writer, False)  # as set_wakeup_fd wants it
         self._previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._is_open = True

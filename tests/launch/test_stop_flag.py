@@ -106,9 +106,21 @@ def test_stop_flag_without_a_terminal_to_write_to_still_stops():
     child = "import os; os.close(2)\n" + WAIT.replace("StopFlag()", "StopFlag(announces=True)").replace("time.sleep(300)", "")
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGHUP)
-        assert process.stdout.readline() == "SIGHUP\n"
+        process.send_signal(signal.SIGTERM)  # SIGHUP is ignored where the tests run under nohup
+        assert process.stdout.readline() == "SIGTERM\n"
         assert process.wait(60) == 0
+
+
+def test_stop_flag_does_not_take_its_message_for_a_signal_when_stdout_and_stderr_are_closed() -> None:
+    ready, child_end = os.pipe()
+    wait = WAIT.replace("StopFlag()", "StopFlag(announces=True)").partition("    print")[0]
+    program = f"import os; os.close(1); os.close(2)\n{wait}    os.close({child_end})\n    while not stop(): time.sleep(0.01)\n    time.sleep(0.2)\n"
+    with subprocess.Popen([sys.executable, "-c", program], pass_fds=[child_end]) as process:
+        os.close(child_end)
+        assert os.read(ready, 1) == b""  # the child has closed its end
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    os.close(ready)
 
 
 def test_stop_flag_leaves_sighup_ignored_under_nohup():
