@@ -23,6 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(mark.kwargs.get("long") for mark in item.iter_markers("slow")))
 
 
+REGISTRIES = (  # module and name of each
+    ("models.config", "MODELS"),
+    ("runner.engine.objectives.config", "OBJECTIVES"),
+    ("runner.engine.optim.config", "OPTIMIZERS"),
+    ("runner.engine.optim.schedules", "SCHEDULES"),
+    ("runner.inference.evaluate", "METRICS"),
+    ("runner.inference.export.command", "FORMATS"),
+    ("runner.tracking.config", "TRACKERS"),
+)
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often, and not among the modules and tests that stay to the end: a tenth of the time of the fast tests."""
     gc.collect()
@@ -30,11 +41,24 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def remove_entries_of(plugin: str) -> None:
+    """Remove what a module has registered."""
+    for place, name in REGISTRIES:
+        if imported := sys.modules.get(place):
+            registry = getattr(imported, name)
+            for entry, value in list(registry._entries.items()):
+                if value.__module__ == plugin:
+                    registry.remove(entry)
+
+
 @pytest.fixture(autouse=True)
 def forget_plugins() -> Iterator[None]:
-    """Forget the plugins that a test has imported: a run copies their source, and its jobs import them."""
+    """Forget the plugins that a test has imported, and what they have registered: a run copies their source, its jobs import them, messages list them."""
     yield
     if plugins := sys.modules.get("common.plugins"):
+        for module in plugins.IMPORTED_MODULES.values():
+            remove_entries_of(module.__name__)
+            sys.modules.pop(module.__name__, None)
         plugins.IMPORTED_MODULES.clear()
         os.environ.pop(plugins.PLUGINS_ENV, None)
 
