@@ -59,6 +59,11 @@ class LanguageModel(nn.Module):
         """
         return None
 
+    def use_attention_kernel(self, kernel: str) -> None:
+        """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library computes ignores it."""
+        for module in self.modules():
+            vars(module)["attention_kernel"] = kernel
+
     @property
     def output_layer(self) -> nn.Module | None:
         """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None: every LMHead."""

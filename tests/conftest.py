@@ -43,8 +43,8 @@ def pytest_collection_finish() -> None:
 
 def remove_entries_of(plugin: str) -> None:
     """Remove what a module has registered."""
-    for place, name in REGISTRIES:
-        if imported := sys.modules.get(place):
+    for module, name in REGISTRIES:
+        if imported := sys.modules.get(module):
             registry = getattr(imported, name)
             for entry, value in list(registry._entries.items()):
                 if value.__module__ == plugin:

@@ -43,7 +43,7 @@ runner.engine
 runner.engine.objectives | runner.engine.optim > runner.engine.device > runner.engine.device.cpu
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics
-data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.families > models.config
+data.batching > data.store > data.tokenize > data.tokenize.pieces > data.tokenize.tokenizer_limits > data.tokenize.templates > data.config > data.schemas > data.sources > data | models.formats > models.transformers_adapter > models > models.layers > models.layers.cpu_kernels > models.layers.ops > models.families > models.config
 common.file_lock > common.ownership > common.guarded_files > common.hub > common > common.limits
 """
 # Packages besides the standard library that a folder and the folders below it may import.

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from models.layers.attention_cpu import cpu_attention
+from models.layers.cpu_kernels.fused_attention import fused_attention
 
 T = TypeVar("T")
 
@@ -18,6 +19,7 @@ SAVED_OPS = [
     *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm")),
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
     cpu_attention,
+    fused_attention,
 ]  # fmt: skip
 
 

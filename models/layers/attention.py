@@ -16,8 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from models.layers import attention_cpu
+from models.layers.cpu_kernels import fused_attention
 
 SDPA_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+FUSED_KERNEL = "fused"  # the C++ kernel, where `load_kernels` was called
+CPU_KERNELS = {
+    "auto": attention_cpu.QUERY_BLOCK,
+    FUSED_KERNEL: attention_cpu.QUERY_BLOCK,
+    "blocks-32": 32,
+    "blocks-64": 64,
+    "blocks-128": 128,
+}  # -> queries of a block
 MASKED_QUERY_CHUNK = 128  # queries per call of the CPU kernel with a mask
 
 AttentionMask = Tensor | BlockMask | None  # (B, 1, T, C), True where attention is allowed; None: causal
@@ -41,21 +50,23 @@ def document_mask_mod(document_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor,
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: float, kernel: str, cached: bool = False, save_probs: bool = True) -> Tensor:
     """q: (B, N, T, H); k, v: (B, K, C, H) -> (B, N, T, H).
 
-    cached: `mask` may be any mask, not only one of `document_mask`. save_probs: save attention probabilities for the backward pass on the
+    kernel: model.attention, or one of CPU_KERNELS. cached: `mask` may be any mask, not only one of `document_mask`. save_probs: save attention probabilities for the backward pass on the
     CPU if there are at most MAX_SAVED_PROBS; otherwise the backward pass recomputes them.
     """
     if isinstance(mask, BlockMask):
         return _flex()(q, k, v, block_mask=mask, enable_gqa=True)
-    if q.device.type == "cpu" and kernel == "auto" and dropout == 0 and not cached:
+    if q.device.type == "cpu" and kernel in CPU_KERNELS and dropout == 0 and not cached:
+        if kernel == FUSED_KERNEL and fused_attention.supports(q.dtype, q.shape[-1]):
+            return fused_attention.fused_attention(q, k, v, mask)[0]
         num_probs = q.shape[0] * q.shape[1] * q.shape[2] ** 2
         save_probs = save_probs and torch.is_grad_enabled() and q.requires_grad and num_probs <= attention_cpu.MAX_SAVED_PROBS
-        return attention_cpu.cpu_attention(q, k, v, mask, save_probs)[0]
+        return attention_cpu.cpu_attention(q, k, v, mask, save_probs, CPU_KERNELS[kernel])[0]
     if q.device.type == "mps":
         k, v = repeat_heads(q, k), repeat_heads(q, v)
     if mask is not None:
         return _masked_attention(q, k, v, mask, dropout)
     # `kernel` applies to plain causal rows only: flash attention on CUDA takes no mask.
-    with nullcontext() if kernel == "auto" else sdpa_kernel(SDPA_BACKENDS[kernel]):
+    with nullcontext() if kernel not in SDPA_BACKENDS else sdpa_kernel(SDPA_BACKENDS[kernel]):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=True)
 
 

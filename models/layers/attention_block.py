@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.cfg, self.layer = cfg, layer
+        self.cfg, self.layer, self.attention_kernel = cfg, layer, cfg.attention
         self.q_proj = nn.Linear(cfg.hidden_size, cfg.num_attention_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.k_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
         self.v_proj = nn.Linear(cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim, bias=cfg.attention_bias)
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
         dropout = self.cfg.dropout if self.training else 0.0
-        y = attention(q, k, v, context.mask, dropout, self.cfg.attention, cached=context.cache is not None, save_probs=not context.selective)
+        y = attention(q, k, v, context.mask, dropout, self.attention_kernel, cached=context.cache is not None, save_probs=not context.selective)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.layers.ops import custom_op
 
-QUERY_BLOCK = 64
+QUERY_BLOCK = 64  # queries of a block where nothing else was chosen
 MAX_SAVED_PROBS = 1 << 24  # attention probabilities of a layer saved for the backward pass; a larger number is recomputed
 
 
@@ -56,20 +56,20 @@ class AttentionBlock:
         return scores.softmax(-1)
 
 
-def attention_blocks(T: int, mask: Tensor | None) -> Iterator[AttentionBlock]:
-    """Cut T queries into blocks. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token."""
-    starts = range(0, T, QUERY_BLOCK)
-    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::QUERY_BLOCK].int().argmax(-1).amin(0).tolist()
+def attention_blocks(T: int, mask: Tensor | None, size: int) -> Iterator[AttentionBlock]:
+    """Cut T queries into blocks of `size`. `mask` (B, 1, T, T) is one of `document_mask`: the first key of a token is never before that of an earlier token."""
+    starts = range(0, T, size)
+    first_keys = [0] * len(starts) if mask is None else mask[:, 0, ::size].int().argmax(-1).amin(0).tolist()
     for start, first_key in zip(starts, first_keys, strict=True):
-        yield AttentionBlock(start, min(start + QUERY_BLOCK, T), first_key, mask)
+        yield AttentionBlock(start, min(start + size, T), first_key, mask)
 
 
 @custom_op("lm_runner::attention")
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor]:
     """q: (B, N, T, H); k, v: (B, K, T, H) -> (B, N, T, H), and the probabilities of all blocks, flat; empty without `save_probs`."""
-    out, saved = _empty_like(q), _probs_buffer(q, save_probs)
+    out, saved = _empty_like(q), _probs_buffer(q, save_probs, query_block)
     q, k, v, offset = q * q.shape[-1] ** -0.5, k.contiguous(), v.contiguous(), 0
-    for block in attention_blocks(q.shape[2], mask):
+    for block in attention_blocks(q.shape[2], mask, query_block):
         p = block.probs(block.queries(q, k.shape[1]), k)
         block.write_queries(out, p @ block.keys(v))
         if save_probs:
@@ -79,17 +79,19 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_pro
 
 
 @torch.library.register_fake("lm_runner::attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool) -> tuple[Tensor, Tensor]:
-    return _empty_like(q), _probs_buffer(q, save_probs)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, save_probs: bool, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), _probs_buffer(q, save_probs, query_block)
 
 
 @custom_op("lm_runner::attention_backward")
-def cpu_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK
+) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output; saved: probabilities of the forward pass, or empty -> gradients of q, k and v."""
     dq, K, scale, offset = _empty_like(q), k.shape[1], q.shape[-1] ** -0.5, 0
     q, k, v = q * scale, k.contiguous(), v.contiguous()
     dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-    for block in attention_blocks(q.shape[2], mask):
+    for block in attention_blocks(q.shape[2], mask, query_block):
         q_block, g_block = block.queries(q, K), block.queries(g, K)
         size = q_block.shape[0] * K * q_block.shape[2] * (block.end - block.first_key)
         p = saved[offset : offset + size].view(*q_block.shape[:3], -1) if len(saved) else block.probs(q_block, k)
@@ -102,7 +104,7 @@ def cpu_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ten
 
 
 @torch.library.register_fake("lm_runner::attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, saved: Tensor, query_block: int = QUERY_BLOCK) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
@@ -112,19 +114,20 @@ def _empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.new_empty((B, T, N, H), dtype=dtype or x.dtype).transpose(1, 2)
 
 
-def _probs_buffer(q: Tensor, save_probs: bool) -> Tensor:
+def _probs_buffer(q: Tensor, save_probs: bool, query_block: int) -> Tensor:
     """Return a flat buffer for the probabilities of all blocks if each attends to every earlier token."""
     B, N, T, _ = q.shape
-    return q.new_empty(B * N * T * (T + QUERY_BLOCK) // 2 if save_probs else 0)
+    return q.new_empty(B * N * T * (T + query_block) // 2 if save_probs else 0)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, mask, _ = inputs
+    q, k, v, mask, _, ctx.query_block = inputs
     ctx.save_for_backward(q, k, v, mask, output[1])
 
 
 def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
-    return *cpu_attention_backward(g.contiguous(), *ctx.saved_tensors), None, None
+    q, k, v, mask, saved = ctx.saved_tensors
+    return *cpu_attention_backward(g.contiguous(), q, k, v, mask, saved, ctx.query_block), None, None, None
 
 
 torch.library.register_autograd("lm_runner::attention", _backward, setup_context=_save_for_backward)

@@ -64,8 +64,13 @@ def _describe_cuda() -> dict[str, Any]:
 
 @cache
 def code_fingerprint(root: Path = REPO_ROOT) -> str:
-    """Return the sha256 of the Python files that training executes, those of imported plugins included; of an installed wheel, too."""
-    files = {f"{folder}/{path.relative_to(root / folder).as_posix()}": path for folder in TRAINING_CODE for path in (root / folder).rglob("*.py")}
+    """Return the sha256 of the Python and C++ files that training executes, those of imported plugins included; of an installed wheel, too."""
+    files = {
+        f"{folder}/{path.relative_to(root / folder).as_posix()}": path
+        for folder in TRAINING_CODE
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".cpp")
+    }
     files |= {f"plugin/{path}": file for name in imported_plugins() for path, file in plugin_files(name).items()}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -19,13 +20,14 @@ from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
+from models.families.decoder import DecoderConfig
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
 from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
-from runner.checkpoint.environment import rank_differences
+from runner.checkpoint.environment import cpu_model, numeric_variables, rank_differences
 from runner.checkpoint.format import read_model_tensors, read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy
@@ -33,9 +35,10 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks
+from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, repeat_choice
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
-from runner.engine.device.kernels import describe_kernels
+from runner.engine.device.kernels import ATTENTION, describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
@@ -73,7 +76,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
-    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode)
+    attention = choose_attention_kernel(cfg, (model, *objective.extra_models), loader, precision, compile_decision, dist, saved)
+    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, attention.kernel)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
@@ -96,6 +100,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         update_metadata=update_metadata,
         compatibility=compatibility,
         thread_reason=thread_reason,
+        attention_reason=attention.reason,
     )
 
 
@@ -127,9 +132,9 @@ def check_machine(cfg: Config, device: torch.device, precision: Precision) -> No
         check_quantization(device)
 
 
-def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str) -> dict[str, Any]:
+def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str, attention: str) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes)
+    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes, attention)
     return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
@@ -235,6 +240,51 @@ def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, de
     return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
 
 
+def choose_attention_kernel(
+    cfg: Config,
+    models: Iterable[LanguageModel],
+    loader: StepLoader,
+    precision: Precision,
+    decision: CompileDecision,
+    dist: DistributedContext,
+    saved: dict[str, Any] | None,
+) -> AttentionChoice:
+    """Let all `models` compute attention by the fastest kernel of the CPU, if the run is long, or by that of its checkpoint; all ranks by the same."""
+    shape = attention_shape(cfg, loader, precision)
+    if shape is None or dist.device.type != "cpu":
+        return AttentionChoice(DEFAULT, "")
+    if saved is not None:
+        kernel = recorded_environment(saved["compatibility"]).get(ATTENTION, DEFAULT)
+        choice = AttentionChoice(DEFAULT, "") if kernel == DEFAULT else repeat_choice(kernel, set_inductor_cache())
+    elif not decision.is_long_run:
+        return AttentionChoice(DEFAULT, "")
+    else:
+        choice = choose_attention(shape, set_inductor_cache(), measured_facts())
+        choice = AttentionChoice(*dist.gather([choice.kernel, choice.reason])[0])
+    for model in models:
+        model.use_attention_kernel(choice.kernel)
+    return choice
+
+
+def measured_facts() -> dict[str, Any]:
+    """Return what the speed of a kernel depends on besides its shapes."""
+    return {"cpu_model": cpu_model(), "torch": torch.__version__, "threads": torch.get_num_threads(), **numeric_variables(os.environ)}
+
+
+def attention_shape(cfg: Config, loader: StepLoader, precision: Precision) -> AttentionShape | None:
+    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of `choose_attention` compute it."""
+    model = cfg.model
+    if not isinstance(model, DecoderConfig) or model.attention != "auto" or model.dropout:
+        return None
+    sequences = loader.sequences
+    is_packed = isinstance(sequences, PackedSequences)
+    rows = cfg.train.batch_size * (1 if is_packed else sequences_per_row(cfg.stage.data_format))
+    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
+    return AttentionShape(
+        rows, cfg.data.max_length, documents, model.num_attention_heads, model.num_key_value_heads, model.head_dim, str(precision.dtype).removeprefix("torch.")
+    )
+
+
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
     """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
     (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
@@ -273,6 +323,7 @@ def run_summary(state: TrainState) -> dict[str, str]:
         "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
         "device": f"{state.dist.device}, {cfg.precision.name}, {threads}" + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
         "compile": state.compile_decision.reason,
+        **({"attention": state.attention_reason} if state.attention_reason else {}),
     }
     return summary | ({"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {})
 

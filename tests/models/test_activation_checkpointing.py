@@ -111,7 +111,7 @@ def test_selective_checkpointing_saves_no_attention_probabilities(mode: str, sav
     from models.layers import attention_cpu
 
     save_probs, cpu_attention = set(), attention_cpu.cpu_attention
-    monkeypatch.setattr(attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[-1]) or cpu_attention(*inputs))
+    monkeypatch.setattr(attention_cpu, "cpu_attention", lambda *inputs: save_probs.add(inputs[4]) or cpu_attention(*inputs))
     model = random_model()
     model.activation_checkpointing = mode
     backward(model)

@@ -30,6 +30,7 @@ BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a run that gains as much as
 class CompileDecision:
     mode: str  # off, or a mode of torch.compile
     reason: str  # for the header of the log
+    is_long_run: bool = False  # long enough to compile, whether or not the model can be compiled
 
 
 def resolve_compile_mode(requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool) -> CompileDecision:
@@ -38,14 +39,15 @@ def resolve_compile_mode(requested: str, planned_flops: float, device: torch.dev
     if device.type == "mps":
         return CompileDecision("off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off")
     if requested != "auto":
-        return CompileDecision(requested, requested)
-    if has_experts:
-        return CompileDecision("off", "off (auto: the number of tokens per expert varies)")
-    if not has_cpp_compiler():
-        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)")
+        return CompileDecision(requested, requested, is_long_run=requested != "off")
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
-    mode = "default" if planned_flops >= break_even else "off"
-    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})")
+    is_long = planned_flops >= break_even
+    if has_experts:
+        return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
+    if not has_cpp_compiler():
+        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
+    mode = "default" if is_long else "off"
+    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})", is_long)
 
 
 def check_compile_mode(requested: str, device_type: str) -> None:
@@ -70,20 +72,21 @@ def has_cpp_compiler() -> bool:
     return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
-def set_inductor_cache() -> None:
-    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second.
+def set_inductor_cache() -> Path:
+    """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second. Return their folder.
 
     A program in the cache is executed. So its folder is never one that a config names (data.cache of an unknown run directory), and one that another
     user owns or may write to is replaced by an empty one for this process.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
-        return
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     folder = (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT) / ".cache" / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
     if not _is_private(folder):
         folder = Path(tempfile.mkdtemp(prefix="compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     remove_incomplete_programs(folder)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return folder
 
 
 def remove_incomplete_programs(folder: Path) -> None:

@@ -1,0 +1,435 @@
+// Attention within documents on x86 CPUs, forward and backward, as products of small blocks (oneDNN's brgemm, through the interface of libtorch).
+//
+// FlashAttention (https://arxiv.org/abs/2205.14135) on packed rows: a work item is one document of one key/value head, and its scores exist for one block
+// of queries at a time. No work item writes what another one writes, so results do not depend on the number of threads.
+//
+// Shapes: B rows, T tokens, N query heads, K key/value heads, H head width, r = N / K, Q queries of a block, M = r * Q, L tokens of a document.
+// A tensor is a pointer and three strides in elements: of rows, heads and tokens; a head's H elements are contiguous.
+
+#include <ATen/native/CPUBlas.h>
+#include <c10/util/BFloat16.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using at::native::cpublas::brgemm;
+using at::native::cpublas::brgemm_release;
+using bf16 = c10::BFloat16;
+
+constexpr int64_t KEYS = 64;           // keys of a block
+constexpr int64_t CHUNK = 8 * KEYS;    // keys whose scores exist at a time in the forward pass
+constexpr int64_t MAX_ROWS = 128;      // rows of a block of queries, of all heads that share a key head, if a head has at most 128 / 16 of them
+
+template <typename T>
+struct View {
+  T* data;
+  int64_t row, head, token;
+  T* at(int64_t b, int64_t n, int64_t t) const { return data + b * row + n * head + t * token; }
+};
+
+struct Shape {
+  int64_t B, N, K, T, H;
+  int64_t r = N / K, Q = std::max<int64_t>(16, std::min<int64_t>(KEYS, MAX_ROWS / r / 16 * 16));
+};
+
+struct Item {
+  int64_t row, head, start, length;
+};
+
+// Memory of one thread, aligned to a cache line; it grows and is reused by later calls.
+template <typename T>
+class Buffer {
+ public:
+  T* get(int64_t size) {
+    if (size > size_) {
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64)));
+      if (!data_) throw std::bad_alloc();
+      size_ = size;
+    }
+    return data_.get();
+  }
+
+ private:
+  struct Free {
+    void operator()(T* data) const { std::free(data); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+// 16 numbers, in the registers that the processor has (vector extension of GCC and Clang).
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Bits = uint32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+constexpr int64_t LANES = 16;
+constexpr Ints LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+template <typename To, typename From>
+inline To as(const From& from) {
+  To to;
+  static_assert(sizeof to == sizeof from);
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline Floats all(float x) { return Floats{} + x; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline Floats load(const bf16* from) {
+  Halves half;
+  std::memcpy(&half, from, sizeof half);
+  return as<Floats>(__builtin_convertvector(half, Bits) << 16);
+}
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+inline void store(bf16* to, Floats x) {  // to nearest, ties to even
+#ifdef __AVX512BF16__
+  const auto half = _mm512_cvtneps_pbh(as<__m512>(x));
+  std::memcpy(static_cast<void*>(to), &half, sizeof half);
+#else
+  const Bits bits = as<Bits>(x);
+  const Bits rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const Halves half = __builtin_convertvector(as<Ints>(x != x) ? Bits{} + 0x7FC0 : rounded, Halves);
+  std::memcpy(static_cast<void*>(to), &half, sizeof half);
+#endif
+}
+
+inline float sum_of(Floats x) {
+  float lanes[LANES];
+  store(lanes, x);
+  for (int64_t half = LANES / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+inline float largest_of(Floats x) {
+  float lanes[LANES];
+  store(lanes, x);
+  for (int64_t half = LANES / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
+  return lanes[0];
+}
+
+// exp for x <= 0 with a relative error of 2e-7 (the polynomial of Cephes, https://netlib.org/cephes). NaN stays NaN.
+inline Floats exp_of(Floats x) {
+  x = x < -87.0f ? all(-87.0f) : x;
+  const Floats rounded = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the sum is rounded to an integer
+  const Floats n = rounded - 12582912.0f;
+  const Floats f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = f * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  return p * as<Floats>((as<Ints>(rounded) - 0x4B400000 + 127) << 23);
+}
+
+// The right operand of a brgemm: bf16 has two successive rows of a column side by side ("VNNI"), fp32 is as usual.
+template <typename T>
+constexpr int64_t PAIR = std::is_same_v<T, bf16> ? 2 : 1;
+
+// from (rows, cols) with stride `ld` -> right operand of `rows` x `cols`; rows is even.
+template <typename T>
+void pack(const T* from, int64_t ld, int64_t rows, int64_t cols, T* to) {
+  if constexpr (PAIR<T> == 1) {
+    for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * cols, from + i * ld, cols * sizeof(T));
+  } else {
+    for (int64_t i = 0; i < rows; i += 2) {
+      const auto* a = reinterpret_cast<const uint16_t*>(from + i * ld);
+      const auto* b = reinterpret_cast<const uint16_t*>(from + (i + 1) * ld);
+      auto* out = reinterpret_cast<uint32_t*>(to + i * cols);
+#pragma omp simd
+      for (int64_t j = 0; j < cols; ++j) out[j] = a[j] | (static_cast<uint32_t>(b[j]) << 16);
+    }
+  }
+}
+
+// from (rows, cols), contiguous -> right operand of its transpose, cols x rows; cols is even.
+template <typename T>
+void pack_transposed(const T* from, int64_t rows, int64_t cols, T* to) {
+  const int64_t width = cols / PAIR<T>;  // elements of 4 bytes
+  const auto* in = reinterpret_cast<const uint32_t*>(from);
+  auto* out = reinterpret_cast<uint32_t*>(to);
+  for (int64_t j = 0; j < width; j += 8)
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t jj = j; jj < std::min(j + 8, width); ++jj) out[jj * rows + i] = in[i * width + jj];
+}
+
+template <typename T>
+void transpose(const T* from, int64_t rows, int64_t cols, T* to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) to[j * rows + i] = from[i * cols + j];
+}
+
+// Tokens [start, start + count) of a head -> `to` (padded, H), zeros after `count`.
+template <typename T>
+void copy_tokens(const View<const T>& x, int64_t b, int64_t head, int64_t start, int64_t count, int64_t padded, int64_t H, T* to) {
+  for (int64_t t = 0; t < count; ++t) std::memcpy(to + t * H, x.at(b, head, start + t), H * sizeof(T));
+  std::memset(static_cast<void*>(to + count * H), 0, (padded - count) * H * sizeof(T));
+}
+
+// The documents of each row, longest first. Without a mask a row is one document; with one, (B, T, T), token t must attend to the tokens [first, t], and
+// a document starts where first is t. Return whether the mask is of that kind.
+bool find_items(const Shape& s, const uint8_t* mask, std::vector<Item>& items) {
+  for (int64_t b = 0; b < s.B; ++b) {
+    int64_t start = 0;
+    for (int64_t t = 1; t <= s.T; ++t) {
+      bool ends = t == s.T;
+      if (mask && !ends) {
+        const uint8_t* allowed = mask + (b * s.T + t) * s.T;
+        ends = !allowed[start];
+        const int64_t first = ends ? t : start;
+        if (std::memchr(allowed, 1, first) || std::memchr(allowed + first, 0, t + 1 - first) || std::memchr(allowed + t + 1, 1, s.T - t - 1)) return false;
+      }
+      if (!ends) continue;
+      for (int64_t head = 0; head < s.K; ++head) items.push_back({b, head, start, t - start});
+      start = t;
+    }
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.length > b.length; });
+  return true;
+}
+
+template <typename T>
+struct Forward {
+  Shape s;
+  View<const T> q, k, v;
+  View<T> out;
+  float* lse;  // (B, N, T), log of the sum of exponentials
+  float scale;
+
+  void operator()(const Item& item) const {
+    static thread_local Buffer<T> keys_, values_, rows_, q_, probs_;
+    static thread_local Buffer<float> scores_, sums_, out_;
+    const int64_t r = s.r, Q = s.Q, M = r * Q, H = s.H, L = item.length;
+    const int64_t blocks = (L + KEYS - 1) / KEYS;
+    T *keys = keys_.get(blocks * KEYS * H), *values = values_.get(blocks * KEYS * H), *rows = rows_.get(KEYS * H);
+    for (int64_t j = 0; j < blocks; ++j) {
+      const int64_t count = std::min(KEYS, L - j * KEYS), start = item.start + j * KEYS;
+      copy_tokens(k, item.row, item.head, start, count, KEYS, H, rows);
+      pack_transposed(rows, KEYS, H, keys + j * KEYS * H);
+      copy_tokens(v, item.row, item.head, start, count, KEYS, H, rows);
+      pack(rows, H, KEYS, H, values + j * KEYS * H);
+    }
+    T *block = q_.get(M * H), *probs = probs_.get(M * CHUNK);
+    float *scores = scores_.get(M * CHUNK), *o = out_.get(M * H), *largest = sums_.get(2 * M), *sum = largest + M;
+    for (int64_t first = 0; first < L; first += Q) {
+      const int64_t count = std::min(Q, L - first), used = (first + count + KEYS - 1) / KEYS;
+      for (int64_t h = 0; h < r; ++h) copy_tokens(q, item.row, item.head * r + h, item.start + first, count, Q, H, block + h * Q * H);
+      std::fill(largest, largest + M, -INFINITY);
+      std::fill(sum, sum + M, 0.0f);
+      for (int64_t j0 = 0; j0 < used; j0 += CHUNK / KEYS) {
+        const int64_t j1 = std::min(used, j0 + CHUNK / KEYS);
+        for (int64_t j = j0; j < j1; ++j)
+          brgemm(M, KEYS, H, H, KEYS, CHUNK, false, block, keys + j * KEYS * H, scores + (j - j0) * KEYS, PAIR<T> == 2);
+        for (int64_t i = 0; i < M; ++i)
+          softmax_row(scores + i * CHUNK, probs + i * CHUNK, first + i % Q + 1 - j0 * KEYS, (j1 - j0) * KEYS, largest[i], sum[i], o + i * H, j0 > 0);
+        for (int64_t j = j0; j < j1; ++j)
+          brgemm(M, H, KEYS, CHUNK, H, H, j > 0, probs + (j - j0) * KEYS, values + j * KEYS * H, o, PAIR<T> == 2);
+      }
+      for (int64_t h = 0; h < r; ++h)
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
+          lse[(item.row * s.N + n) * s.T + t] = largest[row] + std::log(sum[row]);
+          const float inverse = 1.0f / sum[row];
+          T* to = out.at(item.row, n, t);
+          for (int64_t d = 0; d < H; d += LANES) store(to + d, load(o + row * H + d) * inverse);
+        }
+    }
+  }
+
+  // scores (width) of a query that attends to the first `allowed` keys -> exponentials; `largest` and `sum` run over the chunks, and `o` (H) is scaled to them.
+  void softmax_row(const float* scores, T* probs, int64_t allowed, int64_t width, float& largest, float& sum, float* o, bool rescale) const {
+    allowed = std::max<int64_t>(0, std::min(allowed, width));
+    float m = largest;
+    const int64_t filled = (allowed + LANES - 1) / LANES * LANES;
+    Floats m_lanes = all(m), totals{};
+    for (int64_t j = 0; j < filled; j += LANES) {
+      const Floats x = load(scores + j) * scale;
+      m_lanes = (LANE + static_cast<int32_t>(j) < static_cast<int32_t>(allowed)) & (x > m_lanes) ? x : m_lanes;
+    }
+    m = largest_of(m_lanes);
+    for (int64_t j = 0; j < filled; j += LANES) {
+      const Floats p = LANE + static_cast<int32_t>(j) < static_cast<int32_t>(allowed) ? exp_of(load(scores + j) * scale - m) : Floats{};
+      totals += p;
+      store(probs + j, p);
+    }
+    std::memset(static_cast<void*>(probs + filled), 0, (width - filled) * sizeof(T));
+    if (rescale && m != largest) {
+      const float factor = std::exp(largest - m);
+      sum *= factor;
+      for (int64_t d = 0; d < s.H; ++d) o[d] *= factor;
+    }
+    largest = m;
+    sum += sum_of(totals);
+  }
+};
+
+template <typename T>
+struct Backward {
+  Shape s;
+  View<const T> g, q, k, v, out;
+  const float* lse;
+  View<T> dq, dk, dv;
+  float scale;
+
+  void operator()(const Item& item) const {
+    static thread_local Buffer<T> keys_, keys_t_, values_, q_, block_, probs_;
+    static thread_local Buffer<float> scores_, dkv_, dq_, rows_;
+    const int64_t r = s.r, Q = s.Q, M = r * Q, H = s.H, L = item.length;
+    const int64_t blocks = (L + KEYS - 1) / KEYS, padded = blocks * KEYS;
+    T *keys = keys_.get(padded * H), *keys_t = keys_t_.get(padded * H), *values = values_.get(padded * H);
+    copy_tokens(k, item.row, item.head, item.start, L, padded, H, keys);
+    copy_tokens(v, item.row, item.head, item.start, L, padded, H, values);
+    for (int64_t j = 0; j < blocks; ++j) transpose(keys + j * KEYS * H, KEYS, H, keys_t + j * KEYS * H);
+    float *dk_sum = dkv_.get(2 * padded * H), *dv_sum = dk_sum + padded * H;
+    std::fill(dk_sum, dk_sum + 2 * padded * H, 0.0f);
+    T *q_rows = q_.get(4 * M * H), *q_t = q_rows + M * H, *g_rows = q_t + M * H, *g_t = g_rows + M * H, *block = block_.get(M * H);
+    T *p = probs_.get(3 * KEYS * M), *ds = p + KEYS * M, *ds_packed = ds + KEYS * M;
+    float *scores = scores_.get(2 * KEYS * M), *dp = scores + KEYS * M, *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(2 * M), *delta = norm + M;
+    for (int64_t first = 0; first < L; first += Q) {
+      const int64_t count = std::min(Q, L - first), used = (first + count + KEYS - 1) / KEYS;
+      gather(q, item, first, count, block);
+      pack(block, H, M, H, q_rows);
+      pack_transposed(block, M, H, q_t);
+      gather(g, item, first, count, block);
+      pack(block, H, M, H, g_rows);
+      pack_transposed(block, M, H, g_t);
+      row_sums(item, first, count, block, norm, delta);
+      for (int64_t j = 0; j < used; ++j) {
+        brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores, PAIR<T> == 2);
+        brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp, PAIR<T> == 2);
+        for (int64_t c = 0; c < KEYS; ++c)
+          for (int64_t h = 0; h < r; ++h) score_gradient(scores, dp, norm, delta, p, ds, c * M + h * Q, h * Q, j * KEYS + c - first);
+        pack(ds, M, KEYS, M, ds_packed);
+        brgemm(KEYS, H, M, M, H, H, true, p, g_rows, dv_sum + j * KEYS * H, PAIR<T> == 2);
+        brgemm(KEYS, H, M, M, H, H, true, ds, q_rows, dk_sum + j * KEYS * H, PAIR<T> == 2);
+        brgemm(H, M, KEYS, KEYS, M, M, j > 0, keys_t + j * KEYS * H, ds_packed, dq_sum, PAIR<T> == 2);
+      }
+      for (int64_t h = 0; h < r; ++h)
+        for (int64_t i = 0; i < count; ++i) {
+          T* to = dq.at(item.row, item.head * r + h, item.start + first + i);
+          for (int64_t d = 0; d < H; ++d) dq_row[d] = dq_sum[d * M + h * Q + i];
+          for (int64_t d = 0; d < H; d += LANES) store(to + d, load(dq_row + d) * scale);
+        }
+    }
+    for (int64_t t = 0; t < L; ++t) {
+      T *to_k = dk.at(item.row, item.head, item.start + t), *to_v = dv.at(item.row, item.head, item.start + t);
+      for (int64_t d = 0; d < H; d += LANES) {
+        store(to_k + d, load(dk_sum + t * H + d) * scale);
+        store(to_v + d, load(dv_sum + t * H + d));
+      }
+    }
+  }
+
+  void gather(const View<const T>& x, const Item& item, int64_t first, int64_t count, T* to) const {
+    const int64_t r = s.r, Q = s.Q;
+    for (int64_t h = 0; h < r; ++h) copy_tokens(x, item.row, item.head * r + h, item.start + first, count, Q, s.H, to + h * Q * s.H);
+  }
+
+  // The log-sum-exp of each query of a block, and the sum of gradient times output (g_block: M x H).
+  void row_sums(const Item& item, int64_t first, int64_t count, const T* g_block, float* norm, float* delta) const {
+    const int64_t r = s.r, Q = s.Q, H = s.H;
+    for (int64_t h = 0; h < r; ++h)
+      for (int64_t i = 0; i < Q; ++i) {
+        const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
+        Floats total{};
+        if (i < count) {
+          const T *o = out.at(item.row, n, t), *g = g_block + row * H;
+          for (int64_t d = 0; d < H; d += LANES) total += load(o + d) * load(g + d);
+        }
+        delta[row] = sum_of(total);
+        norm[row] = i < count ? lse[(item.row * s.N + n) * s.T + t] : 0.0f;
+      }
+  }
+
+  // Q scores of one key and head, from `at` on: queries before `hidden` come before the key. Padded queries have a gradient of 0.
+  void score_gradient(const float* scores, const float* dp, const float* norm, const float* delta, T* p, T* ds, int64_t at, int64_t row, int64_t hidden) const {
+    const int32_t Q = static_cast<int32_t>(s.Q), before = static_cast<int32_t>(std::clamp<int64_t>(hidden, 0, Q));
+    for (int32_t i = 0; i < Q; i += LANES) {
+      const Floats x = LANE + i < before ? Floats{} : exp_of(load(scores + at + i) * scale - load(norm + row + i));
+      const Floats gradient = LANE + i < before ? Floats{} : x * (load(dp + at + i) - load(delta + row + i));
+      store(p + at + i, x);
+      store(ds + at + i, gradient);
+    }
+  }
+};
+
+// Run `work` for each document on `threads` threads. Return 0; 1 if this processor has no such product or memory is short; 2 for another kind of mask.
+template <typename Work>
+int run(const Work& work, const uint8_t* mask, int threads, bool pairs) {
+  std::vector<Item> items;
+  if (!find_items(work.s, mask, items)) return 2;
+  std::atomic<int> failed{0};
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (failed.load(std::memory_order_relaxed)) continue;
+      try {
+        work(items[i]);
+      } catch (...) {
+        failed = 1;
+      }
+    }
+    if (!failed.load()) brgemm_release(pairs);
+  }
+  return failed.load();
+}
+
+template <typename T>
+View<T> view(const void* data, const int64_t*& strides) {
+  View<T> x{static_cast<T*>(const_cast<void*>(data)), strides[0], strides[1], strides[2]};
+  strides += 3;
+  return x;
+}
+
+template <typename T>
+int forward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int threads) {
+  const auto q = view<const T>(x[0], strides), k = view<const T>(x[1], strides), v = view<const T>(x[2], strides);
+  return run(Forward<T>{s, q, k, v, view<T>(x[3], strides), lse, scale}, mask, threads, PAIR<T> == 2);
+}
+
+template <typename T>
+int backward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int threads) {
+  const auto g = view<const T>(x[0], strides), q = view<const T>(x[1], strides), k = view<const T>(x[2], strides), v = view<const T>(x[3], strides);
+  const auto out = view<const T>(x[4], strides);
+  const auto dq = view<T>(x[5], strides), dk = view<T>(x[6], strides), dv = view<T>(x[7], strides);
+  return run(Backward<T>{s, g, q, k, v, out, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
+}
+
+}  // namespace
+
+extern "C" {
+
+// x: q, k, v, out; strides: three of each. mask: (B, T, T) bytes, or null.
+int lm_runner_attention_forward(
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int is_bf16, int threads) {
+  const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
+  return (is_bf16 ? forward<bf16> : forward<float>)(s, strides, x, mask, lse, scale, threads);
+}
+
+// x: gradient of out, q, k, v, out, then the gradients of q, k, v, which are written.
+int lm_runner_attention_backward(
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int is_bf16, int threads) {
+  const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
+  return (is_bf16 ? backward<bf16> : backward<float>)(s, strides, x, mask, lse, scale, threads);
+}
+}

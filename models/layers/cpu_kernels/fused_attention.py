@@ -1,0 +1,94 @@
+"""Attention within documents on x86 CPUs by the C++ kernel: FlashAttention (https://arxiv.org/abs/2205.14135), forward and backward, document by document.
+
+Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to the input's precision for the
+next product. Results do not depend on the number of threads.
+
+Shapes: B rows, T tokens, N query heads, K key/value heads, H head width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from models.layers.cpu_kernels.library import call_kernel
+from models.layers.ops import custom_op
+
+FUSED_DTYPES = (torch.float32, torch.bfloat16)
+LANES = 16  # the head width is a multiple
+
+
+def supports(dtype: torch.dtype, head_width: int) -> bool:
+    """Return whether the kernel computes attention of such heads, where oneDNN has the matrix product."""
+    return dtype in FUSED_DTYPES and head_width % LANES == 0
+
+
+@custom_op("lm_runner::fused_attention")
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T) of `document_mask`, None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    out, lse = _empty_like(q), _new_lse(q)
+    _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse)
+    return out, lse
+
+
+@torch.library.register_fake("lm_runner::fused_attention")
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), _new_lse(q)
+
+
+@custom_op("lm_runner::fused_attention_backward")
+def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
+    gradients = _empty_like(q), _empty_like(k), _empty_like(v)
+    _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, *gradients], mask, lse)
+    return gradients
+
+
+@torch.library.register_fake("lm_runner::fused_attention_backward")
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(q), _empty_like(k), _empty_like(v)
+
+
+def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> None:
+    """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is copied."""
+    (B, N, T, H), K = q.shape, k.shape[1]
+    if not all(tensor.dtype == q.dtype for tensor in tensors):
+        raise TypeError(f"attention needs tensors of one type, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
+    tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
+    mask = None if mask is None else mask.expand(B, 1, T, T).contiguous()
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
+    call_kernel(
+        name,
+        (ctypes.c_int64 * 5)(B, N, K, T, H),
+        (ctypes.c_int64 * len(strides))(*strides),
+        (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors)),
+        ctypes.c_void_p(None if mask is None else mask.data_ptr()),
+        ctypes.c_void_p(lse.data_ptr()),
+        ctypes.c_float(H**-0.5),
+        ctypes.c_int(q.dtype == torch.bfloat16),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """Return an empty tensor of the shape of x (B, heads, T, H), stored as (B, T, heads, H): the layout of the projections before and after."""
+    B, N, T, H = x.shape
+    return x.new_empty((B, T, N, H)).transpose(1, 2)
+
+
+def _new_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+    return *fused_attention_backward(g, *ctx.saved_tensors), None
+
+
+torch.library.register_autograd("lm_runner::fused_attention", _backward, setup_context=_save_for_backward)

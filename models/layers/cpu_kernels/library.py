@@ -1,0 +1,108 @@
+"""The C++ kernels for x86 processors (attention.cpp): compiled for this processor by the compiler that torch.compile uses, loaded, and called.
+
+They use the matrix products of oneDNN that are part of libtorch, so nothing has to be installed. The compiler takes three seconds; the library is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).parent / "attention.cpp"
+FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fno-math-errno",
+    "-fopenmp",
+    "-fPIC",
+    "-shared",
+    "-Wno-psabi",
+)  # fmt: skip  (no -ffast-math: NaN must stay NaN)
+COMPILE_TIMEOUT = 300.0
+MACHINES = ("x86_64", "AMD64")
+FOLDER = "cpu_kernels"  # in that of compiled programs
+MAX_MESSAGE = 300  # characters of what the compiler says
+
+_library: ctypes.CDLL | None = None
+
+
+class KernelsUnavailableError(Exception):
+    """This machine cannot compile or load the C++ kernels; the text says why."""
+
+
+def load_kernels(folder: Path) -> None:
+    """Compile the kernels into `folder`, a private one, unless that was done before, and load them into this process.
+
+    Raises KernelsUnavailableError.
+    """
+    global _library
+    if _library is not None:
+        return
+    if platform.machine() not in MACHINES or platform.system() != "Linux":
+        raise KernelsUnavailableError(f"they are for Linux on x86, not {platform.system()} on {platform.machine()}")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
+    try:
+        library = folder / FOLDER / f"attention-{_fingerprint(compiler)}.so"
+        if not library.exists():
+            _compile(compiler, library)
+        _library = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelsUnavailableError(str(error)[:MAX_MESSAGE]) from error
+
+
+def call_kernel(name: str, *arguments: object) -> None:
+    """Call a function of the library. It returns 0, or 1 where this processor lacks the matrix product, or 2 for a mask that is not one of documents."""
+    assert _library is not None, "load_kernels was not called"
+    status = getattr(_library, name)(*arguments)
+    if status == 1:
+        raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
+    if status:
+        raise ValueError(f"{name}: each token must attend to the tokens of its document up to itself")
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Write `library` at once, so that another process never loads a part of it."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    torch_folder = Path(torch.__file__).parent
+    locations = (f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_folder / 'lib'}")
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        output = Path(folder) / library.name
+        try:  # in a session of its own: Ctrl-C of a terminal is the run's
+            subprocess.run(
+                [compiler, *FLAGS, str(SOURCE), "-o", str(output), *locations],
+                check=True,
+                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                timeout=COMPILE_TIMEOUT,
+                start_new_session=True,
+            )
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.decode("utf-8", "replace").splitlines()
+            reason = next((line for line in lines if "error" in line), f"{compiler} ended with {error.returncode}")
+            raise KernelsUnavailableError(reason[:MAX_MESSAGE]) from error
+        except subprocess.TimeoutExpired as error:
+            raise KernelsUnavailableError(f"{compiler} took longer than {COMPILE_TIMEOUT:.0f} s") from error
+        os.replace(output, library)
+
+
+@cache
+def _fingerprint(compiler: str) -> str:
+    """Return what the compiled library depends on, hashed: source, flags, compiler, torch and the instruction sets of the processor."""
+    version = subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=COMPILE_TIMEOUT, stdin=subprocess.DEVNULL).stdout
+    processor = next((part for part in Path("/proc/cpuinfo").read_bytes().split(b"\n") if part.startswith(b"flags")), b"")
+    torch_build = f"{torch.__version__} {Path(torch.__file__).parent} {torch.__config__.show()}".encode()
+    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]

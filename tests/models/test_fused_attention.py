@@ -1,0 +1,169 @@
+"""The fused C++ attention of x86 CPUs: values and gradients of fp64 attention, for every kind of row; refused where it would be wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.layers.attention import attention, document_mask
+from models.layers.cpu_kernels import library
+from models.layers.cpu_kernels.fused_attention import fused_attention
+from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+
+ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
+SHAPES = {  # rows, query heads, key heads, tokens, head width, documents per row
+    "minimind": (4, 8, 2, 512, 64, 13),
+    "odd": (1, 9, 3, 700, 64, 3),
+    "one-key-head": (2, 16, 1, 70, 16, 2),
+    "wide-heads": (1, 32, 1, 70, 128, 2),
+    "every-head-its-key": (2, 4, 4, 100, 32, 1),
+    "several-chunks-of-keys": (1, 6, 1, 1100, 96, 1),
+}
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile once for all processes of the session."""
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    try:
+        load_kernels(shared / "kernels")
+        run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.float32)
+    except KernelsUnavailableError as error:
+        pytest.skip(f"no fused kernel on this machine: {error}")
+
+
+def run(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return fused_attention(x.to(dtype), x.to(dtype), x.to(dtype), None)[0]
+    except KernelsUnavailableError as error:
+        pytest.skip(f"{dtype} on this machine: {error}")
+
+
+def random_rows(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Return queries, keys, values, the gradient of the output, and the mask; the last row ends in padding."""
+    B, N, K, T, H, documents = shape
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(B, T, heads, H, generator=generator).to(dtype).transpose(1, 2) for heads in (N, K, K, N)]
+    if documents == 1:
+        return tensors, None
+    ids = torch.zeros(B, T, dtype=torch.long)
+    for row in ids:
+        for cut in torch.randperm(T - 1, generator=generator)[: documents - 1] + 1:
+            row[int(cut) :] += 1
+    ids[-1, -5:] = -1
+    return tensors, document_mask(ids, 0.0)
+
+
+def gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return out, *torch.autograd.grad(out, (q, k, v), g)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_fused_attention_has_the_values_and_gradients_of_fp64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    (q, k, v, g), mask = random_rows(shape, dtype)
+    run(torch.ones(1, 1, 1, 16), dtype)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    allowed = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril() if mask is None else mask
+    expected = gradients(*exact, g.double(), F.scaled_dot_product_attention(*exact, attn_mask=allowed, enable_gqa=True))
+    computed = gradients(*inputs, g, attention(*inputs, mask, 0.0, "fused"))
+    for ours, reference in zip(computed, expected, strict=True):
+        assert (ours.double() - reference).norm() <= ERRORS[dtype] * reference.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_attention_has_the_same_bits_for_every_number_of_threads() -> None:
+    (q, k, v, g), mask = random_rows(SHAPES["minimind"], torch.float32)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            results.append(gradients(*inputs, g, attention(*inputs, mask, 0.0, "fused")))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_attention_reads_tensors_of_any_layout() -> None:
+    (q, k, v, _), mask = random_rows(SHAPES["odd"], torch.float32)
+    expected = attention(q, k, v, mask, 0.0, "fused")
+    for change in (torch.Tensor.contiguous, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), lambda x: x.clone()[:, :, :]):
+        assert torch.equal(attention(change(q), change(k), change(v), mask, 0.0, "fused"), expected)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_attention_keeps_nan_and_only_in_its_document() -> None:
+    (q, k, v, _), _ = random_rows((1, 2, 1, 96, 32, 1), torch.float32)
+    mask = document_mask(torch.arange(96)[None] // 32, 0.0)
+    q[0, 0, 40], k[0, 0, 70] = torch.nan, torch.inf
+    out = attention(q, k, v, mask, 0.0, "fused")
+    assert out[0, 0, 40].isnan().all() and out[0, 0, :40].isfinite().all() and out[0, 1, 32:64].isfinite().all()
+    assert out[0, :, 71:].isnan().any() and out[0, :, :70][:, torch.arange(70) != 40].isfinite().all()
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["window", "both directions", "hole"])
+def test_fused_attention_refuses_a_mask_that_is_not_one_of_documents(kind: str) -> None:
+    (q, k, v, _), _ = random_rows((1, 2, 1, 32, 16, 1), torch.float32)
+    allowed = torch.ones(32, 32, dtype=torch.bool).tril()
+    if kind == "window":
+        allowed &= torch.ones(32, 32, dtype=torch.bool).triu(-8)
+    elif kind == "both directions":
+        allowed[:8, :8] = True
+    else:
+        allowed[20, 10] = False
+    with pytest.raises(ValueError, match="each token must attend to the tokens of its document"):
+        fused_attention(q, k, v, allowed[None, None])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_attention_leaves_other_widths_and_types_to_the_blocks() -> None:
+    for dtype, width in ((torch.float16, 64), (torch.float32, 24), (torch.float64, 64)):
+        (q, k, v, _), _ = random_rows((1, 2, 1, 32, width, 1), dtype)
+        assert torch.equal(attention(q, k, v, None, 0.0, "fused"), attention(q, k, v, None, 0.0, "auto"))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("#!/bin/sh\necho 'attention.cpp:1: error: no such processor' >&2\nexit 1\n", "no such processor"), ("#!/bin/sh\nexit 0\n", "No such file")],
+    ids=["error", "no output"],
+)
+def test_kernels_that_cannot_be_compiled_are_unavailable_with_the_reason(compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cxx").write_text(compiler)
+    (tmp_path / "cxx").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    monkeypatch.setattr(library, "_library", None)
+    if library.platform.machine() not in library.MACHINES:
+        reason = "Linux on x86"
+    with pytest.raises(KernelsUnavailableError, match=reason):
+        load_kernels(tmp_path / "kernels")
+    assert not list((tmp_path / "kernels").rglob("*.so"))
+
+
+def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(kernels: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """oneDNN refuses; the caller hears of it instead of reading a result that was never written."""
+    folder = Path(library._library._name).parents[1]  # type: ignore[union-attr]  # loaded by the fixture
+    program = f"""
+import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from pathlib import Path
+from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.cpu_kernels.fused_attention import fused_attention
+load_kernels(Path({str(folder)!r}))
+x = torch.ones(1, 1, 16, 16, dtype=torch.bfloat16)
+try:
+    fused_attention(x, x, x, None)
+except KernelsUnavailableError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, check=True)
+    assert "no matrix product" in done.stdout
