@@ -86,6 +86,11 @@ class Decoder(LanguageModel):
             return ModelOutput(self.lm_head(x), None, aux_loss)
         return ModelOutput(None, self.lm_head(x, labels, reduction), aux_loss)
 
+    @property
+    def attention_sizes(self) -> tuple[int, int, int] | None:
+        cfg = self.cfg
+        return (cfg.num_attention_heads, cfg.num_key_value_heads, cfg.head_dim) if cfg.attention == "auto" and not cfg.dropout else None
+
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         """One compiled program serves all layers and all shapes: with one program for the first shapes and another for later ones, a
         resumed run would round differently."""

@@ -59,6 +59,11 @@ class LanguageModel(nn.Module):
         """
         return None
 
+    @property
+    def attention_sizes(self) -> tuple[int, int, int] | None:
+        """Query heads, key/value heads and head width of all layers, where `use_attention_kernel` has an effect; None: it has none, or slows them down."""
+        return None
+
     def use_attention_kernel(self, kernel: str) -> None:
         """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library computes ignores it."""
         for module in self.modules():

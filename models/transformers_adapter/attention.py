@@ -63,7 +63,7 @@ def own_attention(
     if cached and attention_mask is None:  # one new token, or a prompt after cached tokens, without padding
         T, C = query.shape[2], key.shape[2]
         attention_mask = torch.ones(T, C, dtype=torch.bool, device=query.device).tril(C - T)[None, None]
-    out = attention(query, key, value, attention_mask, dropout, "auto", cached=cached)
+    out = attention(query, key, value, attention_mask, dropout, getattr(module, "attention_kernel", "auto"), cached=cached)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -21,10 +21,10 @@ from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.activation_checkpointing import full_checkpointing, recompute_cheap_inputs, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
-from models.transformers_adapter.attention import register_attention
+from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import GenerationMethod, TransformersCache, choose_generation, generation_step, length_dependence
-from models.transformers_adapter.kernels import Kernels, choose_kernels, packed_arguments
+from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
 
 
 class TransformersModel(LanguageModel):
@@ -143,6 +143,15 @@ class TransformersModel(LanguageModel):
         logits = self.hf(input_ids, **arguments).logits.float()  # (B, T, V)
         nll = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_LABEL, reduction=reduction)
         return None, nll if reduction == "sum" else nll.view_as(labels)
+
+    @property
+    def attention_sizes(self) -> tuple[int, int, int] | None:
+        """None for sliding windows, which the fused kernel computes slowly, and for attention of transformers."""
+        config = self.hf.config.get_text_config()
+        heads, has_windows = getattr(config, "num_attention_heads", None), any(getattr(config, name, None) for name in WINDOW_FIELDS)
+        if self.kernels.attention != IMPLEMENTATION or not self.kernels.is_called or has_windows or not isinstance(heads, int):
+            return None
+        return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)

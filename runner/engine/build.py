@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from data.types import sequences_per_row
-from models.families.decoder import DecoderConfig
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
 from models.language_model import LanguageModel, create_model
@@ -242,15 +241,15 @@ def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, de
 
 def choose_attention_kernel(
     cfg: Config,
-    models: Iterable[LanguageModel],
+    models: Sequence[LanguageModel],
     loader: StepLoader,
     precision: Precision,
     decision: CompileDecision,
     dist: DistributedContext,
     saved: dict[str, Any] | None,
 ) -> AttentionChoice:
-    """Let all `models` compute attention by the fastest kernel of the CPU, if the run is long, or by that of its checkpoint; all ranks by the same."""
-    shape = attention_shape(cfg, loader, precision)
+    """Let all `models`, the trained one first, compute attention by the fastest kernel of the CPU, if the run is long, or by that of its checkpoint; all ranks by the same."""
+    shape = attention_shape(cfg, models[0], loader, precision)
     if shape is None or dist.device.type != "cpu":
         return AttentionChoice(DEFAULT, "")
     if saved is not None:
@@ -271,18 +270,15 @@ def measured_facts() -> dict[str, Any]:
     return {"cpu_model": cpu_model(), "torch": torch.__version__, "threads": torch.get_num_threads(), **numeric_variables(os.environ)}
 
 
-def attention_shape(cfg: Config, loader: StepLoader, precision: Precision) -> AttentionShape | None:
+def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> AttentionShape | None:
     """Return what a layer of the model computes in a micro-batch; None if other kernels than those of `choose_attention` compute it."""
-    model = cfg.model
-    if not isinstance(model, DecoderConfig) or model.attention != "auto" or model.dropout:
+    if (sizes := model.attention_sizes) is None:
         return None
     sequences = loader.sequences
     is_packed = isinstance(sequences, PackedSequences)
     rows = cfg.train.batch_size * (1 if is_packed else sequences_per_row(cfg.stage.data_format))
     documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
-    return AttentionShape(
-        rows, cfg.data.max_length, documents, model.num_attention_heads, model.num_key_value_heads, model.head_dim, str(precision.dtype).removeprefix("torch.")
-    )
+    return AttentionShape(rows, cfg.data.max_length, documents, *sizes, str(precision.dtype).removeprefix("torch."))
 
 
 def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:

@@ -1,5 +1,7 @@
 """Attention within documents on x86 CPUs by the C++ kernel: FlashAttention (https://arxiv.org/abs/2205.14135), forward and backward, document by document.
 
+A mask of another kind, e.g. with sliding windows, is computed with all scores at once: as exact, and slow.
+
 Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to the input's precision for the
 next product. Results do not depend on the number of threads.
 
@@ -27,9 +29,12 @@ def supports(dtype: torch.dtype, head_width: int) -> bool:
 
 @custom_op("lm_runner::fused_attention")
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T) of `document_mask`, None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
     out, lse = _empty_like(q), _new_lse(q)
-    _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse)
+    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
+        scores = _scores(q, k, mask)
+        lse.copy_(scores.logsumexp(-1).flatten(1, 2))
+        out.copy_((scores.softmax(-1).to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2))
     return out, lse
 
 
@@ -42,7 +47,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Ten
 def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
     gradients = _empty_like(q), _empty_like(k), _empty_like(v)
-    _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, *gradients], mask, lse)
+    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, *gradients], mask, lse):
+        scale, (dq, dk, dv) = q.shape[-1] ** -0.5, gradients
+        q, g, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, out, lse))  # (B, K, r, T, ...)
+        probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
+        ds = (probs * (g @ v.unsqueeze(2).mT - (g * out).sum(-1, keepdim=True, dtype=torch.float32))).to(q.dtype)
+        dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
+        dk.copy_((ds.mT @ q).sum(2) * scale)
+        dv.copy_((probs.to(g.dtype).mT @ g).sum(2))
     return gradients
 
 
@@ -51,15 +63,15 @@ def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tens
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
-def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> None:
-    """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is copied."""
+def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor | None, lse: Tensor) -> bool:
+    """Call the kernel with the address and the strides of each tensor; an input whose heads are not contiguous is copied. Return whether it was computed."""
     (B, N, T, H), K = q.shape, k.shape[1]
     if not all(tensor.dtype == q.dtype for tensor in tensors):
         raise TypeError(f"attention needs tensors of one type, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
     tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
     mask = None if mask is None else mask.expand(B, 1, T, T).contiguous()
     strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]
-    call_kernel(
+    return call_kernel(
         name,
         (ctypes.c_int64 * 5)(B, N, K, T, H),
         (ctypes.c_int64 * len(strides))(*strides),
@@ -70,6 +82,14 @@ def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor |
         ctypes.c_int(q.dtype == torch.bfloat16),
         ctypes.c_int(torch.get_num_threads()),
     )
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the scaled scores (B, K, r, T, T) in fp32, -inf where attention is not allowed. r: query heads of each key head."""
+    T = q.shape[2]
+    allowed = torch.ones(T, T, dtype=torch.bool).tril() if mask is None else mask.unsqueeze(1)
+    scores = q.unflatten(1, (k.shape[1], -1)).float() @ k.unsqueeze(2).float().mT
+    return (scores * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
 
 
 def _empty_like(x: Tensor) -> Tensor:

@@ -63,14 +63,16 @@ def load_kernels(folder: Path) -> None:
         raise KernelsUnavailableError(str(error)[:MAX_MESSAGE]) from error
 
 
-def call_kernel(name: str, *arguments: object) -> None:
-    """Call a function of the library. It returns 0, or 1 where this processor lacks the matrix product, or 2 for a mask that is not one of documents."""
+def call_kernel(name: str, *arguments: object) -> bool:
+    """Call a function of the library; return whether it has computed the result: not for a mask that is not one of documents.
+
+    Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor.
+    """
     assert _library is not None, "load_kernels was not called"
     status = getattr(_library, name)(*arguments)
     if status == 1:
         raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
-    if status:
-        raise ValueError(f"{name}: each token must attend to the tokens of its document up to itself")
+    return bool(status == 0)
 
 
 def _compile(compiler: str, library: Path) -> None:
