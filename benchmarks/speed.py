@@ -1,7 +1,9 @@
 """The engine's step against the peak of the machine and other trainers: python benchmarks/speed.py [--path FILE] [--stage pretrain|sft] [--write].
 
 Same model, data, tokenizer, batch size and precision for all cases. Each is a process of its own and they take turns step by step, so that other load on
-the machine affects all; medians over the rounds. Useful tokens are those without padding. Trainers that are not installed (`pip install lm-runner[bench]`:
+the machine affects all; a process is stopped while it waits; medians over the rounds. Each trainer runs as its users start it: the environment of this
+command, to which only our own engine adds what our command decides. `--environments own+best` measures each also with the best of a few thread settings,
+found in a short trial. `--summary` writes the table over all stored machines. Useful tokens are those without padding. Trainers that are not installed (`pip install lm-runner[bench]`:
 Hugging Face's Trainer and TRL) or not given (--minimind CHECKOUT, --litgpt, --nanochat) are left out and named.
 """
 
@@ -10,24 +12,26 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lib.environment import LIMITS, describe_facts
 from lib.interleave import CaseProcess, case_spec, flops_per_second, measure, ratio, tokens_per_second
-from lib.results import report_result, result_parser, write_numbers
+from lib.results import RESULTS, file_part, machine_facts, machine_name, report_result, result_parser, write_numbers
 from lib.runs import SAMPLES
+from lib.speed_summary import summary_table
 
 ROWS, LENGTH = 4, 512  # rows per step, tokens per row
 CLOCKS = ("seconds", "cpu")  # processor time does not depend on other load; with OMP_NUM_THREADS=1 no thread waits for another
 CHECKOUTS = {"MiniMind's": "minimind", "litgpt,": "litgpt", "nanochat,": "nanochat"}
 PACKAGES = {"HF": ("transformers", "accelerate"), "TRL": ("transformers", "trl", "datasets")}
 PRECISIONS = ("fp32", "bf16")
+FACTS = machine_facts()  # before modules are imported that add variables
 HEAD = (
-    "| case | useful tokens/s | raw tokens/s | useful share | share of peak | peak memory, MB | first step, s | useful, relative to the first "
-    "| share of peak, processor time | useful, processor time |\n|---|---|---|---|---|---|---|---|---|---|"
+    "| case | environment | useful tokens/s | raw tokens/s | useful share | share of peak | peak memory, MB | first step, s | useful, relative to the first "
+    "| share of peak, processor time | useful, processor time |\n|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -71,6 +75,8 @@ def results(cases: list[CaseProcess], precision: str) -> Iterator[dict[str, Any]
         yield {
             "precision": precision,
             "case": case.name,
+            "setting": case.setting,
+            "environment": case.facts,
             "useful_tokens_per_second": case.median(tokens_per_second) * case.fill_ratio,
             "raw_tokens_per_second": case.median(tokens_per_second),
             "useful_share": case.fill_ratio,
@@ -85,12 +91,13 @@ def results(cases: list[CaseProcess], precision: str) -> Iterator[dict[str, Any]
 
 def table(lines: list[dict[str, Any]]) -> str:
     rows = [
-        f"| {line['case']} | {line['useful_tokens_per_second']:,.0f} | {line['raw_tokens_per_second']:,.0f} | {line['useful_share']:.1%} | "
+        f"| {line['case']} | {line['setting']} | {line['useful_tokens_per_second']:,.0f} | {line['raw_tokens_per_second']:,.0f} | {line['useful_share']:.1%} | "
         f"{line['share_of_peak']:.1%} | {line['peak_memory_mb']:,.0f} | {line['first_step_seconds']:.1f} | "
         f"{line['useful_against_first']:.2f} | {line['share_of_peak_cpu']:.1%} | {line['useful_against_first_cpu']:.2f} |"
         for line in lines
     ]
-    return "\n".join([HEAD, *rows])
+    processes = [f"- {line['case']}, {line['setting']}: {describe_facts(line['environment'])}" for line in lines]
+    return "\n".join([HEAD, *rows, "", "What each process had:", "", *processes])
 
 
 def shared_spec(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -122,10 +129,22 @@ def choose_cases(args: argparse.Namespace, spec: dict) -> tuple[list[tuple[str, 
     return chosen, messages
 
 
+def write_summary() -> None:
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("speed-*.json"))]
+    text = (
+        "Useful tokens per second of the compiled, packed step relative to each other trainer, each as its users run it (in brackets: each with its best\n"
+        f"thread setting), and its share of the matrix peak. The worst machine comes first.\n\n{summary_table(results)}\n"
+    )
+    (RESULTS / "speed-summary.md").write_text(f"# Speed over machines\n\n`python benchmarks/speed.py --summary`\n\n{text}", encoding="utf-8")
+    print(text)
+
+
 def main(args: argparse.Namespace) -> None:
+    if args.summary:
+        return write_summary()
     with tempfile.TemporaryDirectory() as folder:
         chosen, left_out = choose_cases(args, shared_spec(args, folder))
-        cases, failed = measure(chosen, args.rounds)
+        cases, failed = measure(chosen, args.rounds, with_best=args.environments == "own+best")
     messages = sorted({*left_out, *failed})
     lines = [line for precision in args.precision.split(",") for line in results(cases, precision)]
     machine = {
@@ -136,8 +155,9 @@ def main(args: argparse.Namespace) -> None:
         for case in cases
         if case.name == "machine"
     }
-    environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-    about = {"command": command_of(args), "model": args.model, "rows": ROWS, "length": LENGTH, "rounds": args.rounds, "cores": os.cpu_count(), **environment}
+    workload = Path(args.path).stem.removesuffix("_demo")
+    about = {"command": command_of(args), "workload": workload, "stage": args.stage, "model": args.model, "rows": ROWS, "length": LENGTH}
+    about |= {"rounds": args.rounds, "environments": args.environments, **FACTS}
     if args.json:
         text = "\n".join(json.dumps(line, ensure_ascii=False) for line in [about, {"machine": machine}, *lines, *({"message": line} for line in messages)])
     else:
@@ -147,7 +167,7 @@ def main(args: argparse.Namespace) -> None:
             for precision, peak in machine.items()
         ]
         text = "\n\n".join([*parts, *messages])
-    name = f"speed-{Path(args.path).stem.removesuffix('_demo')}-{args.precision.replace(',', '-')}"
+    name = f"speed-{file_part(machine_name(about))}-{workload}-{args.precision.replace(',', '-')}"
     report_result(name, f"Step time of {args.model} and of other trainers, {args.stage}", about["command"], text, args.write and not args.json)
     if args.write:
         write_numbers(name, about | {"machine": machine, "cases": lines, "messages": messages})
@@ -156,9 +176,11 @@ def main(args: argparse.Namespace) -> None:
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
     flags = {"path": Path(args.path).name, "stage": args.stage, "model": args.model, "precision": args.precision, "rounds": args.rounds}
+    flags |= {"environments": args.environments} if args.environments != "own" else {}
     flags |= {"cases": f'"{args.cases}"'} if args.cases else {}
     flags |= {name: "CHECKOUT" for name in CHECKOUTS.values() if getattr(args, name)}
-    return " ".join(["python benchmarks/speed.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
+    limits = [f"{name}={FACTS['variables'][name]}" for name in LIMITS if name in FACTS["variables"]]
+    return " ".join([*limits, "python benchmarks/speed.py", *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
 
 
 if __name__ == "__main__":
@@ -170,6 +192,8 @@ if __name__ == "__main__":
     parser.add_argument("--precision", default=",".join(PRECISIONS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--cases", help="only cases whose name contains one of these: ours+MiniMind")
+    parser.add_argument("--environments", default="own", choices=["own", "own+best"], help="own+best: each trainer also with its best thread setting")
+    parser.add_argument("--summary", action="store_true", help="measure nothing; write the table over all stored machines")
     parser.add_argument("--minimind", help="a checkout of github.com/jingyaogong/minimind")
     parser.add_argument("--litgpt", help="a checkout of github.com/Lightning-AI/litgpt")
     parser.add_argument("--nanochat", help="a checkout of github.com/karpathy/nanochat")

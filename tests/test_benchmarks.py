@@ -72,3 +72,69 @@ def test_gpu_benchmark_measures_a_step_on_the_cpu():
     assert len(rows) == 1 and "TFLOP/s" in rows[0]
     assert [line.split(":")[1].strip() for line in output.splitlines() if line.startswith("left out")] == ["tf32", "bf16 graphs"]
     assert "failed" not in output
+
+
+def test_benchmark_thread_settings_replace_those_of_the_user_and_leave_out_the_own(import_benchmark):
+    environment: ModuleType = import_benchmark("lib.environment")
+    own = {"PATH": "/bin", "OMP_WAIT_POLICY": "active", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    settings = environment.thread_settings(own)
+    assert "OMP_WAIT_POLICY=active" not in settings and "threads unset" in settings
+    assert environment.with_setting(own, None) == own
+    assert environment.with_setting(own, settings["spin 1 ms"]) == {"PATH": "/bin", "ONEDNN_MAX_CPU_ISA": "AVX2", **settings["spin 1 ms"]}
+    assert environment.recorded_variables(own) == {"OMP_WAIT_POLICY": "active", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+class FakeCase:
+    """Turns of a case whose process computes `speed` tokens per second; 0: it fails."""
+
+    name, precision = "case", "bf16"
+
+    def __init__(self, speed: float, setting: str) -> None:
+        self.speed, self.setting, self.steps = speed, setting, list[dict]()
+
+    def step(self) -> dict:
+        self.steps.append({"computed": self.speed, "seconds": 1.0} if self.speed else {"error": "failed"})
+        return self.steps[-1]
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(1.2, True), (1.005, False), (0.5, False), (0, False)])
+def test_benchmark_takes_another_thread_setting_only_if_it_is_faster(import_benchmark, speed: float, expected: bool):
+    challenger, best = FakeCase(speed, "other"), FakeCase(1.0, "own")
+    assert import_benchmark("lib.interleave").is_better(challenger, best) is expected
+    assert challenger.steps == best.steps == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the state of a process is read from /proc")
+def test_benchmark_case_gets_the_environment_of_the_user_and_is_stopped_between_its_turns(import_benchmark, monkeypatch):
+    interleave: ModuleType = import_benchmark("lib.interleave")
+    monkeypatch.setattr(interleave, "ENVIRONMENT", dict(os.environ) | {"OMP_WAIT_POLICY": "active"})
+    script = "import json, os, sys\nfor line in sys.stdin: print(json.dumps({'policy': os.environ.get('OMP_WAIT_POLICY')}), flush=True)"
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **settings: popen([sys.executable, "-c", script], **settings))
+    for variables, policy in ((None, "active"), ({}, None)):
+        case = interleave.CaseProcess("case", {"precision": "bf16"}, "setting", variables)
+        try:
+            assert case.facts == {"policy": policy}
+            assert Path(f"/proc/{case.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            assert case.step() == {"policy": policy}
+        finally:
+            case.close()
+        assert case.process.returncode == 0
+
+
+def speed_numbers(machine: str, other: float, best: float = 0.0, **limits: str) -> dict:
+    ours = {"case": "ours, packed, compiled", "precision": "bf16", "share_of_peak": 0.5, "useful_against_first": 1.0}
+    cases = [ours, ours | {"case": "HF", "useful_against_first": other}]
+    cases += [ours | {"case": "HF", "useful_against_first": best, "setting": "spin"}] if best else []
+    facts = {"processor": machine, "cores": 2, "instruction_sets": ["avx2", "amx_bf16"], "variables": limits}
+    return facts | {"workload": "c4", "stage": "pretrain", "environments": "own+best" if best else "own", "cases": cases}
+
+
+def test_benchmark_summary_starts_with_the_worst_machine_and_separates_an_emulated_one(import_benchmark):
+    results = [speed_numbers("A", 0.5), speed_numbers("Intel(R) B CPU @ 2GHz", 0.8, best=1.25), speed_numbers("A", 0.625, ONEDNN_MAX_CPU_ISA="AVX2")]
+    lines = import_benchmark("lib.speed_summary").summary_table(results).splitlines()[2:]
+    assert [[line.split(" | ")[at].strip("| ") for at in (0, 3)] for line in lines] == [
+        ["Intel B amx 2 cores", "1.25 (best: 0.80)"],
+        ["A amx 2 cores as AVX2", "1.60"],
+        ["A amx 2 cores", "2.00"],
+    ]

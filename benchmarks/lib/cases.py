@@ -12,8 +12,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
+from lib.environment import process_facts
 from lib.runs import build_state
 
 PADDING_BATCHES = 150  # from which the share of padding is counted: more than are timed
@@ -34,6 +36,7 @@ class Gate:
 
     def __init__(self, spec: dict) -> None:
         self.spec, self.output = spec, os.fdopen(os.dup(1), "w")
+        self.during_turn: Callable[[], AbstractContextManager[None]] = nullcontext
         os.dup2(2, 1)  # what a trainer prints must not mix with the measurements
 
     def send(self, **values: Any) -> None:
@@ -41,7 +44,8 @@ class Gate:
 
     def wait(self) -> str:
         """Return the next request: step or padding. Ends the process when stdin is closed."""
-        request = sys.stdin.readline().strip()
+        while (request := sys.stdin.readline().strip()) == "environment":
+            self.send(**process_facts(adapts_spinning=self.during_turn is not nullcontext))
         if not request:
             os._exit(0)  # without the shutdown of the trainer
         return request
@@ -54,16 +58,17 @@ class Gate:
                 self.send(useful=sum(each.useful for each in counts), computed=sum(each.computed for each in counts))
                 continue
             started, processor, useful, computed, flops = time.perf_counter(), time.process_time(), 0, 0, 0.0
-            for _ in range(self.spec.get("steps_per_turn", 1)):
-                batch = next(batches, None)
-                if batch is None:
-                    self.send(error="no data is left: give a larger file")
-                    os._exit(1)
-                counted = count(batch)
-                useful, computed, flops = useful + counted.useful, computed + counted.computed, flops + self.flops(counted)
-                yield batch
-            synchronize()
-            seconds, cpu = time.perf_counter() - started, time.process_time() - processor
+            with self.during_turn():
+                for _ in range(self.spec.get("steps_per_turn", 1)):
+                    batch = next(batches, None)
+                    if batch is None:
+                        self.send(error="no data is left: give a larger file")
+                        os._exit(1)
+                    counted = count(batch)
+                    useful, computed, flops = useful + counted.useful, computed + counted.computed, flops + self.flops(counted)
+                    yield batch
+                synchronize()
+                seconds, cpu = time.perf_counter() - started, time.process_time() - processor
             self.send(seconds=seconds, cpu=cpu, useful=useful, computed=computed, flops=flops, memory=peak_memory_mb())
 
     def flops(self, count: BatchCount) -> float:
@@ -103,9 +108,10 @@ def state_of(spec: dict, *overrides: str) -> Any:
 
 def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none") -> None:
     """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured."""
-    from runner.engine.device.cpu.spinning import set_wait_policy
+    from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 
-    set_wait_policy()  # as the command does, before torch is imported; it also lets threads sleep beside other load, as the cases between our turns are
+    set_wait_policy()  # as the command does, before torch is imported; building the state does what else the command decides
+    gate.during_turn = adapt_spinning  # per turn: while this process is stopped, the load of the other cases is none that it meets
     from runner.engine.loop import train_step
 
     overrides = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={compile}", "train.epochs=100"]

@@ -1,10 +1,14 @@
-"""Cases that take turns, each in a process of its own (case_process.py), so that other load on the machine affects all of them."""
+"""Cases that take turns, each in a process of its own (case_process.py), so that other load on the machine affects all of them.
+
+A process is stopped while it waits for its turn: its OpenMP threads, which may spin for as long as they wait, and its other threads take no core.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -16,16 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from lib import ROOT
+from lib.environment import OWN, thread_settings, with_setting
 from lib.runs import compose_run
 
+ENVIRONMENT = dict(os.environ)  # of the user: modules that are imported later may add variables
+TRIAL_TURNS, MIN_GAIN = 5, 1.01  # of a setting against the best before it: number of turns, and relative speed from which it is better
 Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
 class CaseProcess:
-    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case."""
+    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of its setting, None for OWN."""
 
-    def __init__(self, name: str, spec: dict) -> None:
+    def __init__(self, name: str, spec: dict, setting: str = OWN, variables: dict[str, str] | None = None) -> None:
         self.name, self.precision, self.steps, self.fill_ratio = name, spec["precision"], list[Step](), 1.0
+        self.setting, self.facts = setting, dict[str, Any]()
         started = time.perf_counter()
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
@@ -34,23 +42,34 @@ class CaseProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])])},
+            env=with_setting(ENVIRONMENT, variables)
+            | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])},
+            process_group=0,  # stopped with its own subprocesses; the kernel ends a stopped group whose parent has died
         )
         self.failed = "error" in self.step()
         self.first_step_seconds = time.perf_counter() - started
         if not self.failed:
             self.failed = "error" in self.step()  # the second step still grows memory and caches
         if not self.failed:
+            self.facts = self.request("environment")
             self.steps.clear()
 
     def request(self, kind: str) -> dict:
         assert self.process.stdin and self.process.stdout
+        self._signal(signal.SIGCONT)
         try:
             print(kind, file=self.process.stdin, flush=True)
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        self._signal(signal.SIGSTOP)
+        if hasattr(os, "waitid"):  # macOS: since Python 3.13
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         return json.loads(line) if line else {"error": self.last_error_line()}
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def step(self) -> Step:
         self.steps.append(self.request("step"))
@@ -62,6 +81,8 @@ class CaseProcess:
 
     def close(self) -> None:
         assert self.process.stdin
+        if self.process.returncode is None:
+            self._signal(signal.SIGCONT)
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.wait()
@@ -70,18 +91,44 @@ class CaseProcess:
         return statistics.median(value(step) for step in self.steps)
 
 
-def start_cases(specs: Iterable[tuple[str, dict]]) -> tuple[list[CaseProcess], list[str]]:
-    """Return the cases after their first steps, and a message per case that failed."""
+def start_cases(specs: Iterable[tuple[str, dict]], with_best: bool, started: list[CaseProcess]) -> tuple[list[CaseProcess], list[str]]:
+    """Return the cases after their first steps, and a message per case that failed. Every process is added to `started`.
+
+    `with_best`: a case is followed by itself with the best thread setting, where that is better than OWN.
+    """
+
+    def start(name: str, spec: dict, setting: str = OWN, variables: dict[str, str] | None = None) -> CaseProcess:
+        case = CaseProcess(name, spec, setting, variables)
+        started.append(case)
+        print(f"{name}, {case.precision}, {setting}: first step after {case.first_step_seconds:.1f} s", file=sys.stderr)
+        if case.failed:
+            messages.append(f"failed: {name}, {case.precision}, {setting}: {case.steps[-1]['error']}")
+            case.close()
+        return case
+
     cases, messages = list[CaseProcess](), list[str]()
     for name, spec in specs:
-        case = CaseProcess(name, spec)
-        print(f"{name}, {case.precision}: first step after {case.first_step_seconds:.1f} s", file=sys.stderr)
-        if case.failed:
-            messages.append(f"failed: {name}, {case.precision}: {case.steps[-1]['error']}")
-            case.close()
-        else:
-            cases.append(case)
+        own = best = start(name, spec)
+        if own.failed:
+            continue
+        cases.append(own)
+        for setting, variables in thread_settings(ENVIRONMENT).items() if with_best and name != "machine" else ():
+            if not (challenger := start(name, spec, setting, variables)).failed:
+                worse, best = (best, challenger) if is_better(challenger, best) else (challenger, best)
+                if worse is not own:
+                    worse.close()
+        cases += [best] * (best is not own)
     return cases, messages
+
+
+def is_better(challenger: CaseProcess, best: CaseProcess) -> bool:
+    """Let both take turns; return whether the first is faster. Their steps are forgotten."""
+    is_complete = not any("error" in case.step() for _ in range(TRIAL_TURNS) for case in (best, challenger))
+    gain = ratio(tokens_per_second, challenger, best) if is_complete else 0.0
+    print(f"{challenger.name}, {challenger.precision}, {challenger.setting}: {gain:.3f} times the speed of {best.setting}", file=sys.stderr)
+    challenger.steps.clear()
+    best.steps.clear()
+    return gain > MIN_GAIN
 
 
 def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
@@ -101,11 +148,11 @@ def run_rounds(cases: list[CaseProcess], rounds: int) -> list[str]:
     return messages
 
 
-def measure(specs: Iterable[tuple[str, dict]], rounds: int) -> tuple[list[CaseProcess], list[str]]:
+def measure(specs: Iterable[tuple[str, dict]], rounds: int, with_best: bool = False) -> tuple[list[CaseProcess], list[str]]:
     """Start the cases, run all rounds and end their processes; return the cases that did not fail, and the messages of the others."""
-    cases, messages = start_cases(specs)
-    started = list(cases)
+    started = list[CaseProcess]()
     try:
+        cases, messages = start_cases(specs, with_best, started)
         messages += run_rounds(cases, rounds)
     finally:
         for case in started:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lib import ROOT
+from lib.environment import LIMITS, recorded_variables
 
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "asimd", "bf16", "sve", "i8mm")
-THREAD_VARIABLES = ("OMP_", "GOMP_", "MKL_", "ONEDNN_", "DNNL_", "ATEN_")
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -48,15 +49,38 @@ def thread_setting() -> str:
     return f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', 'unset')}"
 
 
-def machine_line() -> str:
-    """Return cores, processor, its instruction sets for matrix products, and the variables that choose threads and kernels."""
+def machine_facts() -> dict[str, Any]:
+    """Return the processor, its cores and instruction sets for matrix products, and the variables that choose threads and kernels."""
     fields: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines():
             name, _, value = line.partition(":")
             fields[name.strip()] = value.strip()
     flags = (fields.get("flags") or fields.get("Features") or "").split()
-    sets = [name for name in INSTRUCTION_SETS if name in flags]
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(THREAD_VARIABLES)]
-    processor = fields.get("model name", platform.processor() or platform.machine())
-    return f"{os.cpu_count()} cores, {processor}, {' '.join(sets) or 'instruction sets unknown'}, {' '.join(variables) or 'environment unset'}"
+    return {
+        "processor": fields.get("model name", platform.processor() or platform.machine()),
+        "cores": os.cpu_count(),
+        "instruction_sets": [name for name in INSTRUCTION_SETS if name in flags],
+        "variables": recorded_variables(os.environ),
+    }
+
+
+def machine_line() -> str:
+    facts = machine_facts()
+    variables = " ".join(f"{name}={value}" for name, value in facts["variables"].items())
+    return (
+        f"{facts['cores']} cores, {facts['processor']}, {' '.join(facts['instruction_sets']) or 'instruction sets unknown'}, {variables or 'environment unset'}"
+    )
+
+
+def machine_name(facts: dict[str, Any]) -> str:
+    """Return a short name: processor, highest instruction set, cores, and the older processor that it emulates."""
+    processor = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU)\b|@.*", " ", facts["processor"])
+    sets = " ".join(facts.get("instruction_sets", ()))
+    highest = next((name for name in ("amx", "avx512", "avx2", "sve", "asimd") if name in sets), "")
+    limits = [f"as {facts['variables'][name]}" for name in LIMITS if name in facts.get("variables", {})]
+    return " ".join(f"{processor} {highest} {facts['cores']} cores {' '.join(limits)}".split())
+
+
+def file_part(text: str) -> str:
+    return re.sub(r"[^a-z0-9_]+", "-", text.lower()).strip("-")
