@@ -44,7 +44,7 @@ class CaseProcess:
             text=True,
             env=with_setting(ENVIRONMENT, variables)
             | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])},
-            process_group=0,  # stopped with its own subprocesses; the kernel ends a stopped group whose parent has died
+            process_group=0,  # the kernel ends a group with a stopped process when the parent dies
         )
         self.failed = "error" in self.step()
         self.first_step_seconds = time.perf_counter() - started
@@ -69,7 +69,7 @@ class CaseProcess:
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.kill(self.process.pid, number)  # not its group: a subprocess that is stopped before it executes its program holds up its parent
 
     def step(self) -> Step:
         self.steps.append(self.request("step"))
