@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from models.layers.attention_cpu import cpu_attention
 from models.layers.cpu_kernels.fused_attention import fused_attention
+from models.layers.ops import joined_projection
 
 T = TypeVar("T")
 
@@ -20,6 +21,7 @@ SAVED_OPS = [
     *(getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")),
     cpu_attention,
     fused_attention,
+    joined_projection,
 ]  # fmt: skip
 
 

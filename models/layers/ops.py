@@ -43,6 +43,61 @@ def fused_projection(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Return `linear(x)` of each: one matrix product if all are plain linear layers, with or without bias; layers with adapters run one by one."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return tuple(linear(x) for linear in linears)
-    weight = torch.cat([linear.weight.to(x.dtype) for linear in linears])
     bias = None if linears[0].bias is None else torch.cat([linear.bias.to(x.dtype) for linear in linears])
-    return F.linear(x, weight, bias).split([linear.out_features for linear in linears], dim=-1)
+    y = joined_projection(x, [linear.weight for linear in linears], bias)
+    return y.split([linear.out_features for linear in linears], dim=-1)
+
+
+@custom_op("lm_runner::joined_projection")
+def joined_projection(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+    """x: (..., D); weights: (O_i, D) of any floating-point type; bias: (sum of O_i,) of the type of x -> (..., sum of O_i) in the type of x.
+
+    The joined weight in the type of x exists for the time of a product only: the backward pass joins the weights again, and saves none.
+    """
+    return F.linear(x, _join(weights, x.dtype), bias)
+
+
+@torch.library.register_fake("lm_runner::joined_projection")
+def _(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+
+@custom_op("lm_runner::joined_projection_backward")
+def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
+    """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
+    rows = g.flatten(0, -2)
+    gradients = [g @ _join(weights, g.dtype)]
+    if needs_weights:
+        joined = rows.mT @ x.flatten(0, -2)  # (sum of O_i, D)
+        gradients += [part.to(weight.dtype, copy=True) for part, weight in zip(joined.split([weight.shape[0] for weight in weights]), weights, strict=True)]
+    return gradients
+
+
+@torch.library.register_fake("lm_runner::joined_projection_backward")
+def _(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
+    return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights if needs_weights)]
+
+
+def _join(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied."""
+    joined = weights[0].new_empty((sum(weight.shape[0] for weight in weights), weights[0].shape[1]), dtype=dtype)
+    start = 0
+    for weight in weights:
+        joined[start : start + weight.shape[0]] = weight
+        start += weight.shape[0]
+    return joined
+
+
+def _save_for_projection(ctx, inputs, output) -> None:
+    x, weights, _ = inputs
+    ctx.save_for_backward(x, *weights)
+
+
+def _projection_backward(ctx, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    x, *weights = ctx.saved_tensors
+    needs_weights = any(weight.requires_grad for weight in weights)
+    dx, *dw = projection_gradients(g, x, weights, needs_weights)
+    return dx, list(dw) if needs_weights else [None] * len(weights), g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+
+
+torch.library.register_autograd("lm_runner::joined_projection", _projection_backward, setup_context=_save_for_projection)

@@ -42,13 +42,18 @@ def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
 
 
 def weight_copies(layer: LayerSizes, how: Computation) -> int:
-    """Return the bytes of weights that a layer copies for its products: concatenated, or rounded to 16 bits."""
-    fused = [layer.hidden * (layer.queries + 2 * layer.keys) * _is_fused(how, ATTENDED)]
-    fused += [max(1, layer.experts) * 2 * layer.hidden * layer.mlp * _is_fused(how, GATED)]
+    """Return the bytes of weights that a layer keeps rounded to 16 bits; weights that are joined for one product are joined again in the backward pass."""
     if how.width == FP32:
-        return sum(fused) * FP32 if layer.is_exact else 0
+        return 0
     every = layer.hidden * (2 * layer.queries + 2 * layer.keys) + max(1, layer.experts) * 3 * layer.hidden * layer.mlp
-    return every * how.width
+    joined = sum(_joined_weights(layer, how)) if layer.is_exact else 0
+    return (every - joined) * how.width
+
+
+def _joined_weights(layer: LayerSizes, how: Computation) -> tuple[int, int]:
+    """Return the numbers of the weights that are joined, of attention and of the networks."""
+    attention = layer.hidden * (layer.queries + 2 * layer.keys) * _is_fused(how, ATTENDED)
+    return attention, max(1, layer.experts) * 2 * layer.hidden * layer.mlp * _is_fused(how, GATED)
 
 
 def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
@@ -58,7 +63,8 @@ def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     """
     n, c, k = shape.numbers, how.width, layer.experts_per_token
     gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)  # of the residual stream; of gate, up, both together, and a product
-    weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # of the fused product, before it is split
+    weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # gradients of the joined product, before they are split
+    weights += 2 * layer.hidden * layer.mlp * c * layer.is_exact  # the weights of that product, joined
     plain = dataclasses.replace(how, checkpointing="none")
     again = saved_per_layer(layer, shape, plain) if how.checkpointing != "none" else 0
     return gradients + weights + again
