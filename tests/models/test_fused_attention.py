@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers_families import random_family
 
 from models.layers.attention import attention, document_mask
 from models.layers.cpu_kernels import library
@@ -171,3 +172,33 @@ except KernelsUnavailableError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}, check=True)
     assert "no matrix product" in done.stdout
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox", "phi3"])
+def test_fused_attention_of_a_model_of_transformers_has_the_gradients_of_the_blocks(model_type: str) -> None:
+    model = random_family(model_type, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=None)
+    model.prepare(is_packed=True)
+    assert model.attention_sizes and model.attention_sizes[0] == 4
+    ids = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(2))
+    packed = {
+        "document_ids": torch.arange(40).expand(2, 40) // 16,
+        "position_ids": torch.arange(40).expand(2, 40) % 16,
+        "lengths": torch.tensor([16, 16, 8] * 2),
+    }
+    results = []
+    for kernel in ("auto", "fused"):
+        model.use_attention_kernel(kernel)
+        model.zero_grad()
+        loss = model.train()(ids, ids, reduction="sum", **packed).nll
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert not torch.equal(results[0][1], results[1][1])  # another kernel did compute it
+    for blocks, fused in zip(*results, strict=True):
+        assert (blocks - fused).norm() <= 1e-5 * blocks.norm()
+
+
+def test_models_with_sliding_windows_keep_the_blocks() -> None:
+    model = random_family("mistral", sliding_window=8)
+    model.prepare(is_packed=True)
+    assert model.attention_sizes is None
