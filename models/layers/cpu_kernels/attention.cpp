@@ -372,7 +372,7 @@ struct Backward {
   }
 };
 
-// Run `work` for each document on `threads` threads. Return 0; 1 if this processor has no such product or memory is short; 2 for another kind of mask.
+// Run `work` for each document on `threads` threads. Return 0; 1 if this processor has no such product; 2 for another kind of mask; 3 if memory is short.
 template <typename Work>
 int run(const Work& work, const uint8_t* mask, int threads, bool pairs) {
   std::vector<Item> items;
@@ -385,6 +385,8 @@ int run(const Work& work, const uint8_t* mask, int threads, bool pairs) {
       if (failed.load(std::memory_order_relaxed)) continue;
       try {
         work(items[i]);
+      } catch (const std::bad_alloc&) {
+        failed = 3;
       } catch (...) {
         failed = 1;
       }

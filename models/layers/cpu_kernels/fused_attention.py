@@ -68,6 +68,8 @@ def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor |
     (B, N, T, H), K = q.shape, k.shape[1]
     if not all(tensor.dtype == q.dtype for tensor in tensors):
         raise TypeError(f"attention needs tensors of one type, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
+    if N % K:
+        raise ValueError(f"{N} query heads are no multiple of {K} key/value heads")
     tensors = [tensor if tensor.stride(-1) == 1 or H == 1 else tensor.contiguous() for tensor in tensors]
     mask = None if mask is None else mask.expand(B, 1, T, T).contiguous()
     strides = [stride for tensor in tensors for stride in tensor.stride()[:3]]

@@ -66,12 +66,14 @@ def load_kernels(folder: Path) -> None:
 def call_kernel(name: str, *arguments: object) -> bool:
     """Call a function of the library; return whether it has computed the result: not for a mask that is not one of documents.
 
-    Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor.
+    Raises KernelsUnavailableError where oneDNN has no such matrix product for this processor, MemoryError.
     """
     assert _library is not None, "load_kernels was not called"
     status = getattr(_library, name)(*arguments)
     if status == 1:
         raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
+    if status == 3:
+        raise MemoryError(f"{name} could not allocate its buffers")
     return bool(status == 0)
 
 
