@@ -7,10 +7,10 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from runner.diagnostics.overfitting import Evaluation
+from runner.diagnostics.overfitting import LEVEL_LOSSES, Evaluation
 from runner.diagnostics.symptoms import LoggedRecord
 
-RECENT, WINDOW = 5, 20  # logged losses whose median counts as the level of the loss; that it is compared with
+RECENT, WINDOW = LEVEL_LOSSES, 20  # logged losses whose median counts as the level of the loss; that it is compared with
 MAX_LOGGED_NUMBER, MAX_LOGGED_STEP = 1e100, 1 << 63  # larger numbers count as not finite; a record of a larger step is left out
 CLIPPED_RECORDS = 50  # newest gradient norms that are kept
 

@@ -35,7 +35,10 @@ def grid(folder: Path) -> Path:
         for j, acc in enumerate(("1", "4"))
         for k, decay in enumerate(("0.0", "0.1"))
     ]
-    jobs[1]["records"] = [record(1, 3.0), record(10, 2.0, kind="eval"), record(20, 2.4, kind="eval"), record(30, 2.9, kind="eval")]
+    jobs[1]["records"] = [
+        *(record(step, 3.0 - step / 20) for step in range(1, 11)), record(10, 2.0, kind="eval"), *(record(step, 3.0 - step / 20) for step in range(11, 21)),
+        record(20, 2.4, kind="eval"), *(record(step, 3.0 - step / 20) for step in range(21, 31)), record(30, 2.9, kind="eval"),
+    ]  # fmt: skip
     jobs[9] |= {"status": "failed", "error": "killed by signal 9", "last_lines": ["Killed"]}
     jobs[10] |= {"records": [record(1, 9.0), record(2, None), record(3, 8.0)], "status": "failed", "loss": "inf"}
     jobs[11] |= {"records": None, "status": "new"}

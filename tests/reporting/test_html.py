@@ -153,9 +153,17 @@ def test_html_marks_ties_and_intervals_over_seeds(tmp_path: Path) -> None:
 
 
 def test_html_marks_jobs_whose_validation_loss_rises_from_its_lowest(tmp_path: Path) -> None:
-    rising = [record(10, 2.0, kind="eval"), record(20, 1.5, kind="eval"), record(30, 1.9, kind="eval")]
-    page = page_of(write_sweep(tmp_path, [job({LR: "1"}, rising), job({LR: "2"}, training(2.0))]))
-    assert "overfits: 1.5000 at step 20, now 1.9000" in text_of(page) and [job["lowest"] for job in chart_data(page)["jobs"]] == [20, None]
+    def evaluated(*losses: float, falls: float) -> list[dict[str, Any]]:
+        """Five training losses before each evaluation, each lower by `falls` than those before."""
+        return [
+            each
+            for step, loss in enumerate(losses, 1)
+            for each in [*(record(step * 10 - 5 + i, 3.0 - falls * step) for i in range(5)), record(step * 10, loss, kind="eval")]
+        ]
+
+    jobs = [evaluated(2.0, 1.5, 1.7, 1.9, falls=0.5), evaluated(2.0, 1.5, 1.7, 1.9, falls=-0.5), evaluated(2.0, 1.5, 1.9, falls=0.5), training(2.0)]
+    page = page_of(write_sweep(tmp_path, [job({LR: str(number)}, records) for number, records in enumerate(jobs)]))
+    assert "overfits: 1.5000 at step 20, now 1.9000" in text_of(page) and [job["lowest"] for job in chart_data(page)["jobs"]] == [20, None, None, None]
 
 
 def test_html_effect_of_a_setting_is_mean_and_spread_over_its_jobs(tmp_path: Path) -> None:

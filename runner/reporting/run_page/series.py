@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import strip_control
-from runner.diagnostics.history import RECENT
-from runner.diagnostics.overfitting import Evaluation, overfitting_of
+from runner.diagnostics.overfitting import Evaluation, RecordedEvaluations
 from runner.reporting.curve_points import choose_points
 from runner.reporting.sweep_results.metrics_reader import MeanSpeed, count_number, finite_number
 
@@ -66,8 +63,7 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
     nonfinite: dict[str, int] = {}
     speed, peak_memory = MeanSpeed(), None
     first = last = None
-    recent: deque[float] = deque(maxlen=RECENT)  # training losses
-    evaluations: list[Evaluation] = []
+    evaluations = RecordedEvaluations()
     for kind, record, is_new_attempt in _with_seconds(records):
         if is_new_attempt:
             first = last = None
@@ -77,10 +73,7 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
             last = (record["step"] or 0.0, record["seconds"] or 0.0)
             first = first or last
         if (loss := record.get("loss")) is not None:
-            if kind == "train":
-                recent.append(loss)
-            else:
-                evaluations.append(Evaluation(int(record["step"] or 0), loss, statistics.median(recent) if len(recent) == RECENT else None))
+            evaluations.add(kind, record["step"] or 0.0, loss)
         if is_new_attempt and (kinds["train"] or kinds["eval"]):
             starts.append(record["step"] or 0.0)
         kinds[kind].append(record)
@@ -88,7 +81,7 @@ def read_run_series(records: Iterable[Mapping[str, Any]]) -> RunSeries:
             if value is None:
                 nonfinite[name] = nonfinite.get(name, 0) + 1
     return RunSeries(
-        _columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last, overfitting_of(evaluations)
+        _columns(kinds["train"]), _columns(kinds["eval"]), starts, nonfinite, speed.tokens_per_second, peak_memory, first, last, evaluations.overfitting
     )
 
 

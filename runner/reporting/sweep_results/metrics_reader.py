@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from common.filesystem import open_regular, read_bounded
 from common.limits.parsers import parse_yaml
 from runner.config.overrides import is_storable
+from runner.diagnostics.overfitting import Evaluation, RecordedEvaluations
 from runner.reporting.curve_points import choose_points
 
 MAX_OVERRIDES_BYTES = 1 << 20  # a larger file of overrides is not read
@@ -57,6 +58,7 @@ class RunMetrics:
     train: list[LossPoint] = field(default_factory=list)
     eval: list[LossPoint] = field(default_factory=list)
     tokens_per_second: float | None = None
+    overfitting: tuple[Evaluation, Evaluation] | None = None  # best and newest evaluation of a run that overfits
 
     @property
     def last(self) -> LossPoint | None:
@@ -78,7 +80,7 @@ def read_run_metrics(path: Path) -> RunMetrics:
     series = {"train": metrics.train, "eval": metrics.eval}
     attempt, earlier_attempts, time = None, 0.0, 0.0
     loss_tokens = tokens = 0.0
-    speed = MeanSpeed()
+    speed, evaluations = MeanSpeed(), RecordedEvaluations()
     for record in islice(iter_records(path), MAX_RECORDS):
         record_step = count_number(record.get("step"))
         points = series.get(str(record.get("kind")))
@@ -90,10 +92,12 @@ def read_run_metrics(path: Path) -> RunMetrics:
         if "loss_tokens" not in record:  # version 0.1.0, whose `tokens` are those with a label
             record = {**record, "loss_tokens": record.get("tokens"), "tokens": None}
         loss_tokens, tokens = _or_else(count_number(record.get("loss_tokens")), loss_tokens), _or_else(count_number(record.get("tokens")), tokens)
-        points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, finite_number(record.get("loss"))))
+        points.append(LossPoint(record_step, loss_tokens, tokens, earlier_attempts + time, loss := finite_number(record.get("loss"))))
+        if loss is not None:
+            evaluations.add(str(record["kind"]), record_step, loss)
         if points is metrics.train:
             speed.add(tokens, finite_number(record.get("tokens_per_second")))
-    metrics.tokens_per_second = speed.tokens_per_second
+    metrics.tokens_per_second, metrics.overfitting = speed.tokens_per_second, evaluations.overfitting
     return metrics
 
 
@@ -110,7 +114,7 @@ def read_job_metrics(path: Path) -> RunMetrics:
 @lru_cache(maxsize=640)  # 0.2 MB each at most
 def _read_job_metrics(path: Path, signature: tuple[int, int, int]) -> RunMetrics:
     metrics = read_run_metrics(path)
-    return RunMetrics(_fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second)
+    return RunMetrics(_fewer_points(metrics.train), _fewer_points(metrics.eval), metrics.tokens_per_second, metrics.overfitting)
 
 
 def _fewer_points(points: list[LossPoint]) -> list[LossPoint]:

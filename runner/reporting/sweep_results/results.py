@@ -11,12 +11,12 @@ from typing import Any
 from common.hub.names import parse_hub_name
 from common.paths import command_line
 from runner.config.overrides import PATH_KEYS, PLUGINS_KEY, SEARCHPATH_KEY, is_storable, key_of
+from runner.diagnostics.overfitting import Evaluation
 from runner.inference.best_job import SEED_KEY, ModelScore, comparison_problem
-from runner.reporting.sweep_results.metrics_reader import LossPoint, RunMetrics, read_override_list
+from runner.reporting.sweep_results.metrics_reader import RunMetrics, read_override_list
 
 LOSS_KINDS = ("validation", "training-rows", "training")  # of evaluations on validation data, on training rows, and of a training step
 JOB_STATUSES = ("completed", "running", "interrupted", "failed", "new")  # in the order of the rows
-OVERFITTING_SHARE = 0.02  # of the lowest validation loss; a newest loss above it by more is called overfitting
 SWEEP_ONLY_KEYS = ("hydra.", "hydra/", "sweep.")  # prefixes of overrides which a job has no use for when it runs alone
 
 
@@ -59,14 +59,9 @@ class JobResult:
         return self.best[kind][0] if kind in self.best else None
 
     @property
-    def overfitting(self) -> tuple[LossPoint, LossPoint] | None:
-        """The lowest and the newest validation loss, where the newest is above the lowest by more than OVERFITTING_SHARE; None otherwise."""
-        finite = [point for point in self.metrics.eval if point.loss is not None]
-        if "validation" not in self.final or not finite:
-            return None
-        lowest, newest = min(finite, key=lambda point: point.loss or 0.0), finite[-1]
-        assert lowest.loss is not None and newest.loss is not None
-        return (lowest, newest) if newest.loss - lowest.loss > OVERFITTING_SHARE * abs(lowest.loss) and newest.step > lowest.step else None
+    def overfitting(self) -> tuple[Evaluation, Evaluation] | None:
+        """The best and the newest evaluation on validation data, where the run overfits; None otherwise."""
+        return self.metrics.overfitting if "validation" in self.final else None
 
     @property
     def reason(self) -> str:
