@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from models.layers.attention_cpu import cpu_attention
 from models.layers.cpu_kernels.fused_attention import fused_attention
+from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.ops import joined_projection
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ SAVED_OPS = [
     cpu_attention,
     fused_attention,
     joined_projection,
+    swiglu_output,
 ]  # fmt: skip
 
 

@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig
-from models.layers.ops import fused_projection
+from models.layers.attention import FUSED_KERNEL
+from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
+from models.layers.ops import fused_projection, joined_projection
 
 
 class SwiGLU(torch.autograd.Function):
@@ -35,13 +37,20 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, width: int) -> None:
         super().__init__()
+        self.attention_kernel = "auto"  # FUSED_KERNEL: this network, too, is computed by the C++ kernel
         self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.up_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.attention_kernel == FUSED_KERNEL and self._is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
+            return swiglu_output(joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
+
+    def _is_plain(self) -> bool:
+        """Return whether there are no biases and no adapters."""
+        return all(type(linear) is nn.Linear and linear.bias is None for linear in (self.gate_proj, self.up_proj, self.down_proj))
 
 
 class DocumentIndex(NamedTuple):

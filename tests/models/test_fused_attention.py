@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import random_model, tokens
 from transformers_families import random_family
 
 from models.layers.attention import attention, document_mask
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.fused_attention import fused_attention
+from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
@@ -161,6 +163,7 @@ def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(kernels: None, 
     program = f"""
 import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
+from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.layers.cpu_kernels.fused_attention import fused_attention
 load_kernels(Path({str(folder)!r}))
@@ -202,3 +205,45 @@ def test_models_with_sliding_windows_keep_the_blocks() -> None:
     model = random_family("mistral", sliding_window=8)
     model.prepare(is_packed=True)
     assert model.attention_sizes is None
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_fused_network_has_the_values_and_gradients_of_fp64(dtype: torch.dtype, is_trained: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gate_up, weight, g = (torch.randn(shape, generator=generator) for shape in ((2, 40, 96), (32, 48), (2, 40, 32)))
+    gate_up, g = (gate_up * 4).to(dtype), g.to(dtype)
+    gate_up[0, 0, :8] = torch.tensor([200.0, -200.0, 88.0, -88.0, 0.0, 1e-30, -1e-30, 30.0])
+    weight = weight.to(dtype).float()  # of fp32, as parameters are
+    results = []
+    for x, w, gradient in ((gate_up, weight, g), (gate_up.double(), weight.double(), g.double())):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_(is_trained)
+        gate, up = x.chunk(2, -1)
+        out = swiglu_output(x, w) if x.dtype == dtype else (F.silu(gate) * up) @ w.mT
+        results.append([out, *torch.autograd.grad(out, [x, w] if is_trained else [x], gradient)])
+    for ours, reference in zip(*results, strict=True):
+        assert ours.isfinite().all() and (ours.double() - reference).norm() <= ERRORS[dtype] * reference.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_network_keeps_nan() -> None:
+    gate_up = torch.zeros(2, 32)
+    gate_up[0, 3] = gate_up[1, 20] = torch.nan
+    assert swiglu_output(gate_up, torch.eye(16)).isnan().any(-1).all()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_decoder_with_the_fused_kernels_has_the_loss_and_gradients_of_the_default() -> None:
+    model = random_model()
+    ids = tokens(2, 40)
+    results = []
+    for kernel in ("auto", "fused"):
+        model.use_attention_kernel(kernel)
+        model.zero_grad()
+        loss = model.train()(ids, ids, reduction="sum").nll
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert not torch.equal(results[0][1], results[1][1])
+    for default, fused in zip(*results, strict=True):
+        assert (default - fused).norm() <= 1e-5 * default.norm()

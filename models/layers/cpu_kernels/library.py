@@ -1,4 +1,4 @@
-"""The C++ kernels for x86 processors (attention.cpp): compiled for this processor by the compiler that torch.compile uses, loaded, and called.
+"""The C++ kernels for x86 processors (*.cpp): compiled for this processor by the compiler that torch.compile uses, loaded, and called.
 
 They use the matrix products of oneDNN that are part of libtorch, so nothing has to be installed. The compiler takes three seconds; the library is kept.
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-SOURCE = Path(__file__).parent / "attention.cpp"
+SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp"))
+HEADER = Path(__file__).parent / "vectors.h"
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -55,7 +56,7 @@ def load_kernels(folder: Path) -> None:
     if compiler is None:
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
     try:
-        library = folder / FOLDER / f"attention-{_fingerprint(compiler)}.so"
+        library = folder / FOLDER / f"kernels-{_fingerprint(compiler)}.so"
         if not library.exists():
             _compile(compiler, library)
         _library = ctypes.CDLL(str(library))
@@ -86,7 +87,7 @@ def _compile(compiler: str, library: Path) -> None:
         output = Path(folder) / library.name
         try:  # in a session of its own: Ctrl-C of a terminal is the run's
             subprocess.run(
-                [compiler, *FLAGS, str(SOURCE), "-o", str(output), *locations],
+                [compiler, *FLAGS, *map(str, SOURCES), "-o", str(output), *locations],
                 check=True,
                 capture_output=True,
                 stdin=subprocess.DEVNULL,
@@ -108,5 +109,5 @@ def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=COMPILE_TIMEOUT, stdin=subprocess.DEVNULL).stdout
     processor = next((part for part in Path("/proc/cpuinfo").read_bytes().split(b"\n") if part.startswith(b"flags")), b"")
     torch_build = f"{torch.__version__} {Path(torch.__file__).parent} {torch.__config__.show()}".encode()
-    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
+    parts = [*(file.read_bytes() for file in (*SOURCES, HEADER)), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
