@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 # Folders of the code that computes, restores or orders the numbers of a training; plugins are added.
+CODE_SUFFIXES = (".py", ".cpp", ".h")
 TRAINING_CODE = ("common", "data", "models", "runner/checkpoint", "runner/engine")
 # Variables that choose kernels, instruction sets or the order of sums: all of these libraries, except those that change speed or output only.
 NUMERIC_VARIABLES = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "ONEDNN_", "TORCHINDUCTOR_")
@@ -69,7 +70,7 @@ def code_fingerprint(root: Path = REPO_ROOT) -> str:
         f"{folder}/{path.relative_to(root / folder).as_posix()}": path
         for folder in TRAINING_CODE
         for path in (root / folder).rglob("*")
-        if path.suffix in (".py", ".cpp")
+        if path.suffix in CODE_SUFFIXES
     }
     files |= {f"plugin/{path}": file for name in imported_plugins() for path, file in plugin_files(name).items()}
     digest = hashlib.sha256()
