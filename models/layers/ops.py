@@ -75,7 +75,7 @@ def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weig
 
 @torch.library.register_fake("lm_runner::joined_projection_backward")
 def _(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
-    return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights if needs_weights)]
+    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights if needs_weights)]
 
 
 def _join(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

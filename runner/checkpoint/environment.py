@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 # Folders of the code that computes, restores or orders the numbers of a training; plugins are added.
-CODE_SUFFIXES = (".py", ".cpp", ".h")
 TRAINING_CODE = ("common", "data", "models", "runner/checkpoint", "runner/engine")
+CODE_SUFFIXES = (".py", ".cpp", ".h")
 # Variables that choose kernels, instruction sets or the order of sums: all of these libraries, except those that change speed or output only.
 NUMERIC_VARIABLES = ("ATEN_", "CUBLAS_", "CUDNN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "ONEDNN_", "TORCHINDUCTOR_")
 HARMLESS_VARIABLES = (

@@ -49,7 +49,7 @@ def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_wei
 
 @torch.library.register_fake("lm_runner::swiglu_output_backward")
 def _(g: Tensor, gate_up: Tensor, weight: Tensor, needs_weight: bool) -> list[Tensor]:
-    return [gate_up.new_empty(gate_up.shape), *([torch.empty_like(weight)] if needs_weight else [])]
+    return [gate_up.new_empty(gate_up.shape), *([weight.new_empty(weight.shape)] if needs_weight else [])]
 
 
 def _call(name: str, gate_up: Tensor, *others: Tensor) -> None:
