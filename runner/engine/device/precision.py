@@ -79,6 +79,11 @@ class Optimizers(Protocol):
     def zero_grad(self) -> None: ...
 
 
+def exceeds(norm: Tensor, clip: float) -> bool:
+    """Return whether clipping would change the gradients; a factor of 1 is a pass over all of them for nothing. A GPU would wait for the answer."""
+    return not bool(norm + CLIP_EPSILON <= clip)
+
+
 class Precision:
     """Autocast, loss scaling and the update of one run. Only fp16 scales the loss; the scaler is disabled for the others."""
 
@@ -124,7 +129,7 @@ class Precision:
         gradients = {name: p.grad for p, name in optimizers.names.items() if p.grad is not None}
         norms = torch.stack(torch._foreach_norm([*gradients.values()]))  # what torch.nn.utils.get_total_norm computes, but does not return
         norm = full_tensor(torch.linalg.vector_norm(norms))
-        if clip and not (self.device.type == "cpu" and norm + CLIP_EPSILON <= clip):  # a factor of 1 would be a pass over all gradients for nothing
+        if clip and (self.device.type != "cpu" or exceeds(norm, clip)):
             torch.nn.utils.clip_grads_with_norm_(list(optimizers.names), clip, norm)
         optimizers.step(found_inf=(~norm.isfinite()).float())
         optimizers.zero_grad()
