@@ -55,7 +55,7 @@ def process_facts(adapts_spinning: bool) -> dict[str, Any]:
         "threads": torch.get_num_threads() if torch else None,
         "libraries": sorted(libraries),
         "waiting": "sleeps beside other load" if adapts_spinning else "the library's",
-        "allocator": "keeps freed memory" if is_set_by_us else "malloc's own",
+        "allocator": ("pool of large tensors" if allocator.pool_size() else "keeps freed memory") if is_set_by_us else "malloc's own",
         "has_engine": "runner.engine" in sys.modules,  # False for every other trainer
     }
 

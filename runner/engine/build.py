@@ -33,7 +33,7 @@ from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
-from runner.engine.device.cpu.allocator import separate_large_blocks
+from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
 from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, repeat_choice
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
@@ -75,6 +75,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     loader, val_loader = build_loaders(pipeline, cfg, tokenizer, rows_per_step, dist)
     check_warmup(cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch, cfg.schedule)
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
+    if compile_decision.is_long_run and dist.device.type == "cpu":
+        use_memory_pool(set_inductor_cache())
     attention = choose_attention_kernel(cfg, (model, *objective.extra_models), loader, precision, compile_decision, dist, saved)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, attention.kernel)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))

@@ -126,7 +126,7 @@ def notes_of(plan: RunPlan) -> list[str]:
     if not facts.optimizer_known:
         notes.append(f"the state of optimizer={cfg.optimizer.name} is taken to be that of adamw")
     if machine.device == "cpu" and compile_mode(plan) != "off":
-        notes.append("the layers will be compiled: the compiler needs about 0.3 GiB more, activations less than estimated")
+        notes.append("the layers will be compiled: the compiler needs about 0.3 GiB more, activations and allocator less than estimated")
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
     if cfg.data.num_workers:

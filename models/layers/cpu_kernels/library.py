@@ -1,6 +1,6 @@
-"""The C++ kernels for x86 processors (*.cpp): compiled for this processor by the compiler that torch.compile uses, loaded, and called.
+"""C++ sources compiled for this processor by the compiler that torch.compile uses, loaded, and called: the kernels for x86 (*.cpp), and `load_library` for others.
 
-They use the matrix products of oneDNN that are part of libtorch, so nothing has to be installed. The compiler takes three seconds; the library is kept.
+They need only libtorch, whose matrix products of oneDNN the kernels use, so nothing has to be installed. The compiler takes three seconds; the library is kept.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp"))
-HEADER = Path(__file__).parent / "vectors.h"
+HEADERS = (Path(__file__).parent / "vectors.h",)
 FLAGS = (
     "-std=c++20",
     "-O3",
@@ -39,7 +40,7 @@ _library: ctypes.CDLL | None = None
 
 
 class KernelsUnavailableError(Exception):
-    """This machine cannot compile or load the C++ kernels; the text says why."""
+    """This machine cannot compile or load the C++ code; the text says why."""
 
 
 def load_kernels(folder: Path) -> None:
@@ -52,14 +53,22 @@ def load_kernels(folder: Path) -> None:
         return
     if platform.machine() not in MACHINES or platform.system() != "Linux":
         raise KernelsUnavailableError(f"they are for Linux on x86, not {platform.system()} on {platform.machine()}")
+    _library = load_library("kernels", SOURCES, HEADERS, folder)
+
+
+def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], folder: Path) -> ctypes.CDLL:
+    """Return the compiled `sources`, which include `headers`, from `folder`, a private one; compile them first unless that was done before.
+
+    Raises KernelsUnavailableError.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
     try:
-        library = folder / FOLDER / f"kernels-{_fingerprint(compiler)}.so"
+        library = folder / FOLDER / f"{name}-{_fingerprint(compiler, (*sources, *headers))}.so"
         if not library.exists():
-            _compile(compiler, library)
-        _library = ctypes.CDLL(str(library))
+            _compile(compiler, sources, library)
+        return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelsUnavailableError(str(error)[:MAX_MESSAGE]) from error
 
@@ -78,7 +87,7 @@ def call_kernel(name: str, *arguments: object) -> bool:
     return bool(status == 0)
 
 
-def _compile(compiler: str, library: Path) -> None:
+def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
     """Write `library` at once, so that another process never loads a part of it."""
     library.parent.mkdir(parents=True, exist_ok=True)
     torch_folder = Path(torch.__file__).parent
@@ -87,7 +96,7 @@ def _compile(compiler: str, library: Path) -> None:
         output = Path(folder) / library.name
         try:  # in a session of its own: Ctrl-C of a terminal is the run's
             subprocess.run(
-                [compiler, *FLAGS, *map(str, SOURCES), "-o", str(output), *locations],
+                [compiler, *FLAGS, *map(str, sources), "-o", str(output), *locations],
                 check=True,
                 capture_output=True,
                 stdin=subprocess.DEVNULL,
@@ -104,10 +113,10 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 @cache
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(compiler: str, files: tuple[Path, ...]) -> str:
     """Return what the compiled library depends on, hashed: source, flags, compiler, torch and the instruction sets of the processor."""
     version = subprocess.run([compiler, "--version"], check=False, capture_output=True, timeout=COMPILE_TIMEOUT, stdin=subprocess.DEVNULL).stdout
     processor = next((part for part in Path("/proc/cpuinfo").read_bytes().split(b"\n") if part.startswith(b"flags")), b"")
     torch_build = f"{torch.__version__} {Path(torch.__file__).parent} {torch.__config__.show()}".encode()
-    parts = [*(file.read_bytes() for file in (*SOURCES, HEADER)), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
+    parts = [*(file.read_bytes() for file in files), " ".join(FLAGS).encode(), compiler.encode(), version, processor, torch_build]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]

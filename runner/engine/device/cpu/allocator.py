@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 MAX_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT = 1 << 30, 1 << 25  # bytes; older glibc accepts only the second
 LARGE_BLOCK = 1 << 20  # bytes
+POOL_SOURCE = Path(__file__).parent / "memory_pool.cpp"
+POOL_REGION = 1 << 42  # bytes of addresses; memory is used as tensors need it
+POOLED_BLOCK = 1 << 16  # bytes: smaller tensors stay in the heap
 PRIMITIVES = 128  # matrix products of different shapes that oneDNN keeps ready; its default is 1,024
 
 
@@ -35,6 +40,45 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, -1)  # never
         if not mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD):
             mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT)
+
+
+_pool: ctypes.CDLL | None = None  # of this process, once it is used
+
+
+def use_memory_pool(folder: Path) -> str:
+    """Take large tensors of this process from a pool of their own (memory_pool.cpp); return why not, "" if so. `folder`: a private one for compiled programs.
+
+    For long runs, because it is compiled. The pool needs the memory that its tensors need, where the heap of glibc has up to a half more.
+    """
+    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_library
+
+    global _pool
+    if _pool is not None:
+        return ""
+    if platform.system() != "Linux":
+        return f"not on {platform.system()}"
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
+        return "the environment chooses another allocator"
+    import resource
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return "the process has a limit of its addresses (ulimit -v)"
+    try:
+        library = load_library("memory_pool", [POOL_SOURCE], [], folder)
+    except KernelsUnavailableError as error:
+        return str(error)
+    if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK)):
+        return "no free addresses"
+    _pool = library
+    return ""
+
+
+def pool_size() -> int:
+    """Return the bytes of the memory pool, used or free; 0 if this process has none."""
+    if _pool is None:
+        return 0
+    _pool.lm_runner_memory_pool_size.restype = ctypes.c_size_t
+    return int(_pool.lm_runner_memory_pool_size())
 
 
 def _glibc_mallopt() -> Callable[[int, int], int] | None:
