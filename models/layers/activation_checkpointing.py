@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from models.layers.attention_cpu import cpu_attention
 from models.layers.cpu_kernels.fused_attention import fused_attention
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
+from models.layers.cpu_kernels.fused_projection import kernel_projection
 from models.layers.ops import joined_projection
 
 T = TypeVar("T")
@@ -23,6 +24,7 @@ SAVED_OPS = [
     cpu_attention,
     fused_attention,
     joined_projection,
+    kernel_projection,
     swiglu_output,
 ]  # fmt: skip
 

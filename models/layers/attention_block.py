@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from models.families.decoder import DecoderConfig, RopeScaling
 from models.layers import activation_checkpointing
-from models.layers.attention import AttentionMask, attention
+from models.layers.attention import FUSED_KERNEL, AttentionMask, attention
+from models.layers.cpu_kernels.fused_projection import fused_linear
 from models.layers.mlp import MLP, DocumentIndex, MoE
 from models.layers.ops import compute_dtype, fused_projection
 
@@ -71,7 +72,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: LayerContext) -> Tensor:
         B, T, _ = x.shape
-        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in fused_projection(x, self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        joined = fused_linear(x, *projections) if self._uses_kernel(x, *projections) else fused_projection(x, *projections)
+        q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in joined)
         q = apply_rope(self.q_norm(q).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
         k = apply_rope(self.k_norm(k).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
         v = v.transpose(1, 2)
@@ -79,7 +82,12 @@ class Attention(nn.Module):
             k, v = context.cache.append(self.layer, k, v)
         dropout = self.cfg.dropout if self.training else 0.0
         y = attention(q, k, v, context.mask, dropout, self.attention_kernel, cached=context.cache is not None, save_probs=not context.selective)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        y = y.transpose(1, 2).reshape(B, T, -1)
+        return fused_linear(y, self.o_proj)[0] if self._uses_kernel(y, self.o_proj) else self.o_proj(y)
+
+    def _uses_kernel(self, x: Tensor, *linears: nn.Module) -> bool:
+        """Return whether the C++ kernel computes the gradients of plain linear layers with this input."""
+        return self.attention_kernel == FUSED_KERNEL and x.dtype == torch.bfloat16 and all(type(linear) is nn.Linear for linear in linears)
 
 
 class DecoderLayer(nn.Module):

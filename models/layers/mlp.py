@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
 from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
-from models.layers.ops import fused_projection, joined_projection
+from models.layers.cpu_kernels.fused_projection import kernel_projection
+from models.layers.ops import fused_projection
 
 
 class SwiGLU(torch.autograd.Function):
@@ -44,7 +45,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.attention_kernel == FUSED_KERNEL and self._is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
-            return swiglu_output(joined_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
+            return swiglu_output(kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
 

@@ -54,7 +54,7 @@ def joined_projection(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> 
 
     The joined weight in the type of x exists for the time of a product only: the backward pass joins the weights again, and saves none.
     """
-    return F.linear(x, _join(weights, x.dtype), bias)
+    return F.linear(x, join_weights(weights, x.dtype), bias)
 
 
 @torch.library.register_fake("lm_runner::joined_projection")
@@ -66,7 +66,7 @@ def _(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
 def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
     rows = g.flatten(0, -2)
-    gradients = [g @ _join(weights, g.dtype)]
+    gradients = [g @ join_weights(weights, g.dtype)]
     if needs_weights:
         joined = rows.mT @ x.flatten(0, -2)  # (sum of O_i, D)
         gradients += [part.to(weight.dtype, copy=True) for part, weight in zip(joined.split([weight.shape[0] for weight in weights]), weights, strict=True)]
@@ -78,7 +78,7 @@ def _(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[
     return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights if needs_weights)]
 
 
-def _join(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
+def join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied."""
     joined = weights[0].new_empty((sum(weight.shape[0] for weight in weights), weights[0].shape[1]), dtype=dtype)
     start = 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.engine import step_metrics
 from runner.engine.device.distributed import DistributedContext
-from runner.engine.device.precision import Precision, PrecisionConfig
+from runner.engine.device.precision import Precision, PrecisionConfig, exceeds
 from runner.engine.loop import train, train_step
 from runner.engine.step_metrics import StepResult, Throughput, fetch_results
 
@@ -155,3 +155,10 @@ def test_state_restores_the_loss_scale(make_run) -> None:
     saved.precision.load_state_dict(saved.precision.state_dict() | {"scale": 512.0, "_growth_tracker": 7})
     restored.load_state_dict(saved.state_dict())
     assert restored.precision.state_dict() == saved.precision.state_dict() and restored.precision.loss_scale == 512
+
+
+@pytest.mark.parametrize("norm, clips", [(0.5, False), (0.9999, False), (1.0, True), (1.001, True), (1.5, True), (float("nan"), True)])
+def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> None:
+    """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1. A norm that is not a number is left to it."""
+    assert exceeds(torch.tensor(norm), 1.0) == clips
+    assert norm != norm or (min(1.0, 1.0 / (norm + 1e-6)) != 1) == clips

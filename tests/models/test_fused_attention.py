@@ -1,4 +1,4 @@
-"""The fused C++ attention of x86 CPUs: values and gradients of fp64 attention, for every kind of row; refused where it would be wrong."""
+"""The C++ kernels of x86 CPUs, attention, SwiGLU and gradients of weights: values and gradients of fp64, for every kind of row; refused where it would be wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from models.layers.attention import attention, document_mask
 from models.layers.cpu_kernels import library
 from models.layers.cpu_kernels.fused_attention import fused_attention
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
+from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.ops import fused_projection
 
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
 SHAPES = {  # rows, query heads, key heads, tokens, head width, documents per row
@@ -164,7 +166,9 @@ def test_brgemm_of_an_old_instruction_set_is_unavailable_in_bf16(kernels: None, 
 import sys, torch; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from pathlib import Path
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
+from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.ops import fused_projection
 from models.layers.cpu_kernels.fused_attention import fused_attention
 load_kernels(Path({str(folder)!r}))
 x = torch.ones(1, 1, 16, 16, dtype=torch.bfloat16)
@@ -233,17 +237,90 @@ def test_fused_network_keeps_nan() -> None:
     assert swiglu_output(gate_up, torch.eye(16)).isnan().any(-1).all()
 
 
+def loss_and_gradients(kernel: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    model, ids = random_model(), tokens(2, 40)
+    model.use_attention_kernel(kernel)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = model.train()(ids, ids, reduction="sum").nll
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
 @pytest.mark.usefixtures("kernels")
 def test_decoder_with_the_fused_kernels_has_the_loss_and_gradients_of_the_default() -> None:
-    model = random_model()
-    ids = tokens(2, 40)
-    results = []
-    for kernel in ("auto", "fused"):
-        model.use_attention_kernel(kernel)
-        model.zero_grad()
-        loss = model.train()(ids, ids, reduction="sum").nll
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    results = [loss_and_gradients(kernel, torch.float32) for kernel in ("auto", "fused")]
     assert not torch.equal(results[0][1], results[1][1])
     for default, fused in zip(*results, strict=True):
         assert (default - fused).norm() <= 1e-5 * default.norm()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_decoder_with_the_fused_kernels_is_as_exact_in_bf16_as_the_default() -> None:
+    run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
+    exact = torch.cat([x.flatten() for x in loss_and_gradients("auto", torch.float32)])
+    default, fused = ((torch.cat([x.flatten() for x in loss_and_gradients(kernel, torch.bfloat16)]) - exact).norm() for kernel in ("auto", "fused"))
+    assert fused <= 1.2 * default
+
+
+GRADIENT_SHAPES = {  # tokens, inputs, outputs of each weight
+    "one-token": (1, 16, [16]),
+    "odd": (33, 48, [32]),
+    "several-blocks-of-tokens": (1100, 32, [32, 16]),
+    "several-blocks-of-inputs": (100, 528, [16, 16]),
+    "several-blocks-of-outputs": (64, 32, [800, 16, 272]),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", GRADIENT_SHAPES.values(), ids=GRADIENT_SHAPES)
+def test_weight_gradients_are_those_of_fp64_rounded_to_fp32(shape: tuple[int, int, list[int]]) -> None:
+    run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
+    (rows, width, sizes), generator = shape, torch.Generator().manual_seed(4)
+    g, x = (torch.randn(rows, columns, generator=generator).bfloat16() for columns in (sum(sizes), width))
+    exact = (g.double().mT @ x.double()).split(sizes)
+    found = weight_gradients(g, x, sizes)
+    for ours, reference in zip(found, exact, strict=True):
+        assert ours.shape == reference.shape and ours.is_contiguous() and (ours - reference).norm() <= 1e-6 * reference.norm()
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, found, weight_gradients(g, x, sizes)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_linear_has_the_gradients_of_the_joined_projection(bias: bool) -> None:
+    """For operands of any layout; those of weights have less error, because they are not rounded to bf16."""
+    run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.bfloat16)
+    torch.manual_seed(5)
+    linears = [torch.nn.Linear(32, size, bias=bias) for size in (48, 16)]
+    data = torch.randn(32, 3, 50).bfloat16()
+    g = torch.randn(64).bfloat16().expand(3, 50, 64)
+    results = []
+    for project in (fused_linear, fused_projection):
+        x = data.detach().requires_grad_()
+        y = torch.cat(project(x.permute(1, 2, 0), *linears), -1)
+        results.append([y, *torch.autograd.grad(y, [x, *(p for linear in linears for p in linear.parameters())], g)])
+    for number, (ours, reference) in enumerate(zip(*results, strict=True)):
+        assert ours.dtype == reference.dtype and ours.stride() == reference.stride()
+        assert (ours - reference).double().norm() <= (1e-2 if number else 0) * reference.double().norm()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_linear_computes_no_gradient_of_frozen_weights() -> None:
+    linear = torch.nn.Linear(32, 16, bias=False).requires_grad_(False)
+    x = torch.randn(4, 32).bfloat16().requires_grad_()
+    (y,) = fused_linear(x, linear)
+    y.sum().backward()
+    assert x.grad is not None and linear.weight.grad is None
+
+
+def test_weight_gradients_of_other_types_and_widths_are_left_to_torch() -> None:
+    g, x, weight = torch.zeros(4, 16).bfloat16(), torch.zeros(4, 32).bfloat16(), torch.zeros(16, 32)
+    assert supports_gradients(g, x, [weight])
+    assert not supports_gradients(g.float(), x.float(), [weight])
+    assert not supports_gradients(g, x, [weight.bfloat16()])
+    assert not supports_gradients(g[:, :8], x, [weight[:8]]) and not supports_gradients(g, x[:, :24], [weight[:, :24]])
+    assert not supports_gradients(g[:0], x[:0], [weight])

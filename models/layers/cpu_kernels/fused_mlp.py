@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels.fused_attention import FUSED_DTYPES, LANES
+from models.layers.cpu_kernels.fused_projection import supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import call_kernel
 from models.layers.ops import custom_op
 
@@ -44,7 +45,10 @@ def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_wei
     dh = (g @ weight.to(g.dtype)).contiguous()
     h, gradient = torch.empty_like(dh), torch.empty_like(gate_up)
     _call("lm_runner_swiglu_backward", gate_up, dh, h, gradient)
-    return [gradient, (g.flatten(0, -2).mT @ h.flatten(0, -2)).to(weight.dtype)] if needs_weight else [gradient]
+    if not needs_weight:
+        return [gradient]
+    rows, h = g.flatten(0, -2), h.flatten(0, -2)
+    return [gradient, weight_gradients(rows, h, [len(weight)])[0] if supports_gradients(rows, h, [weight]) else (rows.mT @ h).to(weight.dtype)]
 
 
 @torch.library.register_fake("lm_runner::swiglu_output_backward")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp"))
-HEADERS = (Path(__file__).parent / "vectors.h",)
+SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp"))
+HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
 FLAGS = (
     "-std=c++20",
     "-O3",
