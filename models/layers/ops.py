@@ -57,11 +57,6 @@ def joined_projection(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> 
     return F.linear(x, join_weights(weights, x.dtype), bias)
 
 
-@torch.library.register_fake("lm_runner::joined_projection")
-def _(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
-
-
 @custom_op("lm_runner::joined_projection_backward")
 def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
@@ -71,11 +66,6 @@ def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weig
         joined = rows.mT @ x.flatten(0, -2)  # (sum of O_i, D)
         gradients += [part.to(weight.dtype, copy=True) for part, weight in zip(joined.split([weight.shape[0] for weight in weights]), weights, strict=True)]
     return gradients
-
-
-@torch.library.register_fake("lm_runner::joined_projection_backward")
-def _(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights if needs_weights)]
 
 
 def join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -88,16 +78,28 @@ def join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     return joined
 
 
-def _save_for_projection(ctx, inputs, output) -> None:
-    x, weights, _ = inputs
-    ctx.save_for_backward(x, *weights)
+def register_projection(name: str, gradients: Callable[[Tensor, Tensor, list[Tensor], bool], list[Tensor]]) -> None:
+    """Let the compiler and autograd know the operator `name`, of the arguments of `joined_projection`; `gradients`: that of its backward pass, `name`_backward."""
+
+    def empty_output(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
+        return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
+
+    def empty_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
+        return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights if needs_weights)]
+
+    def save(ctx, inputs, output) -> None:
+        x, weights, _ = inputs
+        ctx.save_for_backward(x, *weights)
+
+    def backward(ctx, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+        x, *weights = ctx.saved_tensors
+        needs_weights = any(weight.requires_grad for weight in weights)
+        dx, *dw = gradients(g, x, weights, needs_weights)
+        return dx, list(dw) if needs_weights else [None] * len(weights), g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+
+    torch.library.register_fake(name, empty_output)
+    torch.library.register_fake(f"{name}_backward", empty_gradients)
+    torch.library.register_autograd(name, backward, setup_context=save)
 
 
-def _projection_backward(ctx, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-    x, *weights = ctx.saved_tensors
-    needs_weights = any(weight.requires_grad for weight in weights)
-    dx, *dw = projection_gradients(g, x, weights, needs_weights)
-    return dx, list(dw) if needs_weights else [None] * len(weights), g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-
-
-torch.library.register_autograd("lm_runner::joined_projection", _projection_backward, setup_context=_save_for_projection)
+register_projection("lm_runner::joined_projection", projection_gradients)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
-from models.layers.ops import custom_op, join_weights, projection_gradients
+from models.layers.ops import custom_op, join_weights, projection_gradients, register_projection
 
 ROWS_MULTIPLE = 32
 
@@ -32,11 +32,6 @@ def kernel_projection(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> 
     return F.linear(x, join_weights(weights, x.dtype), bias)
 
 
-@torch.library.register_fake("lm_runner::kernel_projection")
-def _(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(weight.shape[0] for weight in weights)))
-
-
 @custom_op("lm_runner::kernel_projection_backward")
 def kernel_projection_backward(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
@@ -46,24 +41,7 @@ def kernel_projection_backward(g: Tensor, x: Tensor, weights: list[Tensor], need
     return [*projection_gradients(g, x, weights, False), *gradients]
 
 
-@torch.library.register_fake("lm_runner::kernel_projection_backward")
-def _(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
-    return [x.new_empty(x.shape), *(weight.new_empty(weight.shape) for weight in weights if needs_weights)]
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    x, weights, _ = inputs
-    ctx.save_for_backward(x, *weights)
-
-
-def _backward(ctx, g: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-    x, *weights = ctx.saved_tensors
-    needs_weights = any(weight.requires_grad for weight in weights)
-    dx, *dw = kernel_projection_backward(g, x, weights, needs_weights)
-    return dx, list(dw) if needs_weights else [None] * len(weights), g.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-
-
-torch.library.register_autograd("lm_runner::kernel_projection", _backward, setup_context=_save_for_backward)
+register_projection("lm_runner::kernel_projection", kernel_projection_backward)
 
 
 def supports_gradients(g: Tensor, x: Tensor, weights: Sequence[Tensor]) -> bool:
