@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import stat
+import struct
 import threading
 import time
 import zlib
@@ -22,6 +23,7 @@ Result = TypeVar("Result")
 Bytes = bytes | bytearray | memoryview
 Chunks = Bytes | Sequence[Bytes]  # content of a file, in order; parts of it need not be copied together first
 
+ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
 CHUNK_BYTES = 4 << 20  # bytes per write or read call
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 DISK_ERRORS = FULL_DISK_ERRORS | {errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.EUCLEAN}
@@ -296,3 +298,15 @@ def remove_quietly(path: Path) -> None:
         remove_tree(path)
     except OSError:
         return  # not created yet, already renamed, or a broken disk; leftovers are removed when the run is opened again (remove_temp)
+
+
+def is_complete_program(program: Path) -> bool:
+    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are, and their table, last."""
+    with program.open("rb") as file:
+        header = file.read(ELF_HEADER.size)
+    if len(header) < ELF_HEADER.size or header.startswith(b"\0\0\0\0"):
+        return False
+    if not header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian; another format is not judged
+        return True
+    _, sections_at, section_size, sections = ELF_HEADER.unpack(header)
+    return program.stat().st_size >= sections_at + section_size * sections

@@ -16,7 +16,7 @@ from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
 from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
 from models.layers.cpu_kernels.fused_projection import kernel_projection
-from models.layers.ops import fused_projection
+from models.layers.ops import compute_dtype, fused_projection
 
 
 class SwiGLU(torch.autograd.Function):
@@ -44,6 +44,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=cfg.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(compute_dtype(x))
         if self.attention_kernel == FUSED_KERNEL and self._is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
             return swiglu_output(kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)

@@ -43,6 +43,7 @@ def fused_projection(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Return `linear(x)` of each: one matrix product if all are plain linear layers, with or without bias; layers with adapters run one by one."""
     if any(type(linear) is not nn.Linear for linear in linears):
         return tuple(linear(x) for linear in linears)
+    x = x.to(compute_dtype(x))
     bias = None if linears[0].bias is None else torch.cat([linear.bias.to(x.dtype) for linear in linears])
     y = joined_projection(x, [linear.weight for linear in linears], bias)
     return y.split([linear.out_features for linear in linears], dim=-1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from models.families.transformers import TransformersConfig, create_hf_config
 from models.language_model import LanguageModel, ModelOutput
 from models.layers.activation_checkpointing import full_checkpointing, recompute_cheap_inputs, selective_checkpointing
 from models.layers.chunked_loss import IGNORE_LABEL, LMHead
-from models.transformers_adapter.attention import IMPLEMENTATION, register_attention
+from models.transformers_adapter.attention import DROPOUT_FIELDS, IMPLEMENTATION, register_attention
 from models.transformers_adapter.balance import BalanceLoss
 from models.transformers_adapter.generation import GenerationMethod, TransformersCache, choose_generation, generation_step, length_dependence
 from models.transformers_adapter.kernels import WINDOW_FIELDS, Kernels, choose_kernels, packed_arguments
@@ -146,12 +147,15 @@ class TransformersModel(LanguageModel):
 
     @property
     def attention_sizes(self) -> tuple[int, int, int] | None:
-        """None for sliding windows, which the fused kernel computes slowly, and for attention of transformers."""
-        config = self.hf.config.get_text_config()
-        heads, has_windows = getattr(config, "num_attention_heads", None), any(getattr(config, name, None) for name in WINDOW_FIELDS)
-        if self.kernels.attention != IMPLEMENTATION or not self.kernels.is_called or has_windows or not isinstance(heads, int):
+        """None for sliding windows, which the fused kernel computes slowly, for dropout of probabilities, and for attention of transformers."""
+        if self.kernels.attention != IMPLEMENTATION or not self.kernels.is_called:
             return None
-        return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+        config = self.hf.config.get_text_config()
+        with suppress(RuntimeError):  # of a field that differs between the layers
+            heads, has_windows = getattr(config, "num_attention_heads", None), any(getattr(config, name, None) for name in WINDOW_FIELDS)
+            if isinstance(heads, int) and not has_windows and not any(getattr(config, name, 0) for name in DROPOUT_FIELDS):
+                return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+        return None
 
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)

@@ -34,7 +34,7 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
-from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, repeat_choice
+from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, common_choice, repeat_choice
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.kernels import ATTENTION, describe_kernels
@@ -251,17 +251,17 @@ def choose_attention_kernel(
     saved: dict[str, Any] | None,
 ) -> AttentionChoice:
     """Let all `models`, the trained one first, compute attention by the fastest kernel of the CPU, if the run is long, or by that of its checkpoint; all ranks by the same."""
-    shape = attention_shape(cfg, models[0], loader, precision)
-    if shape is None or dist.device.type != "cpu":
+    shape = attention_shape(cfg, models[0], loader, precision) if dist.device.type == "cpu" else None
+    if shape is None:
         return AttentionChoice(DEFAULT, "")
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(ATTENTION, DEFAULT)
-        choice = AttentionChoice(DEFAULT, "") if kernel == DEFAULT else repeat_choice(kernel, set_inductor_cache())
+        choice = AttentionChoice(DEFAULT, "") if kernel == DEFAULT else repeat_choice(kernel, shape, set_inductor_cache())
     elif not decision.is_long_run:
         return AttentionChoice(DEFAULT, "")
     else:
         choice = choose_attention(shape, set_inductor_cache(), measured_facts())
-        choice = AttentionChoice(*dist.gather([choice.kernel, choice.reason])[0])
+    choice = common_choice(dist.gather([choice.kernel, choice.reason, choice.has_fused]))
     for model in models:
         model.use_attention_kernel(choice.kernel)
     return choice
@@ -269,7 +269,13 @@ def choose_attention_kernel(
 
 def measured_facts() -> dict[str, Any]:
     """Return what the speed of a kernel depends on besides its shapes."""
-    return {"cpu_model": cpu_model(), "torch": torch.__version__, "threads": torch.get_num_threads(), **numeric_variables(os.environ)}
+    return {
+        "cpu_model": cpu_model(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **numeric_variables(os.environ),
+    }
 
 
 def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> AttentionShape | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,13 @@ import pytest
 
 from common.errors import Interrupted
 from models.layers.attention import CPU_KERNELS
-from models.layers.cpu_kernels import library
+from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine import build
 from runner.engine.build import run_summary
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import attention_choice
-from runner.engine.device.cpu.attention_choice import CANDIDATES, AttentionShape, choose_attention, measure_kernels
+from runner.engine.device.cpu.attention_choice import CANDIDATES, AttentionShape, choose_attention, common_choice, measure_kernels
 from runner.engine.loop import train
 from runner.engine.verify_resume import diff_run_dirs
 
@@ -138,4 +139,50 @@ def test_resume_without_the_kernel_of_its_checkpoint_is_not_exact_and_says_why(
 
 @pytest.mark.parametrize("saved", ["fused-2", 7, None, ["fused"]], ids=str)
 def test_unknown_kernel_of_a_checkpoint_is_the_default(saved: object, tmp_path: Path) -> None:
-    assert attention_choice.repeat_choice(saved, tmp_path).kernel == "auto" in CPU_KERNELS
+    assert attention_choice.repeat_choice(saved, SHAPE, tmp_path).kernel == "auto" in CPU_KERNELS
+
+
+def no_product(dtype: object, head_width: int) -> None:
+    raise KernelsUnavailableError("oneDNN has no matrix product of this type for this processor")
+
+
+def test_kernels_that_load_on_a_processor_without_their_product_are_unavailable(
+    programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on an older processor, for which they are compiled again: a resume there takes the default, and another run does not take a choice from the file."""
+    fast("blocks-32")
+    monkeypatch.setattr(library, "load_kernels", lambda folder: None)
+    monkeypatch.setattr(fused_attention, "check_product", no_product)
+    choice = choose_attention(SHAPE, programs, {})
+    assert choice.kernel == "blocks-32" and "oneDNN has no matrix product" in choice.reason and not choice.has_fused
+    repeated = attention_choice.repeat_choice("fused", SHAPE, programs)
+    assert repeated.kernel == "auto" and "oneDNN has no matrix product" in repeated.reason and not repeated.has_fused
+
+
+@pytest.mark.parametrize(
+    "ranks, kernel",
+    [
+        ([["fused", "", True], ["blocks-32", "", True]], "fused"),
+        ([["fused", "", True], ["blocks-32", "", False]], "auto"),
+        ([["blocks-32", "", False], ["fused", "", True]], "blocks-32"),
+        ([["auto", "not available", False], ["fused", "", True]], "auto"),
+    ],
+)
+def test_all_ranks_compute_the_kernel_of_the_first_if_all_have_it(ranks: list, kernel: str) -> None:
+    choice = common_choice(ranks)
+    assert choice.kernel == kernel and ("a rank has no fused kernel" in choice.reason) == (ranks[0][0] == "fused" != kernel)
+
+
+def test_choice_that_another_run_has_read_is_not_replaced(programs: Path, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look for a file and the writing of one, another run may write and read it."""
+    link = os.link
+
+    def other_run_is_first(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "link", link)
+        fast("blocks-32")
+        assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
+        link(source, target)
+
+    fast("blocks-128")
+    monkeypatch.setattr(os, "link", other_run_is_first)
+    assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"

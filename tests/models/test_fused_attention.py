@@ -136,6 +136,40 @@ def test_fused_attention_of_another_mask_has_the_values_and_gradients_of_fp64(ki
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("is_document", [True, False])
+def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean(is_document: bool) -> None:
+    """In bf16 the gradient of the queries is a difference of large numbers then: without what the output's rounding has lost, its error is 0.1."""
+    generator = torch.Generator().manual_seed(6)
+    q, k, v, g = (torch.randn(1, 128, heads, 64, generator=generator) for heads in (4, 2, 2, 4))
+    mask = None if is_document else torch.ones(128, 128, dtype=torch.bool).tril().triu(-100).view(1, 1, 128, 128)
+    tensors = [x.bfloat16().transpose(1, 2) for x in (q, k + 3, v + 3)]
+    out = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
+        allowed = torch.ones(128, 128, dtype=torch.bool).tril() if mask is None else mask
+        y = run_mask(q, k, v, mask) if dtype == torch.bfloat16 else F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        out.append(torch.autograd.grad(y, (q, k, v), g.bfloat16().transpose(1, 2).to(dtype)))
+    for ours, exact in zip(*out, strict=True):
+        assert (ours - exact).norm() <= 0.03 * exact.norm()
+
+
+def run_mask(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):  # as in a step
+            return fused_attention(q, k, v, mask)[0]
+    except KernelsUnavailableError as error:
+        pytest.skip(f"bf16 on this machine: {error}")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_fused_attention_of_a_mask_with_another_first_row_is_computed_as_given() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    mask[0, 1] = True
+    torch.testing.assert_close(fused_attention(q, k, v, mask.view(1, 1, 8, 8))[0], F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+
+@pytest.mark.usefixtures("kernels")
 def test_fused_attention_leaves_other_widths_and_types_to_the_blocks() -> None:
     for dtype, width in ((torch.float16, 64), (torch.float32, 24), (torch.float64, 64)):
         (q, k, v, _), _ = random_rows((1, 2, 1, 32, width, 1), dtype)
@@ -324,3 +358,30 @@ def test_weight_gradients_of_other_types_and_widths_are_left_to_torch() -> None:
     assert not supports_gradients(g, x, [weight.bfloat16()])
     assert not supports_gradients(g[:, :8], x, [weight[:8]]) and not supports_gradients(g, x[:, :24], [weight[:, :24]])
     assert not supports_gradients(g[:0], x[:0], [weight])
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("share", [0, 0.01, 0.3, 0.99])
+def test_library_that_a_crash_has_left_incomplete_is_compiled_again(share: float, tmp_path: Path) -> None:
+    """Loading a part of a shared object ends the process with SIGBUS."""
+    source = tmp_path / "source.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n' + "\n".join(f'extern "C" int f{i}(int x) {{ return x * {i}; }}' for i in range(500)))
+    library.load_library("test", [source], [], tmp_path)
+    (program,) = tmp_path.rglob("test-*.so")
+    whole = program.read_bytes()
+    program.unlink()
+    program.write_bytes(whole[: int(share * len(whole))])
+    code = f"from pathlib import Path; from models.layers.cpu_kernels.library import load_library; p = Path({str(tmp_path)!r})\n"
+    code += "print(load_library('test', [p / 'source.cpp'], [], p).answer())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.stdout == "42\n", done
+
+
+def test_compiler_that_answers_nothing_leaves_the_kernels_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "hangs"
+    compiler.write_text("#!/bin/sh\nsleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT", 0.1)
+    with pytest.raises(KernelsUnavailableError, match="timed out"):
+        library.load_library("test", [], [], tmp_path)

@@ -71,6 +71,7 @@ void copy_tokens(const View<const T>& x, int64_t b, int64_t head, int64_t start,
 bool find_items(const Shape& s, const uint8_t* mask, std::vector<Item>& items) {
   for (int64_t b = 0; b < s.B; ++b) {
     int64_t start = 0;
+    if (mask && s.T > 0 && (!mask[b * s.T * s.T] || std::memchr(mask + b * s.T * s.T + 1, 1, s.T - 1))) return false;
     for (int64_t t = 1; t <= s.T; ++t) {
       bool ends = t == s.T;
       if (mask && !ends) {
@@ -92,8 +93,8 @@ template <typename T>
 struct Forward {
   Shape s;
   View<const T> q, k, v;
-  View<T> out;
-  float* lse;  // (B, N, T), log of the sum of exponentials
+  View<T> out, rest;  // bf16: rest is what the rounding of out has lost; fp32: it is not written
+  float* lse;         // (B, N, T), log of the sum of exponentials
   float scale;
 
   void operator()(const Item& item) const {
@@ -130,8 +131,12 @@ struct Forward {
           const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
           lse[(item.row * s.N + n) * s.T + t] = largest[row] + std::log(sum[row]);
           const float inverse = 1.0f / sum[row];
-          T* to = out.at(item.row, n, t);
-          for (int64_t d = 0; d < H; d += LANES) store(to + d, load(o + row * H + d) * inverse);
+          T *to = out.at(item.row, n, t), *lost = rest.at(item.row, n, t);
+          for (int64_t d = 0; d < H; d += LANES) {
+            const Floats exact = load(o + row * H + d) * inverse;
+            store(to + d, exact);
+            if constexpr (PAIR<T> == 2) store(lost + d, exact - load(to + d));
+          }
         }
     }
   }
@@ -166,7 +171,7 @@ struct Forward {
 template <typename T>
 struct Backward {
   Shape s;
-  View<const T> g, q, k, v, out;
+  View<const T> g, q, k, v, out, rest;
   const float* lse;
   View<T> dq, dk, dv;
   float scale;
@@ -225,7 +230,8 @@ struct Backward {
     for (int64_t h = 0; h < r; ++h) copy_tokens(x, item.row, item.head * r + h, item.start + first, count, Q, s.H, to + h * Q * s.H);
   }
 
-  // The log-sum-exp of each query of a block, and the sum of gradient times output (g_block: M x H).
+  // The log-sum-exp of each query of a block, and the sum of gradient times output (g_block: M x H). The output is that before its rounding: an error of
+  // the sum is the same for all keys, so values and keys with a common mean would multiply it.
   void row_sums(const Item& item, int64_t first, int64_t count, const T* g_block, float* norm, float* delta) const {
     const int64_t r = s.r, Q = s.Q, H = s.H;
     for (int64_t h = 0; h < r; ++h)
@@ -233,8 +239,12 @@ struct Backward {
         const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
         Floats total{};
         if (i < count) {
-          const T *o = out.at(item.row, n, t), *g = g_block + row * H;
-          for (int64_t d = 0; d < H; d += LANES) total += load(o + d) * load(g + d);
+          const T *o = out.at(item.row, n, t), *lost = rest.at(item.row, n, t), *g = g_block + row * H;
+          for (int64_t d = 0; d < H; d += LANES) {
+            Floats exact = load(o + d);
+            if constexpr (PAIR<T> == 2) exact += load(lost + d);
+            total += exact * load(g + d);
+          }
         }
         delta[row] = sum_of(total);
         norm[row] = i < count ? lse[(item.row * s.N + n) * s.T + t] : 0.0f;
@@ -287,29 +297,30 @@ View<T> view(const void* data, const int64_t*& strides) {
 template <typename T>
 int forward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int threads) {
   const auto q = view<const T>(x[0], strides), k = view<const T>(x[1], strides), v = view<const T>(x[2], strides);
-  return run(Forward<T>{s, q, k, v, view<T>(x[3], strides), lse, scale}, mask, threads, PAIR<T> == 2);
+  const auto out = view<T>(x[3], strides), rest = view<T>(x[4], strides);
+  return run(Forward<T>{s, q, k, v, out, rest, lse, scale}, mask, threads, PAIR<T> == 2);
 }
 
 template <typename T>
 int backward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int threads) {
   const auto g = view<const T>(x[0], strides), q = view<const T>(x[1], strides), k = view<const T>(x[2], strides), v = view<const T>(x[3], strides);
-  const auto out = view<const T>(x[4], strides);
-  const auto dq = view<T>(x[5], strides), dk = view<T>(x[6], strides), dv = view<T>(x[7], strides);
-  return run(Backward<T>{s, g, q, k, v, out, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
+  const auto out = view<const T>(x[4], strides), rest = view<const T>(x[5], strides);
+  const auto dq = view<T>(x[6], strides), dk = view<T>(x[7], strides), dv = view<T>(x[8], strides);
+  return run(Backward<T>{s, g, q, k, v, out, rest, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
 }
 
 }  // namespace
 
 extern "C" {
 
-// x: q, k, v, out; strides: three of each. mask: (B, T, T) bytes, or null.
+// x: q, k, v, out, rest; strides: three of each. mask: (B, T, T) bytes, or null.
 int lm_runner_attention_forward(
     const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int is_bf16, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
   return (is_bf16 ? forward<bf16> : forward<float>)(s, strides, x, mask, lse, scale, threads);
 }
 
-// x: gradient of out, q, k, v, out, then the gradients of q, k, v, which are written.
+// x: gradient of out, q, k, v, out, rest, then the gradients of q, k, v, which are written.
 int lm_runner_attention_backward(
     const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int is_bf16, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};

@@ -17,6 +17,8 @@ class Buffer {
  public:
   T* get(int64_t size) {
     if (size > size_) {
+      size_ = 0;  // of what is left if there is no memory
+      data_.reset();
       data_.reset(static_cast<T*>(std::aligned_alloc(64, (size * sizeof(T) + 63) / 64 * 64)));
       if (!data_) throw std::bad_alloc();
       size_ = size;

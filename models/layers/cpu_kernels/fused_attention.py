@@ -27,39 +27,54 @@ def supports(dtype: torch.dtype, head_width: int) -> bool:
     return dtype in FUSED_DTYPES and head_width % LANES == 0
 
 
+def check_product(dtype: torch.dtype, head_width: int) -> None:
+    """Raise KernelsUnavailableError where oneDNN has no matrix product of `dtype` for this processor. Call `load_kernels` first."""
+    x = torch.zeros(1, 1, LANES, head_width, dtype=dtype)
+    fused_attention(x, x, x, None)
+
+
 @custom_op("lm_runner::fused_attention")
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
-    out, lse = _empty_like(q), _new_lse(q)
-    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
-        scores = _scores(q, k, mask)
-        lse.copy_(scores.logsumexp(-1).flatten(1, 2))
-        out.copy_((scores.softmax(-1).to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2))
-    return out, lse
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H), what its rounding to bf16 has lost (fp32: empty), and
+    the log-sum-exp of the scores (B, N, T)."""
+    out, rest, lse = _empty_like(q), _new_rest(q), _new_lse(q)
+    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out, rest if rest.numel() else out], mask, lse):
+        with torch.autocast("cpu", enabled=False):
+            scores = _scores(q, k, mask)
+            lse.copy_(scores.logsumexp(-1).flatten(1, 2))
+            exact = (scores.softmax(-1).to(q.dtype).float() @ v.unsqueeze(2).float()).flatten(1, 2)
+        out.copy_(exact)
+        if rest.numel():
+            rest.copy_(exact - out)
+    return out, rest, lse
 
 
 @torch.library.register_fake("lm_runner::fused_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _empty_like(q), _new_lse(q)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like(q), _new_rest(q), _new_lse(q)
 
 
 @custom_op("lm_runner::fused_attention_backward")
-def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fused_attention_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, rest: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
     gradients = _empty_like(q), _empty_like(k), _empty_like(v)
-    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, *gradients], mask, lse):
+    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, rest if rest.numel() else out, *gradients], mask, lse):
         scale, (dq, dk, dv) = q.shape[-1] ** -0.5, gradients
-        q, g, out, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, out, lse))  # (B, K, r, T, ...)
-        probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
-        ds = (probs * (g @ v.unsqueeze(2).mT - (g * out).sum(-1, keepdim=True, dtype=torch.float32))).to(q.dtype)
-        dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
-        dk.copy_((ds.mT @ q).sum(2) * scale)
-        dv.copy_((probs.to(g.dtype).mT @ g).sum(2))
+        exact = out.float() + rest if rest.numel() else out
+        q, g, exact, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, exact, lse))  # (B, K, r, T, ...)
+        with torch.autocast("cpu", enabled=False):
+            probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
+            ds = (probs * (g.float() @ v.unsqueeze(2).float().mT - (g.float() * exact).sum(-1, keepdim=True))).to(q.dtype)
+            dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
+            dk.copy_((ds.mT @ q).sum(2) * scale)
+            dv.copy_((probs.to(g.dtype).mT @ g).sum(2))
     return gradients
 
 
 @torch.library.register_fake("lm_runner::fused_attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, rest: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
@@ -100,16 +115,20 @@ def _empty_like(x: Tensor) -> Tensor:
     return x.new_empty((B, T, N, H)).transpose(1, 2)
 
 
+def _new_rest(q: Tensor) -> Tensor:
+    return _empty_like(q) if q.dtype == torch.bfloat16 else q.new_empty(0)
+
+
 def _new_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
+def _backward(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
     return *fused_attention_backward(g, *ctx.saved_tensors), None
 
 

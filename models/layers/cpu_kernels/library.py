@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from common.filesystem import is_complete_program
+
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp"))
 HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
 FLAGS = (
@@ -66,10 +68,10 @@ def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], fo
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
     try:
         library = folder / FOLDER / f"{name}-{_fingerprint(compiler, (*sources, *headers))}.so"
-        if not library.exists():
+        if not (library.exists() and is_complete_program(library)):  # a crash of the machine can leave a part
             _compile(compiler, sources, library)
         return ctypes.CDLL(str(library))
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise KernelsUnavailableError(str(error)[:MAX_MESSAGE]) from error
 
 
@@ -109,6 +111,8 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
             raise KernelsUnavailableError(reason[:MAX_MESSAGE]) from error
         except subprocess.TimeoutExpired as error:
             raise KernelsUnavailableError(f"{compiler} took longer than {COMPILE_TIMEOUT:.0f} s") from error
+        with output.open("rb+") as file:
+            os.fsync(file.fileno())
         os.replace(output, library)
 
 

@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import stat
-import struct
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from common import paths
 from common.errors import UserError
+from common.filesystem import is_complete_program
 
 if TYPE_CHECKING:
     import torch
 
 COMPILE_MODES = ("auto", "off", "default", "reduce-overhead", "max-autotune")
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")  # record CUDA graphs on a GPU
-ELF_HEADER = struct.Struct("<40sQ10xHH2x")  # the offset of the table of sections, the size of an entry, their number
 MAX_REASON = 300  # characters
 BREAK_EVEN_FLOPS = {"cpu": 1e14, "cuda": 3e16}  # of a run that gains as much as compiling costs; cpu: per thread
 
@@ -96,20 +95,8 @@ def remove_incomplete_programs(folder: Path) -> None:
     """
     for program in folder.glob("*/*.so"):
         with suppress(OSError):
-            if not _is_complete(program) and not _is_locked(folder / "locks" / f"{program.name.partition('.')[0]}.lock"):
+            if not is_complete_program(program) and not _is_locked(folder / "locks" / f"{program.name.partition('.')[0]}.lock"):
                 program.unlink()
-
-
-def _is_complete(program: Path) -> bool:
-    """Return whether a shared object has all its sections. The linker writes the ELF header, which says where they are, and their table, last."""
-    with program.open("rb") as file:
-        header = file.read(ELF_HEADER.size)
-    if len(header) < ELF_HEADER.size or header.startswith(b"\0\0\0\0"):
-        return False
-    if not header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian; another format is not judged
-        return True
-    _, sections_at, section_size, sections = ELF_HEADER.unpack(header)
-    return program.stat().st_size >= sections_at + section_size * sections
 
 
 def _is_locked(file: Path) -> bool:

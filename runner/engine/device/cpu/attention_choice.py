@@ -42,21 +42,44 @@ class AttentionShape:
 class AttentionChoice:
     kernel: str  # one of `models.layers.attention.CPU_KERNELS`
     reason: str  # for the header of the log
+    has_fused: bool = False  # this process can compute the fused kernel
 
 
-def repeat_choice(saved: object, folder: Path) -> AttentionChoice:
+def common_choice(choices: list[list[Any]]) -> AttentionChoice:
+    """Return the choice of all ranks from (kernel, reason, has_fused) of each: that of the first, unless it is a kernel that some rank cannot compute."""
+    kernel, reason, has_fused = choices[0]
+    if kernel == _FUSED and not all(rank_has_fused for *_, rank_has_fused in choices):
+        return AttentionChoice(DEFAULT, "blocks of queries: a rank has no fused kernel", has_fused)
+    return AttentionChoice(kernel, reason, has_fused)
+
+
+def repeat_choice(saved: object, shape: AttentionShape, folder: Path) -> AttentionChoice:
     """Return the kernel of a checkpoint, `saved` of its environment; the default where this machine cannot compute it, which the resume reports."""
     from models.layers.attention import CPU_KERNELS
-    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     if not isinstance(saved, str) or saved not in CPU_KERNELS:
         return AttentionChoice(DEFAULT, "")
     if saved == _FUSED:
         try:
-            load_kernels(folder)
+            _load_fused(shape, folder)
         except KernelsUnavailableError as error:
             return AttentionChoice(DEFAULT, f"blocks of queries: the fused kernel of the checkpoint is not available, {error}")
-    return AttentionChoice(saved, f"{saved}, as its checkpoint")
+    return AttentionChoice(saved, f"{saved}, as its checkpoint", has_fused=saved == _FUSED)
+
+
+def _load_fused(shape: AttentionShape, folder: Path) -> None:
+    """Raise KernelsUnavailableError if this machine cannot compute the fused kernel for `shape`."""
+    import torch
+
+    from models.layers.cpu_kernels.fused_attention import check_product, supports
+    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+
+    dtype = getattr(torch, shape.dtype)
+    if not supports(dtype, shape.head_width):
+        raise KernelsUnavailableError(f"not for heads of {shape.head_width} numbers in {shape.dtype}")
+    load_kernels(folder)
+    check_product(dtype, shape.head_width)
 
 
 def choose_attention(shape: AttentionShape, folder: Path, facts: Mapping[str, Any]) -> AttentionChoice:
@@ -65,16 +88,11 @@ def choose_attention(shape: AttentionShape, folder: Path, facts: Mapping[str, An
     `folder`: a private one for compiled programs; a choice made before is taken from it. `facts` (JSON values): the processor, the libraries and all
     else that the time depends on.
     """
-    import torch
-
-    from models.layers.cpu_kernels.fused_attention import supports
-    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     unavailable = ""
     try:
-        if not supports(getattr(torch, shape.dtype), shape.head_width):
-            raise KernelsUnavailableError(f"not for heads of {shape.head_width} numbers in {shape.dtype}")
-        load_kernels(folder)
+        _load_fused(shape, folder)
     except KernelsUnavailableError as error:
         unavailable = f"; no fused kernel: {error}"
     key = json.dumps([asdict(shape), dict(facts), bool(unavailable)], sort_keys=True)
@@ -86,10 +104,8 @@ def choose_attention(shape: AttentionShape, folder: Path, facts: Mapping[str, An
         times = _read_times(file) or measured  # those of another run that has measured at the same time
     best = min(times, key=lambda name: times[name])
     kernel = best if times[best] <= WORTHWHILE * times[DEFAULT] else DEFAULT
-    if _FUSED not in times and not unavailable:
-        unavailable = f"; no fused kernel: oneDNN has no {shape.dtype} product for this processor"
     listed = ", ".join(f"{name.replace(DEFAULT, 'blocks-64')} {seconds * 1000:.1f}" for name, seconds in times.items())
-    return AttentionChoice(kernel, f"{kernel.replace(DEFAULT, 'blocks-64')} (measured, ms a layer: {listed}){unavailable}")
+    return AttentionChoice(kernel, f"{kernel.replace(DEFAULT, 'blocks-64')} (measured, ms a layer: {listed}){unavailable}", has_fused=not unavailable)
 
 
 def measure_kernels(shape: AttentionShape, kernels: list[str]) -> dict[str, float]:
@@ -152,6 +168,8 @@ def _write_times(file: Path, times: Mapping[str, float]) -> None:
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             complete = Path(folder) / file.name
             complete.write_text(json.dumps(times), encoding="utf-8")
-            if _read_times(file) is None:
-                file.unlink(missing_ok=True)
-            os.link(complete, file)
+            try:
+                os.link(complete, file)
+            except FileExistsError:
+                if _read_times(file) is None:  # damaged
+                    os.replace(complete, file)
