@@ -138,7 +138,7 @@ def test_fused_attention_of_another_mask_has_the_values_and_gradients_of_fp64(ki
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("is_document", [True, False])
 def test_fused_attention_is_exact_for_keys_and_values_with_a_common_mean(is_document: bool) -> None:
-    """In bf16 the gradient of the queries is a difference of large numbers then: without what the output's rounding has lost, its error is 0.1."""
+    """In bf16 the gradient of the queries is a difference of large numbers then: with a sum of the rounded output its error is 0.1."""
     generator = torch.Generator().manual_seed(6)
     q, k, v, g = (torch.randn(1, 128, heads, 64, generator=generator) for heads in (4, 2, 2, 4))
     mask = None if is_document else torch.ones(128, 128, dtype=torch.bool).tril().triu(-100).view(1, 1, 128, 128)

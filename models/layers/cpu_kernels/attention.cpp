@@ -93,8 +93,8 @@ template <typename T>
 struct Forward {
   Shape s;
   View<const T> q, k, v;
-  View<T> out, rest;  // bf16: rest is what the rounding of out has lost; fp32: it is not written
-  float* lse;         // (B, N, T), log of the sum of exponentials
+  View<T> out;
+  float* lse;  // (B, N, T), log of the sum of exponentials
   float scale;
 
   void operator()(const Item& item) const {
@@ -131,12 +131,8 @@ struct Forward {
           const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
           lse[(item.row * s.N + n) * s.T + t] = largest[row] + std::log(sum[row]);
           const float inverse = 1.0f / sum[row];
-          T *to = out.at(item.row, n, t), *lost = rest.at(item.row, n, t);
-          for (int64_t d = 0; d < H; d += LANES) {
-            const Floats exact = load(o + row * H + d) * inverse;
-            store(to + d, exact);
-            if constexpr (PAIR<T> == 2) store(lost + d, exact - load(to + d));
-          }
+          T* to = out.at(item.row, n, t);
+          for (int64_t d = 0; d < H; d += LANES) store(to + d, load(o + row * H + d) * inverse);
         }
     }
   }
@@ -171,7 +167,7 @@ struct Forward {
 template <typename T>
 struct Backward {
   Shape s;
-  View<const T> g, q, k, v, out, rest;
+  View<const T> g, q, k, v;
   const float* lse;
   View<T> dq, dk, dv;
   float scale;
@@ -189,7 +185,8 @@ struct Backward {
     std::fill(dk_sum, dk_sum + 2 * padded * H, 0.0f);
     T *q_rows = q_.get(4 * M * H), *q_t = q_rows + M * H, *g_rows = q_t + M * H, *g_t = g_rows + M * H, *block = block_.get(M * H);
     T *p = probs_.get(3 * KEYS * M), *ds = p + KEYS * M, *ds_packed = ds + KEYS * M;
-    float *scores = scores_.get(2 * KEYS * M), *dp = scores + KEYS * M, *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(2 * M), *delta = norm + M;
+    float *scores = scores_.get(2 * padded * M), *dp = scores + padded * M;  // padded x M, of all keys: 64 KiB for each block of them
+    float *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(2 * M), *delta = norm + M;
     for (int64_t first = 0; first < L; first += Q) {
       const int64_t count = std::min(Q, L - first), used = (first + count + KEYS - 1) / KEYS;
       gather(q, item, first, count, block);
@@ -198,12 +195,17 @@ struct Backward {
       gather(g, item, first, count, block);
       pack(block, H, M, H, g_rows);
       pack_transposed(block, M, H, g_t);
-      row_sums(item, first, count, block, norm, delta);
+      read_norm(item, first, count, norm);
+      std::fill(delta, delta + M, 0.0f);
       for (int64_t j = 0; j < used; ++j) {
-        brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores, PAIR<T> == 2);
-        brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp, PAIR<T> == 2);
+        float *scores_j = scores + j * KEYS * M, *dp_j = dp + j * KEYS * M;
+        brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores_j, PAIR<T> == 2);
+        brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp_j, PAIR<T> == 2);
         for (int64_t c = 0; c < KEYS; ++c)
-          for (int64_t h = 0; h < r; ++h) score_gradient(scores, dp, norm, delta, p, ds, c * M + h * Q, h * Q, j * KEYS + c - first);
+          for (int64_t h = 0; h < r; ++h) probabilities(scores_j, dp_j, norm, delta, c * M + h * Q, h * Q, j * KEYS + c - first);
+      }
+      for (int64_t j = 0; j < used; ++j) {
+        score_gradients(scores + j * KEYS * M, dp + j * KEYS * M, delta, M, p, ds);
         pack(ds, M, KEYS, M, ds_packed);
         brgemm(KEYS, H, M, M, H, H, true, p, g_rows, dv_sum + j * KEYS * H, PAIR<T> == 2);
         brgemm(KEYS, H, M, M, H, H, true, ds, q_rows, dk_sum + j * KEYS * H, PAIR<T> == 2);
@@ -230,36 +232,32 @@ struct Backward {
     for (int64_t h = 0; h < r; ++h) copy_tokens(x, item.row, item.head * r + h, item.start + first, count, Q, s.H, to + h * Q * s.H);
   }
 
-  // The log-sum-exp of each query of a block, and the sum of gradient times output (g_block: M x H). The output is that before its rounding: an error of
-  // the sum is the same for all keys, so values and keys with a common mean would multiply it.
-  void row_sums(const Item& item, int64_t first, int64_t count, const T* g_block, float* norm, float* delta) const {
-    const int64_t r = s.r, Q = s.Q, H = s.H;
-    for (int64_t h = 0; h < r; ++h)
-      for (int64_t i = 0; i < Q; ++i) {
-        const int64_t n = item.head * r + h, t = item.start + first + i, row = h * Q + i;
-        Floats total{};
-        if (i < count) {
-          const T *o = out.at(item.row, n, t), *lost = rest.at(item.row, n, t), *g = g_block + row * H;
-          for (int64_t d = 0; d < H; d += LANES) {
-            Floats exact = load(o + d);
-            if constexpr (PAIR<T> == 2) exact += load(lost + d);
-            total += exact * load(g + d);
-          }
-        }
-        delta[row] = sum_of(total);
-        norm[row] = i < count ? lse[(item.row * s.N + n) * s.T + t] : 0.0f;
-      }
+  // The log-sum-exp of each query of a block; 0 for padded ones.
+  void read_norm(const Item& item, int64_t first, int64_t count, float* norm) const {
+    for (int64_t h = 0; h < s.r; ++h)
+      for (int64_t i = 0; i < s.Q; ++i) norm[h * s.Q + i] = i < count ? lse[(item.row * s.N + item.head * s.r + h) * s.T + item.start + first + i] : 0.0f;
   }
 
-  // Q scores of one key and head, from `at` on: queries before `hidden` come before the key. Padded queries have a gradient of 0.
-  void score_gradient(const float* scores, const float* dp, const float* norm, const float* delta, T* p, T* ds, int64_t at, int64_t row, int64_t hidden) const {
+  // Q scores of one key and head, from `at` on -> probabilities; queries before `hidden` come before the key. delta: the sum of p * dp over the keys. (The usual
+  // sum of g * out has the error of the rounded output, the same for all keys: keys and values with a common mean would multiply it.)
+  void probabilities(float* scores, const float* dp, const float* norm, float* delta, int64_t at, int64_t row, int64_t hidden) const {
     const int32_t Q = static_cast<int32_t>(s.Q), before = static_cast<int32_t>(std::clamp<int64_t>(hidden, 0, Q));
     for (int32_t i = 0; i < Q; i += LANES) {
-      const Floats x = LANE + i < before ? Floats{} : exp_of(load(scores + at + i) * scale - load(norm + row + i));
-      const Floats gradient = LANE + i < before ? Floats{} : x * (load(dp + at + i) - load(delta + row + i));
-      store(p + at + i, x);
-      store(ds + at + i, gradient);
+      const Floats p = LANE + i < before ? Floats{} : exp_of(load(scores + at + i) * scale - load(norm + row + i));
+      store(scores + at + i, p);
+      store(delta + row + i, load(delta + row + i) + (LANE + i < before ? Floats{} : p * load(dp + at + i)));
     }
+  }
+
+  // Probabilities and their gradients (KEYS, M) -> both as operands: p, and ds, the gradients of the scores. Padded queries have g, so dp, so ds of 0.
+  void score_gradients(const float* probs, const float* dp, const float* delta, int64_t M, T* p, T* ds) const {
+    for (int64_t c = 0; c < KEYS; ++c)
+      for (int64_t i = 0; i < M; i += LANES) {
+        const Floats x = load(probs + c * M + i);
+        const Floats gradient = x * (load(dp + c * M + i) - load(delta + i));
+        store(p + c * M + i, x);
+        store(ds + c * M + i, x == 0.0f ? Floats{} : gradient);
+      }
   }
 };
 
@@ -297,30 +295,28 @@ View<T> view(const void* data, const int64_t*& strides) {
 template <typename T>
 int forward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int threads) {
   const auto q = view<const T>(x[0], strides), k = view<const T>(x[1], strides), v = view<const T>(x[2], strides);
-  const auto out = view<T>(x[3], strides), rest = view<T>(x[4], strides);
-  return run(Forward<T>{s, q, k, v, out, rest, lse, scale}, mask, threads, PAIR<T> == 2);
+  return run(Forward<T>{s, q, k, v, view<T>(x[3], strides), lse, scale}, mask, threads, PAIR<T> == 2);
 }
 
 template <typename T>
 int backward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int threads) {
   const auto g = view<const T>(x[0], strides), q = view<const T>(x[1], strides), k = view<const T>(x[2], strides), v = view<const T>(x[3], strides);
-  const auto out = view<const T>(x[4], strides), rest = view<const T>(x[5], strides);
-  const auto dq = view<T>(x[6], strides), dk = view<T>(x[7], strides), dv = view<T>(x[8], strides);
-  return run(Backward<T>{s, g, q, k, v, out, rest, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
+  const auto dq = view<T>(x[4], strides), dk = view<T>(x[5], strides), dv = view<T>(x[6], strides);
+  return run(Backward<T>{s, g, q, k, v, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
 }
 
 }  // namespace
 
 extern "C" {
 
-// x: q, k, v, out, rest; strides: three of each. mask: (B, T, T) bytes, or null.
+// x: q, k, v, out; strides: three of each. mask: (B, T, T) bytes, or null.
 int lm_runner_attention_forward(
     const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int is_bf16, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
   return (is_bf16 ? forward<bf16> : forward<float>)(s, strides, x, mask, lse, scale, threads);
 }
 
-// x: gradient of out, q, k, v, out, rest, then the gradients of q, k, v, which are written.
+// x: gradient of out, q, k, v, then the gradients of q, k, v, which are written.
 int lm_runner_attention_backward(
     const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int is_bf16, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};

@@ -34,39 +34,33 @@ def check_product(dtype: torch.dtype, head_width: int) -> None:
 
 
 @custom_op("lm_runner::fused_attention")
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H), what its rounding to bf16 has lost (fp32: empty), and
-    the log-sum-exp of the scores (B, N, T)."""
-    out, rest, lse = _empty_like(q), _new_rest(q), _new_lse(q)
-    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out, rest if rest.numel() else out], mask, lse):
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q: (B, N, T, H); k, v: (B, K, T, H); mask: (B, 1, T, T), None: causal -> (B, N, T, H) and the log-sum-exp of the scores (B, N, T)."""
+    out, lse = _empty_like(q), _new_lse(q)
+    if not _call("lm_runner_attention_forward", q, k, [q, k, v, out], mask, lse):
         with torch.autocast("cpu", enabled=False):
             scores = _scores(q, k, mask)
             lse.copy_(scores.logsumexp(-1).flatten(1, 2))
-            exact = (scores.softmax(-1).to(q.dtype).float() @ v.unsqueeze(2).float()).flatten(1, 2)
-        out.copy_(exact)
-        if rest.numel():
-            rest.copy_(exact - out)
-    return out, rest, lse
+            out.copy_((scores.softmax(-1).to(q.dtype) @ v.unsqueeze(2)).flatten(1, 2))
+    return out, lse
 
 
 @torch.library.register_fake("lm_runner::fused_attention")
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_like(q), _new_rest(q), _new_lse(q)
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _empty_like(q), _new_lse(q)
 
 
 @custom_op("lm_runner::fused_attention_backward")
-def fused_attention_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, rest: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """g: (B, N, T, H), gradient of the output -> gradients of q, k and v."""
     gradients = _empty_like(q), _empty_like(k), _empty_like(v)
-    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, out, rest if rest.numel() else out, *gradients], mask, lse):
+    if not _call("lm_runner_attention_backward", q, k, [g, q, k, v, *gradients], mask, lse):
         scale, (dq, dk, dv) = q.shape[-1] ** -0.5, gradients
-        exact = out.float() + rest if rest.numel() else out
-        q, g, exact, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, exact, lse))  # (B, K, r, T, ...)
+        q, g, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, g, lse))  # (B, K, r, T, ...)
         with torch.autocast("cpu", enabled=False):
             probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
-            ds = (probs * (g.float() @ v.unsqueeze(2).float().mT - (g.float() * exact).sum(-1, keepdim=True))).to(q.dtype)
+            dp = g.float() @ v.unsqueeze(2).float().mT
+            ds = (probs * (dp - (probs * dp).sum(-1, keepdim=True))).to(q.dtype)
             dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
             dk.copy_((ds.mT @ q).sum(2) * scale)
             dv.copy_((probs.to(g.dtype).mT @ g).sum(2))
@@ -74,7 +68,7 @@ def fused_attention_backward(
 
 
 @torch.library.register_fake("lm_runner::fused_attention_backward")
-def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, rest: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like(q), _empty_like(k), _empty_like(v)
 
 
@@ -115,20 +109,16 @@ def _empty_like(x: Tensor) -> Tensor:
     return x.new_empty((B, T, N, H)).transpose(1, 2)
 
 
-def _new_rest(q: Tensor) -> Tensor:
-    return _empty_like(q) if q.dtype == torch.bfloat16 else q.new_empty(0)
-
-
 def _new_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
+def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     return *fused_attention_backward(g, *ctx.saved_tensors), None
 
 
