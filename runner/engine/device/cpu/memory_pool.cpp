@@ -22,8 +22,7 @@
 namespace {
 
 constexpr size_t kAlignment = 64;          // bytes: of c10's allocator, and a cache line
-constexpr size_t kHugePage = size_t(1) << 21;
-constexpr size_t kGrowth = size_t(1) << 23;  // the region grows by multiples of it
+constexpr size_t kHugePage = size_t(1) << 21;  // the region grows by multiples of it
 constexpr size_t kSmallestRegion = size_t(1) << 30;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
@@ -111,7 +110,7 @@ class Pool {
   bool grow(size_t size) {
     const bool joins = !blocks_.empty() && std::prev(blocks_.end())->second.is_free;
     const uintptr_t start = joins ? std::prev(blocks_.end())->first : end_;
-    const size_t more = round_up(size - (end_ - start), kGrowth);
+    const size_t more = round_up(size - (end_ - start), kHugePage);
     if (more > limit_ - end_) return false;
     void* address = reinterpret_cast<void*>(end_);
     if (mprotect(address, more, PROT_READ | PROT_WRITE) != 0) return false;
