@@ -16,12 +16,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from models.layers.ops import compute_dtype, custom_op
+from models.layers.ops import compute_dtype, custom_op, pad_tokens
 
 IGNORE_LABEL = -100  # label of a token without loss
 LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}  # CPU: a chunk, or a block of its rows, fits into the caches; GPU: launch overhead is negligible
 MIN_TOKENS_PER_CHUNK = {"cpu": 512, "cuda": 1}  # CPU: to add to the gradient of the weight takes less time than the products of a chunk
-ROUND_TOKENS_TO = 64  # CPU, 16 bits: oneDNN compiles a product for each number of tokens, which takes 20 ms; labels of each step would have another one
 WEIGHT_ROWS_PER_BLOCK = 1 << 14  # rows of the weight whose gradient is computed at once
 
 
@@ -48,7 +47,7 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: 
     nll = x.new_zeros(len(x), dtype=torch.float32)
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
-        x_chunk = _pad(x[rows])
+        x_chunk = pad_tokens(x[rows])
         padded = x_chunk @ w.t()
         logits = padded[: len(y)]
         nll[rows] = torch.cat([_block_nll(logits[block], y[block], need_dx or need_dw) for block in _blocks(logits)])
@@ -84,7 +83,7 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     w = weight.to(x.dtype)
     nll, log_sum = x.new_zeros(2, len(x), dtype=torch.float32).unbind()
     for rows, y in _chunks(labels, len(weight)):
-        logits = (_pad(x[rows]) @ w.t())[: len(y)]
+        logits = (pad_tokens(x[rows]) @ w.t())[: len(y)]
         log_sum[rows] = chunk_log_sum = torch.cat([logits[block].float().logsumexp(-1) for block in _blocks(logits)])
         nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - _at_labels(logits, y).float())
     return nll.clone(), log_sum.clone()  # outputs of an operator must not share memory
@@ -101,7 +100,7 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum:
     w = weight.to(x.dtype)
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
     for rows, y in _chunks(labels, len(weight)):
-        x_chunk = _pad(x[rows])
+        x_chunk = pad_tokens(x[rows])
         padded, token_log_sum, token_g = x_chunk @ w.t(), log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
         logits = padded[: len(y)]
         for block in _blocks(logits):
@@ -145,12 +144,6 @@ def _chunks(labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor | slice, T
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
         yield rows, labels[rows]
-
-
-def _pad(x: Tensor) -> Tensor:
-    """x: (n, D) -> (m, D) with zeros after its rows, whose logits, and so gradients, are zero. CPU, 16 bits: m is n rounded up to ROUND_TOKENS_TO."""
-    missing = -len(x) % ROUND_TOKENS_TO
-    return x if x.is_cuda or x.dtype == torch.float32 or not missing else torch.cat([x, x.new_zeros(missing, x.shape[1])])
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

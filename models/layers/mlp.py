@@ -16,7 +16,7 @@ from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
 from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
 from models.layers.cpu_kernels.fused_projection import kernel_projection
-from models.layers.ops import compute_dtype, fused_projection
+from models.layers.ops import compute_dtype, fused_projection, pad_tokens
 
 
 class SwiGLU(torch.autograd.Function):
@@ -105,7 +105,7 @@ class MoE(nn.Module):
         experts = chosen.flatten()
         order = experts.argsort(stable=True)
         groups = flat.index_select(0, order // chosen.shape[1]).split(experts.bincount(minlength=len(self.experts)).tolist())
-        outputs = torch.cat([expert(group) for expert, group in zip(self.experts, groups, strict=True)])
+        outputs = torch.cat([expert(pad_tokens(group))[: len(group)] for expert, group in zip(self.experts, groups, strict=True)])
         return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
 
 
