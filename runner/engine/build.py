@@ -26,13 +26,13 @@ from models.language_model import LanguageModel, create_model
 from models.layers.quantized import check_quantization, quantize_linear_layers
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
-from runner.checkpoint.environment import cpu_model, numeric_variables, rank_differences
+from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables, rank_differences
 from runner.checkpoint.format import read_model_tensors, read_newest_state
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
-from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache
+from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
 from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, common_choice, repeat_choice
 from runner.engine.device.cpu.threads import choose_threads
@@ -302,6 +302,7 @@ def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, prec
     """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
     if compile_mode != "off":
         set_inductor_cache()
+        tag_compiled_programs(code_fingerprint())
         batch_rows = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
         model.compile_layers(single_row=batch_rows == 1, mode=compile_mode)
     with precision.autocast():

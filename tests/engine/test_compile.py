@@ -2,6 +2,8 @@
 
 import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from common import paths
 from common.errors import Interrupted, TrainingError
+from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
 from runner.engine.build import run_summary
 from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
@@ -120,3 +123,42 @@ def test_stop_signal_that_also_ends_the_compiler_interrupts_the_run(make_run, mo
     monkeypatch.setattr(loop, "train_steps", stop_while_compiling)
     with pytest.raises(Interrupted):
         train(make_run("pretrain"), lambda: requested[0])
+
+
+def test_compiled_programs_are_those_of_this_code(make_run, monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    monkeypatch.delenv("TORCH_COMPILE_CACHE_KEY_TAG", raising=False)
+    make_run("pretrain", "train.compile=default")
+    assert torch.compiler.config.cache_key_tag == code_fingerprint()
+
+
+GRADIENT_OF_AN_OPERATOR = """
+import sys, torch
+from models.layers.ops import custom_op
+from runner.engine.device.compile import tag_compiled_programs
+
+tag_compiled_programs(sys.argv[2])
+
+@custom_op("stale_test::double")
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+torch.library.register_fake("stale_test::double", lambda x: torch.empty_like(x))
+torch.library.register_autograd("stale_test::double", lambda ctx, g: g * float(sys.argv[1]), setup_context=lambda ctx, inputs, output: None)
+x = torch.ones(4, requires_grad=True)
+torch.compile(lambda x: double(x).sum())(x).backward()
+print(x.grad[0].item())
+"""
+
+
+@pytest.mark.slow
+def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
+    """torch finds kept programs by their forward pass: without the tag the second process has the gradient of the first."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    gradients = [
+        subprocess.run(
+            [sys.executable, "-c", GRADIENT_OF_AN_OPERATOR, factor, tag], cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for factor, tag in (("2", "before"), ("3", "after"), ("4", "after"))
+    ]
+    assert gradients == ["2.0", "3.0", "3.0"]  # the third: programs of the same code are kept

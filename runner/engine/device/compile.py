@@ -88,6 +88,18 @@ def set_inductor_cache() -> Path:
     return folder
 
 
+def tag_compiled_programs(fingerprint: str) -> None:
+    """Let this process use only kept programs that code of this fingerprint has compiled; a tag that the user has set counts, too.
+
+    torch finds a program by its forward pass: after an update of this code, a program kept from before would compute the gradients of operators of
+    `models.layers.ops.custom_op` as they were, without an error.
+    """
+    import torch
+
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = f"{tag} {fingerprint}".strip()
+
+
 def remove_incomplete_programs(folder: Path) -> None:
     """Delete compiled programs that a killed compiler or a full disk has left incomplete: torch would load them, and fail, in every later run.
 
