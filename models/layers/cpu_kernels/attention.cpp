@@ -186,7 +186,7 @@ struct Backward {
     T *q_rows = q_.get(4 * M * H), *q_t = q_rows + M * H, *g_rows = q_t + M * H, *g_t = g_rows + M * H, *block = block_.get(M * H);
     T *p = probs_.get(3 * KEYS * M), *ds = p + KEYS * M, *ds_packed = ds + KEYS * M;
     float *scores = scores_.get(2 * padded * M), *dp = scores + padded * M;  // padded x M, of all keys: 64 KiB for each block of them
-    float *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(2 * M), *delta = norm + M;
+    float *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(3 * M), *delta = norm + M, *total = delta + M;
     for (int64_t first = 0; first < L; first += Q) {
       const int64_t count = std::min(Q, L - first), used = (first + count + KEYS - 1) / KEYS;
       gather(q, item, first, count, block);
@@ -196,14 +196,15 @@ struct Backward {
       pack(block, H, M, H, g_rows);
       pack_transposed(block, M, H, g_t);
       read_norm(item, first, count, norm);
-      std::fill(delta, delta + M, 0.0f);
+      std::fill(delta, delta + 2 * M, 0.0f);
       for (int64_t j = 0; j < used; ++j) {
         float *scores_j = scores + j * KEYS * M, *dp_j = dp + j * KEYS * M;
         brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores_j, PAIR<T> == 2);
         brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp_j, PAIR<T> == 2);
         for (int64_t c = 0; c < KEYS; ++c)
-          for (int64_t h = 0; h < r; ++h) probabilities(scores_j, dp_j, norm, delta, c * M + h * Q, h * Q, j * KEYS + c - first);
+          for (int64_t h = 0; h < r; ++h) probabilities(scores_j, dp_j, norm, delta, total, c * M + h * Q, h * Q, j * KEYS + c - first);
       }
+      for (int64_t i = 0; i < M; ++i) delta[i] /= total[i];
       for (int64_t j = 0; j < used; ++j) {
         score_gradients(scores + j * KEYS * M, dp + j * KEYS * M, delta, M, p, ds);
         pack(ds, M, KEYS, M, ds_packed);
@@ -240,11 +241,12 @@ struct Backward {
 
   // Q scores of one key and head, from `at` on -> probabilities; queries before `hidden` come before the key. delta: the sum of p * dp over the keys. (The usual
   // sum of g * out has the error of the rounded output, the same for all keys: keys and values with a common mean would multiply it.)
-  void probabilities(float* scores, const float* dp, const float* norm, float* delta, int64_t at, int64_t row, int64_t hidden) const {
+  void probabilities(float* scores, const float* dp, const float* norm, float* delta, float* total, int64_t at, int64_t row, int64_t hidden) const {
     const int32_t Q = static_cast<int32_t>(s.Q), before = static_cast<int32_t>(std::clamp<int64_t>(hidden, 0, Q));
     for (int32_t i = 0; i < Q; i += LANES) {
       const Floats p = LANE + i < before ? Floats{} : exp_of(load(scores + at + i) * scale - load(norm + row + i));
       store(scores + at + i, p);
+      store(total + row + i, load(total + row + i) + p);
       store(delta + row + i, load(delta + row + i) + (LANE + i < before ? Floats{} : p * load(dp + at + i)));
     }
   }

@@ -60,7 +60,7 @@ def fused_attention_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: T
         with torch.autocast("cpu", enabled=False):
             probs = (_scores(q.flatten(1, 2), k, mask) - lse.unsqueeze(-1)).exp()
             dp = g.float() @ v.unsqueeze(2).float().mT
-            ds = (probs * (dp - (probs * dp).sum(-1, keepdim=True))).to(q.dtype)
+            ds = (probs * (dp - (probs * dp).sum(-1, keepdim=True) / probs.sum(-1, keepdim=True))).to(q.dtype)
             dq.copy_((ds @ k.unsqueeze(2)).flatten(1, 2) * scale)
             dk.copy_((ds.mT @ q).sum(2) * scale)
             dv.copy_((probs.to(g.dtype).mT @ g).sum(2))

@@ -47,7 +47,7 @@ register_projection("lm_runner::kernel_projection", kernel_projection_backward)
 def supports_gradients(g: Tensor, x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Return whether the kernel computes the gradients of `weights` (O_i, D) from g (..., sum of O_i) and x (..., D)."""
     is_bf16 = g.dtype == x.dtype == torch.bfloat16 and g.device.type == "cpu" and g.numel() > 0
-    return is_bf16 and all(weight.dtype == torch.float32 and not any(size % LANES for size in weight.shape) for weight in weights)
+    return is_bf16 and all(weight.dtype == torch.float32 and weight.numel() > 0 and not any(size % LANES for size in weight.shape) for weight in weights)
 
 
 def weight_gradients(g: Tensor, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
