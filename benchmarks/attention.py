@@ -24,7 +24,7 @@ HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2
 def table(rounds: int) -> str:
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
     from runner.engine.device.compile import set_inductor_cache
-    from runner.engine.device.cpu.attention_choice import AttentionShape, measure_kernels
+    from runner.engine.device.cpu.attention_choice import AttentionShape, measure_attention
 
     kernels, message = list(KERNELS), ""
     try:
@@ -35,7 +35,7 @@ def table(rounds: int) -> str:
     lines = [HEAD]
     for name, sizes in SHAPES.items():
         for dtype in ("float32", "bfloat16"):
-            times = [measure_kernels(AttentionShape(*sizes, dtype=dtype), kernels) for _ in range(rounds)]
+            times = [measure_attention(AttentionShape(*sizes, dtype=dtype), kernels) for _ in range(rounds)]
             medians = {kernel: statistics.median(each[kernel] for each in times) for kernel in times[0]}
             cells = [f"{medians[kernel] * 1000:.1f}" if kernel in medians else "-" for kernel in KERNELS]
             lines.append(f"| {name} | {dtype} | {' | '.join(cells)} |")

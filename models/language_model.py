@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.layers.chunked_loss import LMHead
 
 
 class ModelOutput(NamedTuple):
@@ -68,6 +69,11 @@ class LanguageModel(nn.Module):
         """Compute attention on the CPU by one of `attention.CPU_KERNELS`. A layer whose attention another library computes ignores it."""
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
+
+    @property
+    def loss_heads(self) -> list[LMHead]:
+        """Output layers that compute the loss in chunks of tokens, without adapters."""
+        return [module for module in self.modules() if type(module) is LMHead]
 
     @property
     def output_layer(self) -> nn.Module | None:

@@ -27,26 +27,38 @@ WEIGHT_ROWS_PER_BLOCK = 1 << 14  # rows of the weight whose gradient is computed
 class LMHead(nn.Linear):
     """Output layer: logits, or the loss of given labels."""
 
+    chunk_tokens = 0  # of the loss; 0: `default_chunk_tokens`
+
     def forward(self, x: Tensor, labels: Tensor | None = None, reduction: str = "none") -> Tensor:
-        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction)
+        return super().forward(x) if labels is None else linear_cross_entropy(x, self.weight, labels, reduction, self.chunk_tokens)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B, T), or () their sum."""
+def default_chunk_tokens(vocab_size: int, device_type: str) -> int:
+    """Return the tokens of a chunk where nothing else was chosen."""
+    device = "cuda" if device_type == "cuda" else "cpu"
+    return max(MIN_TOKENS_PER_CHUNK[device], LOGITS_PER_CHUNK[device] // vocab_size)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, reduction: str, chunk_tokens: int = 0) -> Tensor:
+    """-log softmax(x @ weight.T)[label] in fp32, 0 for IGNORE_LABEL: x (B, T, D), weight (V, D), labels (B, T) -> (B, T), or () their sum.
+
+    chunk_tokens: tokens of a chunk, 0 for `default_chunk_tokens`.
+    """
     flat, y = x.flatten(0, -2).to(compute_dtype(x)), labels.flatten()
+    size = chunk_tokens or default_chunk_tokens(len(weight), x.device.type)
     if reduction == "none":
-        return _nll(flat, weight, y)[0].view_as(labels)
+        return _nll(flat, weight, y, size)[0].view_as(labels)
     grads = torch.is_grad_enabled()
-    return _nll_sum(flat, weight, y, grads and flat.requires_grad, grads and weight.requires_grad)[0]
+    return _nll_sum(flat, weight, y, grads and flat.requires_grad, grads and weight.requires_grad, size)[0]
 
 
 @custom_op("lm_runner::nll_sum")
-def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """x: (N, D), labels: (N,) -> the sum of the losses (), and its gradients for x and weight; empty tensors for those not needed."""
     w = weight.to(x.dtype)
     nll = x.new_zeros(len(x), dtype=torch.float32)
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
-    for rows, y in _chunks(labels, len(weight)):
+    for rows, y in _chunks(labels, chunk_tokens):
         x_chunk = pad_tokens(x[rows])
         padded = x_chunk @ w.t()
         logits = padded[: len(y)]
@@ -59,30 +71,30 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: 
 
 
 @torch.library.register_fake("lm_runner::nll_sum")
-def _(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty((), dtype=torch.float32), x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
-    ctx.needed = inputs[3:]
+    ctx.needed = inputs[3:5]
     ctx.save_for_backward(*output[1:])
 
 
 def _scale_gradients(ctx, g: Tensor, *_) -> tuple[Tensor | None, ...]:
     dx, dw = ctx.saved_tensors  # overwritten: dw is as large as the weight; autograd refuses a second backward pass then
     need_dx, need_dw = ctx.needed
-    return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, None, None, None
+    return dx.mul_(g) if need_dx else None, dw.mul_(g) if need_dw else None, None, None, None, None
 
 
 torch.library.register_autograd("lm_runner::nll_sum", _scale_gradients, setup_context=_save_gradients)
 
 
 @custom_op("lm_runner::nll")
-def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _nll(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     """x: (N, D), labels: (N,) -> the loss of each token (N,), and the logsumexp of its logits (N,)."""
     w = weight.to(x.dtype)
     nll, log_sum = x.new_zeros(2, len(x), dtype=torch.float32).unbind()
-    for rows, y in _chunks(labels, len(weight)):
+    for rows, y in _chunks(labels, chunk_tokens):
         logits = (pad_tokens(x[rows]) @ w.t())[: len(y)]
         log_sum[rows] = chunk_log_sum = torch.cat([logits[block].float().logsumexp(-1) for block in _blocks(logits)])
         nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - _at_labels(logits, y).float())
@@ -90,16 +102,18 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("lm_runner::nll")
-def _(x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), dtype=torch.float32), x.new_empty(len(x), dtype=torch.float32)
 
 
 @custom_op("lm_runner::nll_backward")
-def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+def _nll_backward(
+    g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int
+) -> tuple[Tensor, Tensor]:
     """g: (N,), gradient of each token's loss -> gradients for x and weight; empty tensors for those not needed."""
     w = weight.to(x.dtype)
     dx, dw = x.new_zeros(x.shape if need_dx else 0), torch.zeros(weight.shape if need_dw else 0, device=x.device)  # dw: fp32
-    for rows, y in _chunks(labels, len(weight)):
+    for rows, y in _chunks(labels, chunk_tokens):
         x_chunk = pad_tokens(x[rows])
         padded, token_log_sum, token_g = x_chunk @ w.t(), log_sum[rows].unsqueeze(-1), g[rows].unsqueeze(-1)
         logits = padded[: len(y)]
@@ -114,28 +128,27 @@ def _nll_backward(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum:
 
 
 @torch.library.register_fake("lm_runner::nll_backward")
-def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool) -> tuple[Tensor, Tensor]:
+def _(g: Tensor, x: Tensor, weight: Tensor, labels: Tensor, log_sum: Tensor, need_dx: bool, need_dw: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape if need_dx else 0), weight.new_empty(weight.shape if need_dw else 0)
 
 
 def _save_inputs(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, output[1])
+    *tensors, ctx.chunk_tokens = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
 def _backward(ctx, g: Tensor, _) -> tuple[Tensor | None, ...]:
     x, weight, labels, log_sum = ctx.saved_tensors
     need_dx, need_dw = ctx.needs_input_grad[:2]
-    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, log_sum, need_dx, need_dw)
-    return dx if need_dx else None, dw if need_dw else None, None
+    dx, dw = _nll_backward(g.contiguous(), x, weight, labels, log_sum, need_dx, need_dw, ctx.chunk_tokens)
+    return dx if need_dx else None, dw if need_dw else None, None, None
 
 
 torch.library.register_autograd("lm_runner::nll", _backward, setup_context=_save_inputs)
 
 
-def _chunks(labels: Tensor, vocab_size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yield (tokens, labels) of each chunk. On the CPU tokens without a label are left out; on a GPU counting them would be a host sync."""
-    device = "cuda" if labels.is_cuda else "cpu"
-    size = max(MIN_TOKENS_PER_CHUNK[device], LOGITS_PER_CHUNK[device] // vocab_size)
+def _chunks(labels: Tensor, size: int) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """Yield (tokens, labels) of each chunk of `size` tokens. On the CPU tokens without a label are left out; on a GPU counting them would be a host sync."""
     if not labels.is_cuda:
         labelled = (labels != IGNORE_LABEL).nonzero().squeeze(-1)
         if len(labelled) < len(labels):

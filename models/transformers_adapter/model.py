@@ -157,6 +157,10 @@ class TransformersModel(LanguageModel):
                 return heads, getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None) or config.hidden_size // heads
         return None
 
+    @property
+    def loss_heads(self) -> list[LMHead]:
+        return super().loss_heads if self.kernels.chunked_loss else []
+
     def generates_in_batches(self, max_length: int) -> bool:
         dependence = length_dependence(self.hf.config)
         return self._generation().in_batches and (dependence is None or max_length <= dependence.length)

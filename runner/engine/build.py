@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from common.errors import UserError
-from common.paths import display_path
 from data.batching.loader import StepLoader
-from data.batching.packing import PackedSequences
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
-from data.types import sequences_per_row
-from models.formats.load import load_into, load_weights, weights_under_adapter
-from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model
-from models.layers.quantized import check_quantization, quantize_linear_layers
+from models.language_model import LanguageModel
+from models.layers.quantized import check_quantization
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
-from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables, rank_differences
-from runner.checkpoint.format import read_model_tensors, read_newest_state
-from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
+from runner.checkpoint.environment import rank_differences
+from runner.checkpoint.format import read_newest_state
+from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.retention import RetentionPolicy
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
-from runner.engine.device.compile import CompileDecision, check_cuda_graphs, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
+from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
-from runner.engine.device.cpu.attention_choice import DEFAULT, AttentionChoice, AttentionShape, choose_attention, common_choice, repeat_choice
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
-from runner.engine.device.kernels import ATTENTION, describe_kernels
 from runner.engine.device.precision import Precision
 from runner.engine.device.rng import seed_all
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
-from runner.engine.objectives.config import prepare_stage
-from runner.engine.objectives.objective import Objective
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
-from runner.engine.state import TrainState, load_strict
-from runner.tracking.data_report import data_summary
+from runner.engine.setup.kernels import choose_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
+from runner.engine.setup.model import prepare_model
+from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
 
 
@@ -77,8 +66,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    attention = choose_attention_kernel(cfg, (model, *objective.extra_models), loader, precision, compile_decision, dist, saved)
-    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, attention.kernel)
+    kernels = choose_kernels(cpu_choices(cfg, (model, *objective.extra_models), loader, precision), compile_decision.is_long_run, dist, saved)
+    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
@@ -101,7 +90,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         update_metadata=update_metadata,
         compatibility=compatibility,
         thread_reason=thread_reason,
-        attention_reason=attention.reason,
+        kernel_reasons=kernels.reasons,
     )
 
 
@@ -131,12 +120,6 @@ def check_machine(cfg: Config, device: torch.device, precision: Precision) -> No
     cfg.model.check_memory()
     if cfg.stage.lora and cfg.stage.lora.quantize:
         check_quantization(device)
-
-
-def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str, attention: str) -> dict[str, Any]:
-    """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes, attention)
-    return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> Tokenizer:
@@ -177,48 +160,6 @@ def resolve_rows_per_step(cfg: Config, num_ranks: int, saved: dict[str, object])
     return rows
 
 
-def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
-    """Return a model with random weights from the current seed, or with those of `cfg.init_from`.
-
-    A resumed run needs the initial weights only if its checkpoints do not contain them: under adapters, or for a reference model.
-    """
-    source = initial_weights_of(cfg) if load_initial_weights or cfg.stage.lora or cfg.stage.needs_reference else None
-    if source:
-        check_size_of_weights(cfg.model, source)
-    model = create_model(cfg.model)
-    if source:
-        load_into(model, load_weights(source, cfg.model.family), str(source))
-    model.activation_checkpointing = cfg.train.activation_checkpointing
-    return model
-
-
-def initial_weights_of(cfg: Config) -> Path | None:
-    """Return where the weights of the model come from, without an adapter that is trained on; None: they are random."""
-    return None if cfg.init_from == "scratch" else weights_under_adapter(cfg.stage.lora, Path(cfg.init_from))
-
-
-def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
-    """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
-    seed_all(cfg.seed)
-    model = build_model(cfg, load_initial_weights=resumed_run is None)
-    if resumed_run is not None and model.probes_weights and not (cfg.stage.lora or cfg.stage.needs_reference):
-        load_saved_weights(model, resumed_run)
-    if cfg.stage.lora and cfg.stage.lora.quantize:
-        quantize_linear_layers(model, device)
-    model = model.to(device)
-    model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
-    objective = prepare_stage(cfg.stage, model, cfg.init_from)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
-    return model, objective, frozen
-
-
-def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
-    """Load the newest valid checkpoint's weights: random ones may not show how a model computes. `TrainState` loads them again with all other state."""
-    with suppress(FileNotFoundError):
-        checkpoint = newest_checkpoint(run_dir)
-        load_strict(dict(model.named_parameters()), read_model_tensors(checkpoint), checkpoint)
-
-
 def distribute(cfg: Config, dist: DistributedContext, precision: Precision, models: Iterable[LanguageModel]) -> None:
     """Give each rank a dropout of its own and, under fsdp, its shard of `models`."""
     if dist.rank:
@@ -234,114 +175,3 @@ def build_loaders(
     ranks = (dist.rank, dist.size, dist.device.type == "cuda")
     loader = build_loader(pipeline.train, cfg, tokenizer, rows_per_step, *ranks)
     return loader, build_loader(pipeline.val, cfg, tokenizer, cfg.train.batch_size * dist.size, *ranks) if pipeline.val else None
-
-
-def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
-    planned_flops = estimate_flops(cfg, model, loader)
-    return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
-
-
-def choose_attention_kernel(
-    cfg: Config,
-    models: Sequence[LanguageModel],
-    loader: StepLoader,
-    precision: Precision,
-    decision: CompileDecision,
-    dist: DistributedContext,
-    saved: dict[str, Any] | None,
-) -> AttentionChoice:
-    """Let all `models`, the trained one first, compute attention by the fastest kernel of the CPU, if the run is long, or by that of its checkpoint; all ranks by the same."""
-    shape = attention_shape(cfg, models[0], loader, precision) if dist.device.type == "cpu" else None
-    if shape is None:
-        return AttentionChoice(DEFAULT, "")
-    if saved is not None:
-        kernel = recorded_environment(saved["compatibility"]).get(ATTENTION, DEFAULT)
-        choice = AttentionChoice(DEFAULT, "") if kernel == DEFAULT else repeat_choice(kernel, shape, set_inductor_cache())
-    elif not decision.is_long_run:
-        return AttentionChoice(DEFAULT, "")
-    else:
-        choice = choose_attention(shape, set_inductor_cache(), measured_facts())
-    choice = common_choice(dist.gather([choice.kernel, choice.reason, choice.has_fused]))
-    for model in models:
-        model.use_attention_kernel(choice.kernel)
-    return choice
-
-
-def measured_facts() -> dict[str, Any]:
-    """Return what the speed of a kernel depends on besides its shapes."""
-    return {
-        "cpu_model": cpu_model(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        **numeric_variables(os.environ),
-    }
-
-
-def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> AttentionShape | None:
-    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of `choose_attention` compute it."""
-    if (sizes := model.attention_sizes) is None:
-        return None
-    sequences = loader.sequences
-    is_packed = isinstance(sequences, PackedSequences)
-    rows = cfg.train.batch_size * (1 if is_packed else sequences_per_row(cfg.stage.data_format))
-    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
-    return AttentionShape(rows, cfg.data.max_length, documents, *sizes, str(precision.dtype).removeprefix("torch."))
-
-
-def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
-    """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
-    (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
-    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
-    rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)  # an epoch may have fewer rows than a step asks for
-    tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
-    return 6.0 * tokens * sum(p.numel() for p in model.parameters())
-
-
-def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
-    """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
-    if compile_mode != "off":
-        set_inductor_cache()
-        tag_compiled_programs(code_fingerprint())
-        batch_rows = cfg.train.batch_size * (sequences_per_row(cfg.stage.data_format) if cfg.data.packing == "none" else 1)
-        model.compile_layers(single_row=batch_rows == 1, mode=compile_mode)
-    with precision.autocast():
-        return dist.wrap(model)
-
-
-def run_summary(state: TrainState) -> dict[str, str]:
-    """Return the header of the log, title -> text."""
-    cfg, ranks = state.cfg, state.dist.size
-    parameters, trainable = (sum(p.numel() for p in state.model.parameters() if p.requires_grad or not only) for only in (False, True))
-    trained = "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
-    labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
-    threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
-    summary = {
-        "run": display_path(state.run_dir),
-        **{title: text for title, text in labels if text},
-        "stage": f"{cfg.stage.name}, weights from {cfg.init_from if cfg.init_from == 'scratch' else display_path(Path(cfg.init_from))}",
-        "model": f"{cfg.model.name}, {parameters:,} parameters, {trained}",
-        **({"kernels": state.model.kernels_description} if state.model.kernels_description else {}),
-        "tokenizer": f"{state.tokenizer.vocab_size:,} tokens, {display_path(Path(cfg.data.tokenizer))}",
-        "data": data_summary(cfg.data.paths, state.pipeline.files, len(state.pipeline.train.rows), state.pipeline.held_out),
-        "batch": batch_summary(state),
-        "steps": f"{state.total_steps:,} ({state.total_steps / state.loader.steps_per_epoch:.2f} epochs of {state.loader.steps_per_epoch:,} steps)",
-        "device": f"{state.dist.device}, {cfg.precision.name}, {threads}" + (f", {cfg.distributed.name} on {ranks} ranks" if ranks > 1 else ""),
-        "compile": state.compile_decision.reason,
-        **({"attention": state.attention_reason} if state.attention_reason else {}),
-    }
-    return summary | ({"resumed": f"at step {state.progress.step:,} (attempt {state.attempt})"} if state.progress.step else {})
-
-
-def batch_summary(state: TrainState) -> str:
-    """Return the rows of a step: micro-batch, accumulation and ranks."""
-    train, sequences, ranks, rows = state.cfg.train, state.pipeline.train, state.dist.size, state.loader.sampler.global_batch_size
-    if isinstance(sequences, PackedSequences):
-        kind = f"packed sequences of {sequences.capacity:,} tokens"
-        details = f"\n{len(sequences.rows) / len(sequences):.1f} examples in each, {sequences.fill_ratio:.1%} filled"
-    else:
-        kind, details = f"examples of at most {state.cfg.data.max_length:,} tokens", ""
-    micro_batches = math.ceil(math.ceil(rows / ranks) / train.batch_size)
-    if rows > (available := state.loader.sampler.size):
-        details = f", of which an epoch has {available:,}{details}"
-    return f"{train.batch_size:,} {kind} x {micro_batches} micro-batches{f' x {ranks} ranks' if ranks > 1 else ''} = {rows:,} a step{details}"

@@ -19,10 +19,10 @@ from runner.checkpoint.best import find_best_weights
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
 from runner.checkpoint.retention import save_freeing_space
-from runner.engine.build import build_model, initial_weights_of
 from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
+from runner.engine.setup.model import build_model, initial_weights_of
 from runner.engine.state import TrainState, load_strict, trainable_parameters
 
 

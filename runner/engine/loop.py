@@ -15,7 +15,6 @@ from common.errors import DivergedError, Interrupted, StopRequested, TrainingErr
 from common.filesystem import weaker_promises
 from data.store.reader import DamagedStoreError
 from runner.checkpoint.compatibility import DATA_FINGERPRINT, TOKENIZER_FINGERPRINT, run_rules
-from runner.engine.build import run_summary
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 from runner.engine.device.cpu.allocator import keep_freed_memory
 from runner.engine.device.heartbeat import enter
@@ -25,6 +24,7 @@ from runner.engine.evaluation import evaluate_if_due
 from runner.engine.export import choose_weights, export_model
 from runner.engine.objectives.objective import mask_dummy_batch
 from runner.engine.optim.schedules import lr_at
+from runner.engine.setup.summary import run_summary
 from runner.engine.state import StepOutput, TrainState, announcing_failures
 from runner.engine.step_metrics import StepResult, Throughput, check_converged, flush_steps, peak_memory, should_flush, watch_numbers
 

@@ -106,7 +106,7 @@ class TrainState:
     is_consistent: bool = True  # weights, optimizer state, counters and logs are those after the same step: it can be saved
     has_joined: bool = False  # a rank failed or was stopped, and all ranks have left their loops at the same place
     thread_reason: str | None = None  # why this process has not torch's own number of threads
-    attention_reason: str = ""  # the kernel of attention, where one was chosen
+    kernel_reasons: dict[str, str] = field(default_factory=dict)  # title -> the kernel that was chosen, and why
 
     def check_stop(self, has_stopped: bool = False, has_failed: bool = False) -> None:
         """Raise StopRequested if some rank has received a stop signal. Every rank must call it. `has_failed`: see `sum_or_end`."""

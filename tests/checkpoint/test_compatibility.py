@@ -104,7 +104,7 @@ def test_resume_refuses_changed_data_at_the_same_path(make_run) -> None:
 @pytest.mark.parametrize("stage", ["lora", "dpo", pytest.param("dpo_lora", marks=pytest.mark.slow)])
 def test_resume_refuses_other_frozen_weights(make_run, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_run(make_run, stage)
-    monkeypatch.setattr("runner.engine.build.seed_all", lambda seed: torch.manual_seed(seed + 1))
+    monkeypatch.setattr("runner.engine.setup.model.seed_all", lambda seed: torch.manual_seed(seed + 1))
     with pytest.raises(UserError, match="frozen_weights"):
         train(make_run(stage, "train.max_steps=6"))
 

@@ -13,9 +13,9 @@ from common import paths
 from common.errors import Interrupted, TrainingError
 from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
-from runner.engine.build import run_summary
 from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
+from runner.engine.setup.summary import run_summary
 
 CPU = torch.device("cpu")
 

@@ -16,6 +16,7 @@ from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine import build
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import allocator
+from runner.engine.setup import kernels
 
 ROOT = Path(__file__).parents[2]
 needs_pool = pytest.mark.skipif(platform.system() != "Linux", reason="the pool is for Linux")
@@ -241,6 +242,6 @@ def test_machine_without_a_compiler_trains_without_the_pool(tmp_path: Path, monk
 def test_long_runs_use_the_pool(make_run, monkeypatch: pytest.MonkeyPatch, is_long_run: bool) -> None:
     folders = []
     monkeypatch.setattr(build, "use_memory_pool", lambda folder: folders.append(folder) or "")
-    monkeypatch.setattr(build, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=is_long_run))
+    monkeypatch.setattr(kernels, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=is_long_run))
     make_run("pretrain")
     assert len(folders) == is_long_run

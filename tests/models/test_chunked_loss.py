@@ -101,3 +101,17 @@ def test_chunked_loss_sum_of_a_model_is_the_sum_of_its_tokens() -> None:
     per_token, total = (model(ids[:, :-1], labels=ids[:, 1:], reduction=reduction).nll for reduction in ("none", "sum"))
     assert per_token.shape == (2, 32)
     torch.testing.assert_close(total, per_token.sum())
+
+
+@REDUCTIONS
+def test_chosen_chunks_are_those_that_the_loss_is_computed_in(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = random_inputs(1.0)
+    sizes, chunks = [], chunked_loss._chunks
+    monkeypatch.setattr(chunked_loss, "_chunks", lambda labels, size: sizes.append(size) or chunks(labels, size))
+    head = LMHead(D, V, bias=False)
+    head.weight.data, head.chunk_tokens = weight.detach(), 4
+    actual = head(x, labels, reduction)
+    actual.sum().backward()
+    assert sizes == [4] * (2 if reduction == "none" else 1)
+    torch.testing.assert_close(actual.sum(), full_logits_loss(x, weight, labels).sum())
+    torch.testing.assert_close(head.weight.grad, torch.autograd.grad(full_logits_loss(x, weight, labels).sum(), weight)[0])

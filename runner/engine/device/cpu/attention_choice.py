@@ -1,28 +1,23 @@
-"""Which kernel computes attention on the CPU: measured at the start of a long run, on its own shapes, kept for later runs, and repeated on resume."""
+"""Which kernel computes attention on the CPU."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import tempfile
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_times
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT = "auto"  # blocks of 64 queries
 _FUSED = "fused"
-CANDIDATES = (DEFAULT, "blocks-32", "blocks-128", _FUSED)
-WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
-TURNS, PASSES = 4, 2  # of each kernel; several turns, because a training that starts beside this one disturbs some of them
+OTHERS = ("blocks-32", "blocks-128", _FUSED)
+TURNS, PASSES = 4, 2  # of each kernel
 ROW_LIMIT, TOKEN_LIMIT = 4, 2_048  # measured at a time: the order of kernels is that of larger batches, too
-MAX_CHOICE_BYTES = 10_000
 
 
 @dataclass(frozen=True)
@@ -38,38 +33,25 @@ class AttentionShape:
     dtype: str  # of torch: float32 or bfloat16
 
 
-@dataclass(frozen=True)
-class AttentionChoice:
-    kernel: str  # one of `models.layers.attention.CPU_KERNELS`
-    reason: str  # for the header of the log
-    has_fused: bool = False  # this process can compute the fused kernel
+def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> MeasuredChoice:
+    """Return the choice between `models.layers.attention.CPU_KERNELS`, forward and backward."""
+    return MeasuredChoice(
+        fact="attention",
+        default=DEFAULT,
+        others=OTHERS,
+        workload=asdict(shape),
+        measure=partial(measure_attention, shape),
+        apply=apply,
+        unit="ms a layer",
+        labels={DEFAULT: "blocks-64"},
+        load=partial(load_attention, shape),
+    )
 
 
-def common_choice(choices: list[list[Any]]) -> AttentionChoice:
-    """Return the choice of all ranks from (kernel, reason, has_fused) of each: that of the first, unless it is a kernel that some rank cannot compute."""
-    kernel, reason, has_fused = choices[0]
-    if kernel == _FUSED and not all(rank_has_fused for *_, rank_has_fused in choices):
-        return AttentionChoice(DEFAULT, "blocks of queries: a rank has no fused kernel", has_fused)
-    return AttentionChoice(kernel, reason, has_fused)
-
-
-def repeat_choice(saved: object, shape: AttentionShape, folder: Path) -> AttentionChoice:
-    """Return the kernel of a checkpoint, `saved` of its environment; the default where this machine cannot compute it, which the resume reports."""
-    from models.layers.attention import CPU_KERNELS
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-
-    if not isinstance(saved, str) or saved not in CPU_KERNELS:
-        return AttentionChoice(DEFAULT, "")
-    if saved == _FUSED:
-        try:
-            _load_fused(shape, folder)
-        except KernelsUnavailableError as error:
-            return AttentionChoice(DEFAULT, f"blocks of queries: the fused kernel of the checkpoint is not available, {error}")
-    return AttentionChoice(saved, f"{saved}, as its checkpoint", has_fused=saved == _FUSED)
-
-
-def _load_fused(shape: AttentionShape, folder: Path) -> None:
-    """Raise KernelsUnavailableError if this machine cannot compute the fused kernel for `shape`."""
+def load_attention(shape: AttentionShape, kernel: str, folder: Path) -> None:
+    """Raise KernelsUnavailableError if this machine cannot compute `kernel` for `shape`."""
+    if kernel != _FUSED:
+        return
     import torch
 
     from models.layers.cpu_kernels.fused_attention import check_product, supports
@@ -82,53 +64,19 @@ def _load_fused(shape: AttentionShape, folder: Path) -> None:
     check_product(dtype, shape.head_width)
 
 
-def choose_attention(shape: AttentionShape, folder: Path, facts: Mapping[str, Any]) -> AttentionChoice:
-    """Return the fastest kernel for `shape`, forward and backward.
-
-    `folder`: a private one for compiled programs; a choice made before is taken from it. `facts` (JSON values): the processor, the libraries and all
-    else that the time depends on.
-    """
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
-
-    unavailable = ""
-    try:
-        _load_fused(shape, folder)
-    except KernelsUnavailableError as error:
-        unavailable = f"; no fused kernel: {error}"
-    key = json.dumps([asdict(shape), dict(facts), bool(unavailable)], sort_keys=True)
-    file = folder / "cpu_kernels" / f"choice-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    times = _read_times(file)
-    if times is None:
-        measured = measure_kernels(shape, [name for name in CANDIDATES if not (unavailable and name == _FUSED)])
-        _write_times(file, measured)
-        times = _read_times(file) or measured  # those of another run that has measured at the same time
-    best = min(times, key=lambda name: times[name])
-    kernel = best if times[best] <= WORTHWHILE * times[DEFAULT] else DEFAULT
-    listed = ", ".join(f"{name.replace(DEFAULT, 'blocks-64')} {seconds * 1000:.1f}" for name, seconds in times.items())
-    return AttentionChoice(kernel, f"{kernel.replace(DEFAULT, 'blocks-64')} (measured, ms a layer: {listed}){unavailable}", has_fused=not unavailable)
-
-
-def measure_kernels(shape: AttentionShape, kernels: list[str]) -> dict[str, float]:
-    """Return kernel -> the shortest time of a forward and a backward pass, seconds; kernels that cannot compute `shape` are left out.
-
-    They take turns of several passes, of which the first is not counted: oneDNN keeps the programs of the last few products only.
-    """
+def measure_attention(shape: AttentionShape, kernels: Sequence[str]) -> dict[str, float]:
+    """Return kernel -> the shortest time of a forward and a backward pass, seconds; kernels that cannot compute `shape` are left out."""
     import torch
 
     from models.layers.attention import attention
-    from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     (q, k, v), mask = _make_inputs(shape)
-    times: dict[str, list[float]] = {name: [] for name in kernels}
-    for name in [*times] * TURNS:
-        with suppress(KernelsUnavailableError):
-            for number in range(PASSES + 1):
-                started = time.perf_counter()
-                out = attention(q, k, v, mask, 0.0, name)
-                torch.autograd.grad(out, (q, k, v), out.detach())
-                if number:
-                    times[name].append(time.perf_counter() - started)
-    return {name: min(each) for name, each in times.items() if each}
+
+    def compute(kernel: str) -> None:
+        out = attention(q, k, v, mask, 0.0, kernel)
+        torch.autograd.grad(out, (q, k, v), out.detach())
+
+    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, TURNS, PASSES)
 
 
 def _make_inputs(shape: AttentionShape) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -149,27 +97,3 @@ def _make_inputs(shape: AttentionShape) -> tuple[list[torch.Tensor], torch.Tenso
     mask = document_mask(ids.expand(B, T), 0.0)
     assert isinstance(mask, torch.Tensor)
     return inputs, mask
-
-
-def _read_times(file: Path) -> dict[str, float] | None:
-    """Return kernel -> seconds that `_write_times` has written; None for anything else."""
-    with suppress(OSError, ValueError, RecursionError):
-        with file.open("rb") as opened:
-            times = json.loads(opened.read(MAX_CHOICE_BYTES))
-        if isinstance(times, dict) and DEFAULT in times and all(name in CANDIDATES and isinstance(each, float) and each > 0 for name, each in times.items()):
-            return times
-    return None
-
-
-def _write_times(file: Path, times: Mapping[str, float]) -> None:
-    """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that cannot be written to is no error."""
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            complete = Path(folder) / file.name
-            complete.write_text(json.dumps(times), encoding="utf-8")
-            try:
-                os.link(complete, file)
-            except FileExistsError:
-                if _read_times(file) is None:  # damaged
-                    os.replace(complete, file)

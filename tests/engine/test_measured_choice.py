@@ -1,24 +1,30 @@
-"""The kernel of attention on the CPU: measured for long runs, kept for later ones, the same after a resume and on every rank."""
+"""Kernels on the CPU that a long run chooses: by measuring, kept for later ones, the same after a resume and on every rank."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.errors import Interrupted
+from models.layers import chunked_loss
 from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
-from runner.engine import build
-from runner.engine.build import run_summary
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import attention_choice
-from runner.engine.device.cpu.attention_choice import CANDIDATES, AttentionShape, choose_attention, common_choice, measure_kernels
+from runner.engine.device.cpu import loss_choice as loss_choice_module
+from runner.engine.device.cpu.attention_choice import OTHERS, AttentionShape, measure_attention
+from runner.engine.device.cpu.loss_choice import LossShape, loss_choice, measure_loss
+from runner.engine.device.cpu.measured_choice import ChosenKernel, common_kernel, measured_kernel, repeated_kernel
 from runner.engine.loop import train
+from runner.engine.setup import kernels as kernels_of_run
+from runner.engine.setup.summary import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 SHAPE = AttentionShape(rows=2, tokens=96, documents=3, heads=4, key_heads=2, head_width=32, dtype="float32")
@@ -37,10 +43,18 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`fast(kernel)`: long runs measure this one as the fastest, without compiled layers."""
 
     def fast(kernel: str, seconds: float = 0.5) -> None:
-        monkeypatch.setattr(attention_choice, "measure_kernels", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: seconds})
+        monkeypatch.setattr(attention_choice, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: seconds})
 
-    monkeypatch.setattr(build, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
+    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
     return fast
+
+
+def choose_attention(shape: AttentionShape, folder: Path, facts: dict) -> ChosenKernel:
+    return measured_kernel(attention_choice.attention_choice(shape, lambda kernel: None), folder, facts)
+
+
+def repeat_attention(saved: object, folder: Path) -> ChosenKernel:
+    return repeated_kernel(attention_choice.attention_choice(SHAPE, lambda kernel: None), saved, folder)
 
 
 def no_kernels(folder: Path) -> None:
@@ -52,7 +66,7 @@ def kernels_of(state) -> set[str]:
 
 
 def test_kernels_are_measured_in_turns_and_all_compute_the_shape() -> None:
-    times = measure_kernels(SHAPE, [name for name in CANDIDATES if name != "fused"])
+    times = measure_attention(SHAPE, ["auto", *(name for name in OTHERS if name != "fused")])
     assert set(times) == {"auto", "blocks-32", "blocks-128"} and all(seconds > 0 for seconds in times.values())
 
 
@@ -83,7 +97,7 @@ def test_choice_of_a_run_that_measures_at_the_same_time_is_taken(programs: Path,
         choose_attention(shape, programs, {})
         return dict.fromkeys(kernels, 1.0) | {"blocks-128": 0.5}
 
-    monkeypatch.setattr(attention_choice, "measure_kernels", other_run_is_first)
+    monkeypatch.setattr(attention_choice, "measure_attention", other_run_is_first)
     assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
 
 
@@ -139,7 +153,7 @@ def test_resume_without_the_kernel_of_its_checkpoint_is_not_exact_and_says_why(
 
 @pytest.mark.parametrize("saved", ["fused-2", 7, None, ["fused"]], ids=str)
 def test_unknown_kernel_of_a_checkpoint_is_the_default(saved: object, tmp_path: Path) -> None:
-    assert attention_choice.repeat_choice(saved, SHAPE, tmp_path).kernel == "auto" in CPU_KERNELS
+    assert repeat_attention(saved, tmp_path).kernel == "auto" in CPU_KERNELS
 
 
 def no_product(dtype: object, head_width: int) -> None:
@@ -154,22 +168,25 @@ def test_kernels_that_load_on_a_processor_without_their_product_are_unavailable(
     monkeypatch.setattr(library, "load_kernels", lambda folder: None)
     monkeypatch.setattr(fused_attention, "check_product", no_product)
     choice = choose_attention(SHAPE, programs, {})
-    assert choice.kernel == "blocks-32" and "oneDNN has no matrix product" in choice.reason and not choice.has_fused
-    repeated = attention_choice.repeat_choice("fused", SHAPE, programs)
-    assert repeated.kernel == "auto" and "oneDNN has no matrix product" in repeated.reason and not repeated.has_fused
+    assert choice.kernel == "blocks-32" and "oneDNN has no matrix product" in choice.reason and "fused" not in choice.available
+    repeated = repeat_attention("fused", programs)
+    assert repeated.kernel == "auto" and "oneDNN has no matrix product" in repeated.reason and "fused" not in repeated.available
+
+
+ALL, PLAIN = ["auto", *OTHERS], ["auto", "blocks-32"]
 
 
 @pytest.mark.parametrize(
     "ranks, kernel",
     [
-        ([["fused", "", True], ["blocks-32", "", True]], "fused"),
-        ([["fused", "", True], ["blocks-32", "", False]], "auto"),
-        ([["blocks-32", "", False], ["fused", "", True]], "blocks-32"),
-        ([["auto", "not available", False], ["fused", "", True]], "auto"),
+        ([["fused", "", ALL], ["blocks-32", "", ALL]], "fused"),
+        ([["fused", "", ALL], ["blocks-32", "", PLAIN]], "auto"),
+        ([["blocks-32", "", PLAIN], ["fused", "", ALL]], "blocks-32"),
+        ([["auto", "not available", ["auto"]], ["fused", "", ALL]], "auto"),
     ],
 )
 def test_all_ranks_compute_the_kernel_of_the_first_if_all_have_it(ranks: list, kernel: str) -> None:
-    choice = common_choice(ranks)
+    choice = common_kernel(attention_choice.attention_choice(SHAPE, lambda kernel: None), ranks)
     assert choice.kernel == kernel and ("a rank has no fused kernel" in choice.reason) == (ranks[0][0] == "fused" != kernel)
 
 
@@ -186,3 +203,72 @@ def test_choice_that_another_run_has_read_is_not_replaced(programs: Path, fast: 
     fast("blocks-128")
     monkeypatch.setattr(os, "link", other_run_is_first)
     assert choose_attention(SHAPE, programs, {}).kernel == "blocks-32"
+
+
+LOSS = LossShape(tokens=2_048, hidden=512, vocab=6_400, dtype="bfloat16", trains_head=True)
+
+
+def test_chunks_of_the_loss_are_at_most_twice_the_default_and_measured_only_where_that_is_quick() -> None:
+    choice = loss_choice(LOSS, [])
+    assert choice and (choice.label("auto"), choice.others) == ("655", ("256", "512", "1024"))
+    assert loss_choice(replace(LOSS, vocab=151_936), []) is None  # seconds, for the memory of the logits
+    assert loss_choice(replace(LOSS, tokens=200), []) is None  # one chunk anyway
+
+
+def test_chunks_of_the_loss_are_measured_with_the_gradients_of_the_run() -> None:
+    state = torch.get_rng_state()
+    for trains_head in (True, False):
+        times = measure_loss(LossShape(tokens=96, hidden=16, vocab=50, dtype="float32", trains_head=trains_head), ["auto", "32"])
+        assert set(times) == {"auto", "32"} and all(seconds > 0 for seconds in times.values())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture
+def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`fast_chunks(kernel)`: the tokens of a chunk of the loss that long runs measure as the fastest."""
+    monkeypatch.setattr(loss_choice_module, "CHUNK_TOKENS", (16, 32))
+    monkeypatch.setattr(chunked_loss, "MIN_TOKENS_PER_CHUNK", {"cpu": 24})
+    monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": 1})
+
+    def fast_chunks(kernel: str) -> None:
+        monkeypatch.setattr(loss_choice_module, "measure_loss", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: 0.5})
+
+    return fast_chunks
+
+
+def chunks_of(state) -> int:
+    return state.model.lm_head.chunk_tokens
+
+
+def test_chunks_of_the_loss_are_recorded_and_repeated_by_a_resume_bitwise_equal(
+    make_run: Callable, fast: Callable[..., None], fast_chunks: Callable[[str], None]
+) -> None:
+    overrides = ["train.max_steps=4", "train.save_every=2"]
+    fast("auto")
+    fast_chunks("16")
+    whole = make_run("sft", *overrides, folder="whole")
+    assert (chunks_of(whole), whole.compatibility["environment.loss_chunk_tokens"]) == (16, "16")
+    assert run_summary(whole)["loss chunk tokens"].startswith("16 (measured, ms a micro-batch: 24 1000.0, 16 500.0")
+    train(whole)
+    stopped = make_run("sft", *overrides, folder="stopped")
+    with pytest.raises(Interrupted):
+        train(stopped, stop_requested=lambda: stopped.progress.step == 2)
+    fast_chunks("32")
+    resumed = make_run("sft", *overrides, folder="stopped", attempt=2)
+    assert chunks_of(resumed) == 16 and run_summary(resumed)["loss chunk tokens"] == "16, as its checkpoint"
+    train(resumed)
+    for state in (whole, resumed):
+        state.logger.finish("completed", {})
+    assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
+
+
+@pytest.mark.parametrize("stage", ["dpo", "lora"])
+def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
+    stage: str, make_run: Callable, fast: Callable[..., None], fast_chunks: Callable[[str], None]
+) -> None:
+    """Preferences weigh each token later; adapters make the output layer wider."""
+    fast("auto")
+    fast_chunks("16")
+    overrides = ["stage.lora.targets=[lm_head]", "model.tie_word_embeddings=false"] if stage == "lora" else []
+    state = make_run(stage, *overrides, "train.max_steps=4")
+    assert chunks_of(state) == 0 and "loss chunk tokens" not in run_summary(state)

@@ -1,0 +1,149 @@
+"""Kernels that a long run chooses by measuring them at its start, on its own shapes: kept for later runs, recorded, and repeated on resume."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
+MAX_CHOICE_BYTES = 10_000
+
+
+def _always(kernel: str, folder: Path) -> None:
+    """Every kernel is available."""
+
+
+@dataclass(frozen=True)
+class MeasuredChoice:
+    """One choice between kernels that compute the same, each exact to its documented rounding."""
+
+    fact: str  # its name among the facts of a run's environment, and in the log
+    default: str  # what short runs compute with
+    others: tuple[str, ...]
+    workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
+    measure: Callable[[Sequence[str]], dict[str, float]]  # kernel -> seconds; kernels that cannot compute the workload are left out
+    apply: Callable[[str], None]
+    unit: str = "ms"  # of the times in the log, with what they are times of
+    labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
+    load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
+
+    def label(self, kernel: str) -> str:
+        return self.labels.get(kernel, kernel)
+
+
+class ChosenKernel(NamedTuple):
+    """A kernel of a `MeasuredChoice`."""
+
+    kernel: str
+    reason: str  # for the header of the log; "": nothing was chosen
+    available: tuple[str, ...]  # kernels that this process can compute
+
+
+def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> ChosenKernel:
+    """Return the fastest kernel.
+
+    `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the processor, the libraries and all
+    else that the times depend on.
+    """
+    missing = _load_all(choice, folder)
+    names = [name for name in (choice.default, *choice.others) if name not in missing]
+    key = json.dumps([choice.fact, dict(choice.workload), dict(facts), names], sort_keys=True)
+    file = folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    times = _read_times(file, choice)
+    if times is None:
+        measured = choice.measure(names)
+        _write_times(file, choice, measured)
+        times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
+    best = min(times, key=lambda name: times[name])
+    kernel = best if times[best] <= WORTHWHILE * times[choice.default] else choice.default
+    listed = ", ".join(f"{choice.label(name)} {seconds * 1000:.1f}" for name, seconds in times.items())
+    absent = "".join(f"; no {name} kernel: {error}" for name, error in missing.items())
+    return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, {choice.unit}: {listed}){absent}", tuple(names))
+
+
+def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> ChosenKernel:
+    """Return the kernel of a checkpoint, `saved` in its environment; the default where this machine cannot compute it, which the resume reports."""
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
+    if saved not in choice.others:
+        return ChosenKernel(choice.default, "", (choice.default,))
+    kernel = str(saved)
+    try:
+        choice.load(kernel, folder)
+    except KernelsUnavailableError as error:
+        reason = f"{choice.label(choice.default)}: the {kernel} kernel of the checkpoint is not available, {error}"
+        return ChosenKernel(choice.default, reason, (choice.default,))
+    return ChosenKernel(kernel, f"{choice.label(kernel)}, as its checkpoint", (choice.default, kernel))
+
+
+def common_kernel(choice: MeasuredChoice, ranks: Sequence[Sequence[Any]]) -> ChosenKernel:
+    """Return the kernel of all ranks from the `ChosenKernel` of each, as JSON: that of the first, unless some rank cannot compute it."""
+    kernel, reason, available = ranks[0]
+    if all(kernel in rank_available for _, _, rank_available in ranks):
+        return ChosenKernel(kernel, reason, tuple(available))
+    return ChosenKernel(choice.default, f"{choice.label(choice.default)}: a rank has no {kernel} kernel", tuple(available))
+
+
+def shortest_times(runs: Mapping[str, Callable[[], object]], turns: int, passes: int) -> dict[str, float]:
+    """Return name -> the shortest time of a call, seconds; those that raise KernelsUnavailableError are left out.
+
+    They take turns of several calls, because a training that starts beside this one disturbs some of them. The first call of a turn is not counted:
+    oneDNN keeps the programs of the last few products only.
+    """
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for name in [*times] * turns:
+        with suppress(KernelsUnavailableError):
+            for number in range(passes + 1):
+                started = time.perf_counter()
+                runs[name]()
+                if number:
+                    times[name].append(time.perf_counter() - started)
+    return {name: min(each) for name, each in times.items() if each}
+
+
+def _load_all(choice: MeasuredChoice, folder: Path) -> dict[str, str]:
+    """Return the kernels that this machine cannot compute, and why."""
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
+    missing = {}
+    for name in choice.others:
+        try:
+            choice.load(name, folder)
+        except KernelsUnavailableError as error:
+            missing[name] = str(error)
+    return missing
+
+
+def _read_times(file: Path, choice: MeasuredChoice) -> dict[str, float] | None:
+    """Return kernel -> seconds that `_write_times` has written; None for anything else."""
+    names = (choice.default, *choice.others)
+    with suppress(OSError, ValueError, RecursionError):
+        with file.open("rb") as opened:
+            times = json.loads(opened.read(MAX_CHOICE_BYTES))
+        if isinstance(times, dict) and choice.default in times and all(name in names and isinstance(each, float) and each > 0 for name, each in times.items()):
+            return times
+    return None
+
+
+def _write_times(file: Path, choice: MeasuredChoice, times: Mapping[str, float]) -> None:
+    """Write the file unless there is one: runs that measure at the same time then take the same kernel. A folder that cannot be written to is no error."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            complete = Path(folder) / file.name
+            complete.write_text(json.dumps(times), encoding="utf-8")
+            try:
+                os.link(complete, file)
+            except FileExistsError:
+                if _read_times(file, choice) is None:  # damaged
+                    os.replace(complete, file)

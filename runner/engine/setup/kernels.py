@@ -1,0 +1,138 @@
+"""What a run computes with: compiled layers or not, and the kernels of the CPU, where a long run takes the fastest of those that it measures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from data.batching.loader import StepLoader
+from data.batching.packing import PackedSequences
+from data.types import sequences_per_row
+from models.language_model import LanguageModel
+from runner.checkpoint.compatibility import environment_facts, recorded_environment
+from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
+from runner.engine.config import Config
+from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
+from runner.engine.device.cpu.attention_choice import AttentionShape, attention_choice
+from runner.engine.device.cpu.loss_choice import LossShape, loss_choice
+from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
+from runner.engine.device.distributed import DistributedContext
+from runner.engine.device.kernels import describe_kernels
+from runner.engine.device.precision import Precision
+
+
+class ChosenKernels(NamedTuple):
+    """What was chosen for a run."""
+
+    facts: dict[str, str]  # choice -> kernel, of those that are not the default: facts of the environment
+    reasons: dict[str, str]  # title -> text for the header of the log
+
+
+def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
+    planned_flops = estimate_flops(cfg, model, loader)
+    return resolve_compile_mode(cfg.train.compile, planned_flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes)
+
+
+def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> float:
+    """Return an upper bound of the floating-point operations of the run on each rank, 6 * parameters * tokens
+    (https://arxiv.org/abs/2001.08361), from settings only: every sequence counts as data.max_length tokens."""
+    steps = cfg.train.max_steps or cfg.train.epochs * loader.steps_per_epoch
+    rows_per_step = min(loader.sampler.global_batch_size, loader.sampler.size)  # an epoch may have fewer rows than a step asks for
+    tokens = steps * rows_per_step / loader.world_size * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
+    return 6.0 * tokens * sum(p.numel() for p in model.parameters())
+
+
+def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
+    """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
+    if compile_mode != "off":
+        set_inductor_cache()
+        tag_compiled_programs(code_fingerprint())
+        model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=compile_mode)
+    with precision.autocast():
+        return dist.wrap(model)
+
+
+def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str, chosen: ChosenKernels) -> dict[str, Any]:
+    """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
+    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes) | chosen.facts
+    return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
+
+
+def choose_kernels(choices: Sequence[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
+    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one."""
+    facts, reasons = {}, {}
+    for choice in choices:
+        chosen = common_kernel(choice, dist.gather(list(_choose(choice, is_long_run, saved))))
+        choice.apply(chosen.kernel)
+        if chosen.kernel != choice.default:
+            facts[choice.fact] = chosen.kernel
+        if chosen.reason:
+            reasons[choice.fact.replace("_", " ")] = chosen.reason
+    return ChosenKernels(facts, reasons)
+
+
+def _choose(choice: MeasuredChoice, is_long_run: bool, saved: dict[str, Any] | None) -> ChosenKernel:
+    if saved is not None:
+        kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
+        return repeated_kernel(choice, kernel, set_inductor_cache())
+    if not is_long_run:
+        return ChosenKernel(choice.default, "", (choice.default,))
+    return measured_kernel(choice, set_inductor_cache(), measured_facts())
+
+
+def measured_facts() -> dict[str, Any]:
+    """Return what the speed of a kernel depends on besides its shapes."""
+    return {
+        "code": code_fingerprint(),
+        "cpu_model": cpu_model(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **numeric_variables(os.environ),
+    }
+
+
+def cpu_choices(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> list[MeasuredChoice]:
+    """Return the choices of a run on the CPU. `models`: the trained one first, then those that the objective reads."""
+    if precision.device.type != "cpu":
+        return []
+    choices = [_attention(cfg, models, loader, precision), _loss(cfg, models[0], loader, precision)]
+    return [choice for choice in choices if choice]
+
+
+def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
+    """Return the choice of what a layer computes in a micro-batch; None if other kernels than those of `attention_choice` compute it."""
+    if (sizes := models[0].attention_sizes) is None:
+        return None
+    sequences = loader.sequences
+    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
+    shape = AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
+
+    def apply(kernel: str) -> None:
+        for model in models:
+            model.use_attention_kernel(kernel)
+
+    return attention_choice(shape, apply)
+
+
+def _loss(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
+    """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer has adapters."""
+    heads = model.loss_heads
+    if cfg.stage.needs_reference or not heads:
+        return None
+    head = heads[0]
+    shape = LossShape(micro_batch_rows(cfg) * cfg.data.max_length, head.in_features, head.out_features, _dtype_name(precision), head.weight.requires_grad)
+    return loss_choice(shape, heads)
+
+
+def micro_batch_rows(cfg: Config) -> int:
+    """Return the rows of a micro-batch as the model gets them: a row of preferences has two sequences, unless it is packed."""
+    return cfg.train.batch_size * (1 if cfg.data.packing != "none" else sequences_per_row(cfg.stage.data_format))
+
+
+def _dtype_name(precision: Precision) -> str:
+    return str(precision.dtype).removeprefix("torch.")
