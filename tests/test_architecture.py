@@ -39,7 +39,7 @@ runner.config
 runner.inference.export.formats > runner.inference.export | runner.inference.harness
 runner.inference.metrics > runner.inference
 runner.planning.out_of_memory > runner.planning.alternatives > runner.planning.memory > runner.planning.activations > runner.planning.facts
-runner.engine
+runner.engine > runner.engine.setup > runner.engine.state > runner.engine.data_pipeline > runner.engine.config
 runner.engine.objectives | runner.engine.optim > runner.engine.device > runner.engine.device.cpu
 runner.checkpoint | runner.tracking.trackers > runner.tracking > runner.tracking.console
 runner.diagnostics

@@ -33,7 +33,7 @@ from runner.engine.device.rng import seed_all
 from runner.engine.device.stop import as_stop_requests, do_unless_stopped
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.optim.schedules import check_warmup
-from runner.engine.setup.kernels import choose_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
+from runner.engine.setup.kernels import choose_cpu_kernels, cpu_choices, decide_compilation, kernel_facts, wrap_model
 from runner.engine.setup.model import prepare_model
 from runner.engine.state import TrainState
 from runner.tracking.logger import RunLogger
@@ -66,7 +66,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    kernels = choose_kernels(cpu_choices(cfg, (model, *objective.extra_models), loader, precision), compile_decision.is_long_run, dist, saved)
+    kernels = choose_cpu_kernels(cpu_choices(cfg, (model, *objective.extra_models), loader, precision), compile_decision.is_long_run, dist, saved)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist)

@@ -19,7 +19,7 @@ from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import attention_choice
 from runner.engine.device.cpu import loss_choice as loss_choice_module
-from runner.engine.device.cpu.attention_choice import OTHERS, AttentionShape, measure_attention
+from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.device.cpu.loss_choice import LossShape, loss_choice, measure_loss
 from runner.engine.device.cpu.measured_choice import ChosenKernel, common_kernel, measured_kernel, repeated_kernel
 from runner.engine.loop import train
@@ -66,7 +66,7 @@ def kernels_of(state) -> set[str]:
 
 
 def test_kernels_are_measured_in_turns_and_all_compute_the_shape() -> None:
-    times = measure_attention(SHAPE, ["auto", *(name for name in OTHERS if name != "fused")])
+    times = measure_attention(SHAPE, ["auto", *(name for name in OTHER_KERNELS if name != "fused")])
     assert set(times) == {"auto", "blocks-32", "blocks-128"} and all(seconds > 0 for seconds in times.values())
 
 
@@ -173,7 +173,7 @@ def test_kernels_that_load_on_a_processor_without_their_product_are_unavailable(
     assert repeated.kernel == "auto" and "oneDNN has no matrix product" in repeated.reason and "fused" not in repeated.available
 
 
-ALL, PLAIN = ["auto", *OTHERS], ["auto", "blocks-32"]
+ALL, PLAIN = ["auto", *OTHER_KERNELS], ["auto", "blocks-32"]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compil
     return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
-def choose_kernels(choices: Sequence[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
+def choose_cpu_kernels(choices: Sequence[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
     """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one."""
     facts, reasons = {}, {}
     for choice in choices:

@@ -13,11 +13,11 @@ from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_ti
 if TYPE_CHECKING:
     import torch
 
-DEFAULT = "auto"  # blocks of 64 queries
+DEFAULT_KERNEL = "auto"  # blocks of 64 queries
 _FUSED = "fused"
-OTHERS = ("blocks-32", "blocks-128", _FUSED)
-TURNS, PASSES = 4, 2  # of each kernel
-ROW_LIMIT, TOKEN_LIMIT = 4, 2_048  # measured at a time: the order of kernels is that of larger batches, too
+OTHER_KERNELS = ("blocks-32", "blocks-128", _FUSED)
+ATTENTION_TURNS, ATTENTION_PASSES = 4, 2  # of each kernel
+ROW_LIMIT, ROW_TOKEN_LIMIT = 4, 2_048  # measured at a time: the order of kernels is that of larger batches, too
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> Mea
     """Return the choice between `models.layers.attention.CPU_KERNELS`, forward and backward."""
     return MeasuredChoice(
         fact="attention",
-        default=DEFAULT,
-        others=OTHERS,
+        default=DEFAULT_KERNEL,
+        others=OTHER_KERNELS,
         workload=asdict(shape),
         measure=partial(measure_attention, shape),
         apply=apply,
         unit="ms a layer",
-        labels={DEFAULT: "blocks-64"},
+        labels={DEFAULT_KERNEL: "blocks-64"},
         load=partial(load_attention, shape),
     )
 
@@ -76,7 +76,7 @@ def measure_attention(shape: AttentionShape, kernels: Sequence[str]) -> dict[str
         out = attention(q, k, v, mask, 0.0, kernel)
         torch.autograd.grad(out, (q, k, v), out.detach())
 
-    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, TURNS, PASSES)
+    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, ATTENTION_TURNS, ATTENTION_PASSES)
 
 
 def _make_inputs(shape: AttentionShape) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -85,7 +85,7 @@ def _make_inputs(shape: AttentionShape) -> tuple[list[torch.Tensor], torch.Tenso
 
     from models.layers.attention import document_mask
 
-    B, T = min(shape.rows, ROW_LIMIT), min(shape.tokens, TOKEN_LIMIT)
+    B, T = min(shape.rows, ROW_LIMIT), min(shape.tokens, ROW_TOKEN_LIMIT)
     generator = torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(B, T, heads, shape.head_width, generator=generator).to(getattr(torch, shape.dtype)).transpose(1, 2).requires_grad_()

@@ -12,11 +12,11 @@ from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_ti
 if TYPE_CHECKING:
     from models.layers.chunked_loss import LMHead
 
-DEFAULT = "auto"  # `models.layers.chunked_loss.default_chunk_tokens`
+DEFAULT_CHUNK = "auto"  # `models.layers.chunked_loss.default_chunk_tokens`
 CHUNK_TOKENS = (256, 512, 1_024, 2_048)
-MAX_LOGITS = 1 << 23  # of a chunk: memory for speed, at most twice that of the default
-TURNS, PASSES = 3, 1
-TOKEN_LIMIT = 2_048  # measured at a time
+MAX_CHUNK_LOGITS = 1 << 23  # of a chunk: memory for speed, at most twice that of the default
+LOSS_TURNS, LOSS_PASSES = 3, 1
+LOSS_TOKEN_LIMIT = 2_048  # measured at a time
 MAX_MEASURED_FLOPS = 1e12  # of all passes: a larger vocabulary would take longer to measure than it gains
 
 
@@ -36,25 +36,25 @@ def loss_choice(shape: LossShape, heads: Sequence[LMHead]) -> MeasuredChoice | N
     from models.layers.chunked_loss import default_chunk_tokens
 
     default = default_chunk_tokens(shape.vocab, "cpu")
-    others = [tokens for tokens in CHUNK_TOKENS if tokens != default and tokens * shape.vocab <= MAX_LOGITS and min(tokens, default) < shape.tokens]
+    others = [tokens for tokens in CHUNK_TOKENS if tokens != default and tokens * shape.vocab <= MAX_CHUNK_LOGITS and min(tokens, default) < shape.tokens]
     products = 2 + shape.trains_head
-    flops = 2 * products * min(shape.tokens, TOKEN_LIMIT) * shape.hidden * shape.vocab * (1 + len(others)) * TURNS * (1 + PASSES)
+    flops = 2 * products * min(shape.tokens, LOSS_TOKEN_LIMIT) * shape.hidden * shape.vocab * (1 + len(others)) * LOSS_TURNS * (1 + LOSS_PASSES)
     if not others or flops > MAX_MEASURED_FLOPS:
         return None
 
     def apply(kernel: str) -> None:
         for head in heads:
-            head.chunk_tokens = 0 if kernel == DEFAULT else int(kernel)
+            head.chunk_tokens = 0 if kernel == DEFAULT_CHUNK else int(kernel)
 
     return MeasuredChoice(
         fact="loss_chunk_tokens",
-        default=DEFAULT,
+        default=DEFAULT_CHUNK,
         others=tuple(map(str, others)),
         workload=asdict(shape),
         measure=partial(measure_loss, shape),
         apply=apply,
         unit="ms a micro-batch",
-        labels={DEFAULT: str(default)},
+        labels={DEFAULT_CHUNK: str(default)},
     )
 
 
@@ -65,13 +65,13 @@ def measure_loss(shape: LossShape, kernels: Sequence[str]) -> dict[str, float]:
     from models.layers.chunked_loss import linear_cross_entropy
 
     generator = torch.Generator().manual_seed(0)
-    n = min(shape.tokens, TOKEN_LIMIT)
+    n = min(shape.tokens, LOSS_TOKEN_LIMIT)
     x = torch.randn(1, n, shape.hidden, generator=generator).to(getattr(torch, shape.dtype)).requires_grad_()
     weight = torch.randn(shape.vocab, shape.hidden, generator=generator).mul_(shape.hidden**-0.5).requires_grad_(shape.trains_head)
     labels = torch.randint(shape.vocab, (1, n), generator=generator)
 
     def compute(kernel: str) -> None:
-        loss = linear_cross_entropy(x, weight, labels, "sum", 0 if kernel == DEFAULT else int(kernel))
+        loss = linear_cross_entropy(x, weight, labels, "sum", 0 if kernel == DEFAULT_CHUNK else int(kernel))
         torch.autograd.grad(loss, (x, weight) if shape.trains_head else (x,))
 
-    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, TURNS, PASSES)
+    return shortest_times({kernel: partial(compute, kernel) for kernel in kernels}, LOSS_TURNS, LOSS_PASSES)
