@@ -14,7 +14,7 @@ from models.families.decoder import DecoderConfig
 from models.language_model import LanguageModel, ModelOutput
 from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
-from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies
+from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies, rotation_factors
 from models.layers.chunked_loss import LMHead
 from models.layers.mlp import DocumentIndex, index_documents, load_balancing_loss
 
@@ -72,7 +72,7 @@ class Decoder(LanguageModel):
             mask = document_mask(document_ids, self.cfg.dropout if self.training else 0.0)
         mode = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         documents = self._documents(T, lengths, document_ids)
-        context = LayerContext(*self._rope_cos_sin(T, position_ids), mask, cache, documents, selective=mode == "selective")
+        context = LayerContext(self._rotation(T, position_ids), mask, cache, documents, selective=mode == "selective")
         expert_use = []  # (2, S, E) of each layer
         for layer in self.layers:
             x, use = activation_checkpointing.full_checkpointing(layer, x, context) if mode == "full" else layer(x, context)
@@ -108,8 +108,8 @@ class Decoder(LanguageModel):
             return None  # only the load-balancing loss reads it
         return index_documents(T, lengths, document_ids)
 
-    def _rope_cos_sin(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (B or 1, 1, T, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same number."""
+    def _rotation(self, T: int, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the factors of RoPE (B or 1, 1, T, 2, H / 2) in fp32: bf16 rounds positions 257 and 258 to the same number."""
         positions = torch.arange(T, device=self.frequencies.device).unsqueeze(0) if position_ids is None else position_ids
         angles = (positions.unsqueeze(-1) * self.frequencies).unsqueeze(1)  # (B or 1, 1, T, H / 2)
-        return angles.cos() * self.rope_factor, angles.sin() * self.rope_factor
+        return rotation_factors(angles, self.rope_factor)

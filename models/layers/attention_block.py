@@ -41,8 +41,7 @@ class KVCache:
 class LayerContext(NamedTuple):
     """Inputs that all layers share."""
 
-    cos: Tensor  # (B or 1, 1, T, H / 2)
-    sin: Tensor
+    rotation: tuple[Tensor, Tensor]  # of `rotation_factors`
     mask: AttentionMask
     cache: KVCache | None
     documents: DocumentIndex | None  # None: each row is one document without padding
@@ -75,8 +74,8 @@ class Attention(nn.Module):
         projections = (self.q_proj, self.k_proj, self.v_proj)
         joined = fused_linear(x, *projections) if self._uses_kernel(x, *projections) else fused_projection(x, *projections)
         q, k, v = (y.view(B, T, -1, self.cfg.head_dim) for y in joined)
-        q = apply_rope(self.q_norm(q).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, N, T, H)
-        k = apply_rope(self.k_norm(k).transpose(1, 2), context.cos, context.sin).to(v.dtype)  # (B, K, T, H)
+        q = apply_rope(self.q_norm(q).transpose(1, 2), context.rotation).to(v.dtype)  # (B, N, T, H)
+        k = apply_rope(self.k_norm(k).transpose(1, 2), context.rotation).to(v.dtype)  # (B, K, T, H)
         v = v.transpose(1, 2)
         if context.cache is not None:
             k, v = context.cache.append(self.layer, k, v)
@@ -121,10 +120,19 @@ class DecoderLayer(nn.Module):
         return x + self.dropout(y), expert_use
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + H/2) of queries or keys (https://arxiv.org/abs/2104.09864). x: (B, heads, T, H)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def rotation_factors(angles: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return the factors of the first and of the second half of the channels, (..., 2, H/2) each: (cos, sin) and (-sin, cos). angles: (..., H/2)."""
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.stack([cos, sin], dim=-2), torch.stack([-sin, cos], dim=-2)
+
+
+def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate channel pairs (i, i + H/2) of queries or keys (https://arxiv.org/abs/2104.09864). x: (B, heads, T, H); rotation: (B or 1, 1, T, 2, H/2) each.
+
+    Without torch.cat, whose output compiled layers would save for the backward pass: they compute this again from the projections.
+    """
+    first, second = x.chunk(2, dim=-1)
+    return (first.unsqueeze(-2) * rotation[0] + second.unsqueeze(-2) * rotation[1]).flatten(-2)
 
 
 def rope_frequencies(cfg: DecoderConfig) -> tuple[Tensor, float]:

@@ -67,3 +67,16 @@ def test_compiled_layers_are_not_used_in_evaluation() -> None:
     model = random_model()
     model.compile_layers(single_row=False, backend=lambda graph, inputs: pytest.fail("compiled"))
     model(tokens(2, 16))
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_rotated_queries_again_instead_of_saving_them() -> None:
+    """By the partition of torch's compiler alone, without its C++ programs: `aot_eager_decomp_partition` runs what the compiler would compile."""
+    model = random_model(num_hidden_layers=1).train()
+    model.compile_layers(single_row=False, backend="aot_eager_decomp_partition")
+    saved: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tuple(tensor.shape)) or tensor, lambda tensor: tensor):
+        model(tokens(2, 24), labels=tokens(2, 24), reduction="sum")
+    cfg = model.cfg
+    assert (2, cfg.num_key_value_heads, 24, cfg.head_dim) in saved  # values, as they are projected
+    assert (2, cfg.num_attention_heads, 24, cfg.head_dim) not in saved
