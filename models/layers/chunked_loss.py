@@ -177,7 +177,13 @@ def _block_nll(logits: Tensor, y: Tensor, overwrite: bool) -> Tensor:
 
 
 def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
-    """dw += p.t() @ x, in blocks of rows on the CPU: the product of all would take half of the memory of dw. dw: (V, D), p: (n, V), x: (n, D)."""
+    """dw += p.t() @ x: within the product, or in 16 bits on the CPU in blocks of rows, because the product of all would take half of the memory of dw.
+
+    dw: (V, D) in fp32, p: (n, V), x: (n, D).
+    """
+    if p.dtype == dw.dtype:
+        dw.addmm_(p.t(), x)
+        return
     size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK
     for start in range(0, len(dw), size):
         dw[start : start + size] += p[:, start : start + size].t() @ x

@@ -68,11 +68,10 @@ def joined_projection(x: Tensor, weights: list[Tensor], bias: Tensor | None) -> 
 @custom_op("lm_runner::joined_projection_backward")
 def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weights: bool) -> list[Tensor]:
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
-    rows = g.flatten(0, -2)
     gradients = [g @ join_weights(weights, g.dtype)]
     if needs_weights:
-        joined = rows.mT @ x.flatten(0, -2)  # (sum of O_i, D)
-        gradients += [part.to(weight.dtype, copy=True) for part, weight in zip(joined.split([weight.shape[0] for weight in weights]), weights, strict=True)]
+        parts = g.flatten(0, -2).split([weight.shape[0] for weight in weights], dim=1)  # a product for each: one for all would have to be copied
+        gradients += [(part.mT @ x.flatten(0, -2)).to(weight.dtype) for part, weight in zip(parts, weights, strict=True)]
     return gradients
 
 

@@ -42,9 +42,9 @@ def _(gate_up: Tensor, weight: Tensor) -> Tensor:
 def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_weight: bool) -> list[Tensor]:
     """g: (..., D), gradient of the output -> gradients of gate_up and, with `needs_weight`, of weight."""
     gate_up = gate_up.contiguous()
-    dh = (g @ weight.to(g.dtype)).contiguous()
-    h, gradient = torch.empty_like(dh), torch.empty_like(gate_up)
-    _call("lm_runner_swiglu_backward", gate_up, dh, h, gradient)
+    h = (g @ weight.to(g.dtype)).contiguous()  # its gradient, which the kernel overwrites
+    gradient = torch.empty_like(gate_up)
+    _call("lm_runner_swiglu_backward", gate_up, h, gradient)
     if not needs_weight:
         return [gradient]
     rows, h = g.flatten(0, -2), h.flatten(0, -2)

@@ -21,14 +21,14 @@ void forward(const T* x, T* h, int64_t rows, int64_t width, int threads) {
     }
 }
 
-// dh: (rows, width), gradient of h -> h again, and the gradient dx of x.
+// h: (rows, width), on entry its gradient -> h again, and the gradient dx of x.
 template <typename T>
-void backward(const T* x, const T* dh, T* h, T* dx, int64_t rows, int64_t width, int threads) {
+void backward(const T* x, T* h, T* dx, int64_t rows, int64_t width, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < width; j += LANES) {
       const int64_t at_gate = 2 * i * width + j, at_up = at_gate + width, at = i * width + j;
-      const Floats gate = load(x + at_gate), up = load(x + at_up), g = load(dh + at);
+      const Floats gate = load(x + at_gate), up = load(x + at_up), g = load(h + at);
       const Floats s = sigmoid(gate), silu = gate * s;
       store(h + at, silu * up);
       store(dx + at_gate, g * up * (s + silu * (1.0f - s)));
@@ -48,11 +48,11 @@ int lm_runner_swiglu_forward(const void* x, void* h, int64_t rows, int64_t width
   return 0;
 }
 
-int lm_runner_swiglu_backward(const void* x, const void* dh, void* h, void* dx, int64_t rows, int64_t width, int is_bf16, int threads) {
+int lm_runner_swiglu_backward(const void* x, void* h, void* dx, int64_t rows, int64_t width, int is_bf16, int threads) {
   if (is_bf16)
-    backward(static_cast<const bf16*>(x), static_cast<const bf16*>(dh), static_cast<bf16*>(h), static_cast<bf16*>(dx), rows, width, threads);
+    backward(static_cast<const bf16*>(x), static_cast<bf16*>(h), static_cast<bf16*>(dx), rows, width, threads);
   else
-    backward(static_cast<const float*>(x), static_cast<const float*>(dh), static_cast<float*>(h), static_cast<float*>(dx), rows, width, threads);
+    backward(static_cast<const float*>(x), static_cast<float*>(h), static_cast<float*>(dx), rows, width, threads);
   return 0;
 }
 }
