@@ -46,9 +46,15 @@ class Muon(NoDynamoOptimizer):
         skip = self.found_inf.bool()
         for group in self.param_groups:
             for batch in split_batches([p for p in group["params"] if p.grad is not None], self.orthogonalization):
-                directions = orthogonalize([self._next_momentum(p, group, skip) for p in batch], self.orthogonalization)
-                for p, direction in zip(batch, directions, strict=True):
-                    self._update(p, direction, group, skip)
+                self._update(batch, group, skip)
+
+    def _update(self, batch: list[Tensor], group: dict[str, Any], skip: Tensor) -> None:
+        directions = orthogonalize([self._next_momentum(p, group, skip) for p in batch], self.orthogonalization)
+        for p, direction in zip(batch, directions, strict=True):
+            # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
+            lr = group["lr"] * 0.2 * math.sqrt(max(p.shape))
+            updated = p.mul(1 - group["lr"] * group["weight_decay"]).add_(distribute_like(direction, p), alpha=-lr)
+            p.copy_(torch.where(skip, p, updated))
 
     def _next_momentum(self, p: Tensor, group: dict[str, Any], skip: Tensor) -> Tensor:
         """Update the momentum of p; return that of Nesterov, in full on every rank."""
@@ -60,9 +66,3 @@ class Muon(NoDynamoOptimizer):
         momentum = buffer.lerp(grad, 1 - group["momentum"])
         buffer.copy_(torch.where(skip, buffer, momentum))
         return full_tensor(grad.lerp(momentum, group["momentum"]))  # fsdp: one gather for each matrix, not one for each product
-
-    def _update(self, p: Tensor, direction: Tensor, group: dict[str, Any], skip: Tensor) -> None:
-        # Scaled to the usual size of AdamW's update (https://arxiv.org/abs/2502.16982), so that one lr fits both.
-        lr = group["lr"] * 0.2 * math.sqrt(max(p.shape))
-        updated = p.mul(1 - group["lr"] * group["weight_decay"]).add_(distribute_like(direction, p), alpha=-lr)
-        p.copy_(torch.where(skip, p, updated))
