@@ -1,15 +1,19 @@
 import dataclasses
 import math
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from runner.config.compose import compose_config
+from runner.engine.optim import orthogonalize as orthogonalization
 from runner.engine.optim.adamw import AdamWConfig
 from runner.engine.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.engine.optim.groups import OptimizerGroup, build_optimizer
 from runner.engine.optim.muon import MuonConfig
+from runner.engine.optim.orthogonalize import ORTHOGONALIZATIONS, measure_orthogonalization, orthogonalize, split_batches
 from runner.engine.optim.schedules import SCHEDULES, ConstantConfig, CosineConfig, LinearConfig, ScheduleConfig, WsdConfig, describe_lr_jump, lr_at
 from runner.engine.optim.torch_optimizers import Muon
 
@@ -159,6 +163,110 @@ def test_muon_is_bitwise_equal_to_torch_muon() -> None:
             q.grad = p.grad.clone()
         optimizer.step(), expected.step()
         assert all(torch.equal(p, q) for p, q in zip(ours, copies, strict=True))
+
+
+def random_matrices(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def orthogonalize_in_fp64(matrix: torch.Tensor) -> torch.Tensor:
+    x = matrix.double() / matrix.double().norm()
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def decaying(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the matrix with singular values from 1 to 1e-7."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    return u @ torch.logspace(0, -7, len(s)).diag() @ v
+
+
+@pytest.mark.parametrize("name", ORTHOGONALIZATIONS)
+@pytest.mark.parametrize("spectrum, fp32_bound", [(torch.Tensor.clone, 1e-4), (decaying, 2e-3)])
+def test_muon_orthogonalization_is_near_that_of_fp64(name: str, spectrum: Callable[[torch.Tensor], torch.Tensor], fp32_bound: float) -> None:
+    """Shapes with and without GRAM_RATIO, transposed ones and one alone in its batch."""
+    matrices = [spectrum(matrix) for matrix in random_matrices((32, 96), (96, 32), (64, 64), (32, 96), (64, 64), (8, 64), (40, 48))]
+    bound = fp32_bound if "fp32" in name else 0.03 if spectrum is not decaying else 1.0
+    batches = split_batches(matrices, name)
+    assert sum(len(batch) for batch in batches) == len(matrices)
+    for batch in batches:
+        for matrix, result in zip(batch, orthogonalize(batch, name), strict=True):
+            expected = orthogonalize_in_fp64(matrix)
+            assert result.shape == matrix.shape and (result.double() - expected).norm() <= bound * expected.norm()
+
+
+@pytest.mark.parametrize("name", [name for name, variant in ORTHOGONALIZATIONS.items() if variant.is_batched])
+def test_muon_batches_have_one_shape_and_bounded_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = random_matrices((4, 8), (8, 8), (8, 4), (4, 8), (16, 16))
+    assert [[matrix.shape for matrix in batch] for batch in split_batches(matrices, name)] == [[(4, 8), (8, 4), (4, 8)], [(8, 8)], [(16, 16)]]
+    monkeypatch.setattr(orthogonalization, "BATCH_NUMBERS", 64)
+    assert [len(batch) for batch in split_batches(matrices, name)] == [2, 1, 1, 1]  # a matrix with more numbers is alone
+
+
+@pytest.mark.parametrize("name", [name for name, variant in ORTHOGONALIZATIONS.items() if variant.is_batched])
+def test_muon_batch_is_within_rounding_of_its_matrices_alone(name: str) -> None:
+    """The products may add in another order: the bound is a few roundings of the dtype."""
+    batch = random_matrices((16, 96), (96, 16), (16, 96))
+    for matrix, result in zip(batch, orthogonalize(batch, name), strict=True):
+        alone = orthogonalize([matrix], name)[0]
+        assert (result - alone).norm() <= 8 * torch.finfo(result.dtype).eps * alone.norm()
+
+
+@pytest.mark.parametrize("name", ORTHOGONALIZATIONS)
+def test_muon_of_every_orthogonalization_trains_deterministically_and_skips(name: str) -> None:
+    """Loss of a network of two layers falls; two trainings are bitwise equal; a step with found_inf changes no bit."""
+
+    def train() -> tuple[list[float], list[torch.Tensor]]:
+        first, second, inputs, targets = random_matrices((24, 12), (12, 24), (64, 12), (64, 12))
+        weights = [nn.Parameter(0.1 * first), nn.Parameter(0.1 * second), nn.Parameter(torch.eye(12))]
+        optimizer = Muon([{"params": weights, "weight_decay": 0.1}], lr=0.02, momentum=0.95, orthogonalization=name)
+        losses = []
+        for step in range(20):
+            loss = ((inputs @ weights[0].T).relu() @ weights[1].T @ weights[2] - targets).square().mean()
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            if step == 10:
+                state = [*weights, *(optimizer.state[p]["momentum_buffer"] for p in weights)]
+                before = [value.detach().clone() for value in state]
+                for p in weights:
+                    p.grad = torch.full_like(p, math.nan)
+                optimizer.found_inf = torch.ones(())
+                optimizer.step()
+                optimizer.found_inf = torch.zeros(())
+                assert all(torch.equal(value, old) for value, old in zip(state, before, strict=True))
+            optimizer.zero_grad()
+        return losses, weights
+
+    (losses, weights), (_, again) = train(), train()
+    assert all(math.isfinite(loss) for loss in losses) and losses[-1] < 0.9 * losses[0]
+    assert all(torch.equal(p, q) for p, q in zip(weights, again, strict=True))
+
+
+def test_muon_orthogonalization_is_measured_by_samples_and_leaves_the_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts operations, the seconds are those of all matrices, and a slow variant is only in the pilot."""
+    clock, done = [0.0], dict.fromkeys(ORTHOGONALIZATIONS, 0.0)
+
+    def count_operations(batch: list[torch.Tensor], name: str) -> None:
+        flop = sum(orthogonalization._flop(*sorted(matrix.shape)) for matrix in batch)
+        done[name] += flop
+        clock[0] += flop * (100 if name == "bf16" else 1)
+
+    monkeypatch.setattr(orthogonalization, "orthogonalize", count_operations)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    shapes = [(512, 1408), (1408, 512), (512, 512)] * 400
+    total = sum(orthogonalization._flop(min(shape), max(shape)) for shape in shapes)
+    before = torch.get_rng_state()
+    seconds = measure_orthogonalization(shapes, ["bf16", "fp32"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert seconds == pytest.approx({"bf16": 100 * total, "fp32": total})
+    assert sum(done.values()) <= orthogonalization.MEASURED_FLOP and done["bf16"] <= 0.02 * orthogonalization.MEASURED_FLOP
+    seconds = measure_orthogonalization(shapes, ["fp32", "fp32-batched"])
+    assert seconds == pytest.approx({"fp32": total, "fp32-batched": total})
+    assert 0.3 * orthogonalization.MEASURED_FLOP < done["fp32-batched"] < 0.5 * orthogonalization.MEASURED_FLOP
 
 
 def test_optimizer_skipped_step_changes_no_bit_of_weights_and_state(config: OptimizerConfig) -> None:

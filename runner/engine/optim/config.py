@@ -28,7 +28,9 @@ from common.settings import INCOMPATIBLE, check_at_least
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry("optimizer", "runner.engine.optim", helpers=("config", "groups", "schedules", "torch_optimizers"))
+OPTIMIZERS: Registry[type[OptimizerConfig]] = Registry(
+    "optimizer", "runner.engine.optim", helpers=("config", "groups", "orthogonalize", "schedules", "torch_optimizers")
+)
 register_optimizer = OPTIMIZERS.register
 
 
