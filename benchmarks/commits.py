@@ -30,7 +30,7 @@ ENGINE = {  # module -> what the processes use of a checkout
     "runner.engine.build": ["build_run"],
     "runner.engine.loop": ["train_step"],
 }
-OLDEST = "a137b0e"  # commit: the first whose engine has these names
+OLDEST = "26b8037"  # commit: the oldest one with which this was tried
 LAYERS = {"off": "uncompiled", "default": "compiled", "auto": "auto"}  # value of train.compile -> its name in the table
 HEAD = (
     "| layers | checkout | step, s | useful tokens/s | peak memory, MB | speed relative to the base | by processor time | losses of the first steps |\n"
@@ -80,7 +80,7 @@ def missing_names(folder: Path) -> list[str]:
     env = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", PROBE, json.dumps(ENGINE)], cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the engine of {folder} cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+        raise SystemExit(f"the engine of {folder} cannot be imported: {done.stderr.strip().splitlines()[-1]}; the oldest commit that can be measured is {OLDEST}")
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -88,7 +88,7 @@ def checkout_spec(spec: dict[str, Any], checkout: Checkout, name: str, variables
     """Return the spec of the processes of a checkout: it tokenizes into a cache of its own, because the format may have changed."""
     cache = f"data.cache={Path(spec['tokens']).parent}/cache-{name}"
     overrides = [cache if override.startswith("data.cache=") else override for override in spec["overrides"]]
-    return spec | {"case": "ours", "checkout": checkout.folder, "overrides": overrides, "variables": variables, "record_losses": True}
+    return spec | {"case": "ours", "checkout": checkout.folder, "overrides": overrides, "variables": variables, "record_loss": True}
 
 
 def start_specs(args: argparse.Namespace, checkouts: dict[str, Checkout], folder: str) -> list[tuple[str, dict[str, Any]]]:
@@ -107,13 +107,12 @@ def variables_of(args: argparse.Namespace) -> dict[str, str]:
 
 
 def compare_losses(mine: list[Step], others: list[Step]) -> str:
-    """Return whether the losses of each step, one per micro-batch, are bitwise equal, and if not from which step on and why."""
+    """Return whether the losses of all steps are bitwise equal, and if not from which step on and why."""
     for number, (own, other) in enumerate(zip(mine, others, strict=True), start=1):
         if (own["useful"], own["computed"]) != (other["useful"], other["computed"]):
             return f"other batches from step {number} on"
-        if own["losses"] != other["losses"]:
-            difference = max(abs(a - b) / abs(b) for a, b in zip(own["losses"], other["losses"], strict=True))
-            return f"differ from step {number} on, there by {difference:.1e}"
+        if own["loss"] != other["loss"]:
+            return f"differ from step {number} on, there by {abs(own['loss'] / other['loss'] - 1):.1e}"
     return f"all {len(mine)} bitwise equal"
 
 

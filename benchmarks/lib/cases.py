@@ -110,7 +110,7 @@ def state_of(spec: dict, *overrides: str) -> Any:
 def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none") -> None:
     """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured.
 
-    `record_losses` of the spec: send the losses of each step, too.
+    `record_loss` of the spec: send the loss of each step, too.
     """
     with suppress(ModuleNotFoundError):  # an older checkout has no such module, and its command does not adapt
         from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
@@ -135,8 +135,8 @@ def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off"
 
     for batches in gate.through(steps, count):
         output = train_step(state, batches, lr=1e-4)
-        if spec.get("record_losses"):
-            gate.recorded["losses"] = [float(loss) for loss in output.losses]
+        if spec.get("record_loss"):
+            gate.recorded["loss"] = float(output.sums["loss"])
 
 
 def machine(spec: dict, gate: Gate) -> None:
