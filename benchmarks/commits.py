@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -63,13 +64,16 @@ class Checkout(NamedTuple):
 def read_checkout(folder: Path) -> Checkout:
     """Return the commit of a checkout. Raises SystemExit if its engine cannot be measured."""
     if not (folder / "runner" / "engine").is_dir():
-        raise SystemExit(f"--base must be a checkout of this project, got {folder}: no folder runner/engine in it; make one with: git worktree add {folder} COMMIT")
+        raise SystemExit(
+            f"--base must be a checkout of this project, got {folder}, with no folder runner/engine; make one with: git worktree add FOLDER COMMIT"
+        )
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    checkout = Checkout(str(folder), git("rev-parse", "--short=7", "HEAD") or "unknown", git("log", "-1", "--format=%s"), bool(git("status", "--porcelain", "-uno")))
+    commit, subject, changes = git("rev-parse", "--short=7", "HEAD"), git("log", "-1", "--format=%s"), git("status", "--porcelain", "-uno")
+    checkout = Checkout(str(folder), commit or "unknown", subject, bool(changes))
     if missing := missing_names(folder):
         raise SystemExit(f"--base is at {checkout.commit}, whose engine has no {', '.join(missing)}; the oldest commit that can be measured is {OLDEST}")
     return checkout
@@ -80,7 +84,8 @@ def missing_names(folder: Path) -> list[str]:
     env = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", PROBE, json.dumps(ENGINE)], cwd=folder, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the engine of {folder} cannot be imported: {done.stderr.strip().splitlines()[-1]}; the oldest commit that can be measured is {OLDEST}")
+        error = done.stderr.strip().splitlines()[-1]
+        raise SystemExit(f"the engine of {folder} cannot be imported: {error}; the oldest commit that can be measured is {OLDEST}")
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -97,9 +102,7 @@ def start_specs(args: argparse.Namespace, checkouts: dict[str, Checkout], folder
     tokenizer = str(SAMPLES / "tokenizer")
     spec = case_spec(overrides, stage=args.stage, path=args.path, tokenizer=tokenizer, rows=args.rows, length=args.length, folder=folder)
     specs = {name: checkout_spec(spec, checkout, name, variables_of(args) if name == "base" else {}) for name, checkout in checkouts.items()}
-    return [
-        (f"{LAYERS[mode]}, {name}", specs[name] | {"compile": mode, "precision": args.precision}) for mode in args.compile.split("+") for name in checkouts
-    ]
+    return [(f"{LAYERS[mode]}, {name}", specs[name] | {"compile": mode, "precision": args.precision}) for mode in args.compile.split("+") for name in checkouts]
 
 
 def variables_of(args: argparse.Namespace) -> dict[str, str]:
@@ -117,8 +120,6 @@ def compare_losses(mine: list[Step], others: list[Step]) -> str:
 
 
 def with_spread(values: list[float], digits: int = 2) -> str:
-    import statistics
-
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
@@ -139,7 +140,7 @@ def table(cases: list[CaseProcess], checkouts: dict[str, Checkout]) -> str:
 
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
-    flags = {"path": Path(args.path).name, "stage": args.stage, "model": args.model, "precision": args.precision, "compile": args.compile, "rounds": args.rounds}
+    flags = {"path": Path(args.path).name} | {name: getattr(args, name) for name in ("stage", "model", "precision", "compile", "rows", "length", "rounds")}
     limits = [f"{name}={FACTS['variables'][name]}" for name in LIMITS if name in FACTS["variables"]]
     base = ["--base CHECKOUT", *(f"--base-env {entry}" for entry in args.base_env)]
     return " ".join([*limits, "python benchmarks/commits.py", *base, *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])

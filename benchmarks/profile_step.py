@@ -39,12 +39,12 @@ PYTHON = "outside of operators (Python)"
 # Parts of the name of an event; all that happens inside of one has its kind, whatever the operator
 ENCLOSING = {
     OPTIMIZER: (UPDATE, "Optimizer.step#", "Optimizer.zero_grad#"),
-    ATTENTION: ("lm_runner::attention", "lm_runner::fused_attention", "lm_runner_attention", "lm_runner_fused_attention", "scaled_dot_product", "flex_attention"),
+    ATTENTION: ("lm_runner::attention", "lm_runner::fused_attention", "lm_runner_attention", "lm_runner_fused_attention", "scaled_dot_product"),
     LOSS: ("lm_runner::nll", "lm_runner_nll", "cross_entropy", "nll_loss"),
 }
 # Names of operators; a trailing * stands for any end
 OPERATORS = {
-    PRODUCTS: ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "mkldnn::_linear_pointwise", "mkl::_mkl_linear", "lm_runner_weight_gradients"),
+    PRODUCTS: ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "mkl::_mkl_linear", "lm_runner_weight_gradients"),
     COPIES: ("aten::copy_", "aten::_to_copy", "aten::cat", "aten::clone", "aten::contiguous", "aten::_foreach_copy_"),
     SWIGLU: ("lm_runner_swiglu_*", "lm_runner::swiglu_output*", "aten::silu", "aten::silu_backward"),
 }
@@ -96,8 +96,9 @@ def sum_by_kind(events: Sequence[Any]) -> tuple[Counter[str], Counter[str]]:
 
 def record_calls(state: Any) -> None:
     """Make events of the kernels in C++, which are called without an operator of their own, and of the update of the weights."""
-    from models.layers.cpu_kernels.library import call_kernel
     from torch.profiler import record_function
+
+    from models.layers.cpu_kernels.library import call_kernel
 
     def recorded_kernel(name: str, *arguments: object) -> bool:
         with record_function(name):
@@ -122,6 +123,7 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
     set_wait_policy()  # as the command does, before torch is imported
     import torch
     import torch._inductor.config as inductor
+
     from runner.engine.loop import train_step
 
     inductor.cpp.enable_kernel_profile = True  # names the loops
@@ -138,7 +140,7 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
             return seconds
 
         timed_steps(batches[:WARMUP_STEPS])
-        plain = timed_steps(batches[WARMUP_STEPS :: 2])
+        plain = timed_steps(batches[WARMUP_STEPS::2])
         record_calls(state)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             profiled = timed_steps(batches[WARMUP_STEPS + 1 :: 2])

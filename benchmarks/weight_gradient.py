@@ -25,6 +25,7 @@ HEAD = "| layer | G^T X | kernel, ms | oneDNN with the copy, ms | oneDNN / kerne
 
 def table_row(name: str, tokens: int, outputs: int, inputs: int, rounds: int) -> str:
     import torch
+
     from models.layers.cpu_kernels.fused_projection import weight_gradients
 
     torch.manual_seed(0)
@@ -47,6 +48,7 @@ def table_row(name: str, tokens: int, outputs: int, inputs: int, rounds: int) ->
 
 def table(rounds: int) -> str:
     import torch
+
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
     from runner.engine.device.compile import set_inductor_cache
 

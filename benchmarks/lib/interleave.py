@@ -57,6 +57,9 @@ class CaseProcess:
         if not self.failed:
             self.facts = self.request("environment")
             self.first_steps, self.steps = self.steps, []
+        if not self.failed and "checkout" in spec and (folders := self.request("code")["folders"]) != [spec["checkout"]]:
+            self.failed = True
+            self.steps.append({"error": f"the process has imported {', '.join(folders)} instead of {spec['checkout']}"})
 
     def request(self, kind: str) -> dict:
         assert self.process.stdin and self.process.stdout
