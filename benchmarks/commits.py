@@ -1,9 +1,10 @@
 """The engine's step of this checkout beside that of another one: python benchmarks/commits.py --base CHECKOUT [--precision bf16|fp32] [--rounds N] [--write] [OVERRIDE ...].
 
-`git worktree add ../base COMMIT` makes the folder of --base. Each checkout steps with its own code in processes of its own, uncompiled and compiled, as its
-command would run it; all take turns step by step, and a process is stopped while it waits. Printed are medians over the rounds with their smallest and largest
-value, the peak memory of each process, and whether the losses of both checkouts are bitwise equal. `--base-env NAME=VALUE` adds a variable to the processes of
-the base: with `--base .`, the same code with and without it, e.g. `--base-env LD_PRELOAD=`, which leaves out the memory pool of large tensors.
+`git worktree add ../base COMMIT` makes the folder of --base, and one of --head, if it is not this checkout that is compared. Each steps with its own code in
+processes of its own, uncompiled and compiled, as its command would run it; all take turns step by step, and a process is stopped while it waits. Printed are
+medians over the rounds with their smallest and largest value, the peak memory of each process, and whether the losses of both checkouts are bitwise equal.
+`--base-env NAME=VALUE` adds a variable to the processes of the base: with `--base .`, the same code with and without it, e.g. `--base-env LD_PRELOAD=`, which
+leaves out the memory pool of large tensors.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def read_checkout(folder: Path) -> Checkout:
     """Return the commit of a checkout. Raises SystemExit if its engine cannot be measured."""
     if not (folder / "runner" / "engine").is_dir():
         raise SystemExit(
-            f"--base must be a checkout of this project, got {folder}, with no folder runner/engine; make one with: git worktree add FOLDER COMMIT"
+            f"--base and --head must be checkouts of this project, got {folder}, with no folder runner/engine; make one with: git worktree add FOLDER COMMIT"
         )
 
     def git(*arguments: str) -> str:
@@ -75,7 +76,7 @@ def read_checkout(folder: Path) -> Checkout:
     commit, subject, changes = git("rev-parse", "--short=7", "HEAD"), git("log", "-1", "--format=%s"), git("status", "--porcelain", "-uno")
     checkout = Checkout(str(folder), commit or "unknown", subject, bool(changes))
     if missing := missing_names(folder):
-        raise SystemExit(f"--base is at {checkout.commit}, whose engine has no {', '.join(missing)}; the oldest commit that can be measured is {OLDEST}")
+        raise SystemExit(f"{folder} is at {checkout.commit}, whose engine has no {', '.join(missing)}; the oldest commit that can be measured is {OLDEST}")
     return checkout
 
 
@@ -142,7 +143,7 @@ def command_of(args: argparse.Namespace) -> str:
     """Return the command that measures this again, without the paths of this machine."""
     flags = {"path": Path(args.path).name} | {name: getattr(args, name) for name in ("stage", "model", "precision", "compile", "rows", "length", "rounds")}
     limits = [f"{name}={FACTS['variables'][name]}" for name in LIMITS if name in FACTS["variables"]]
-    base = ["--base CHECKOUT", *(f"--base-env {entry}" for entry in args.base_env)]
+    base = ["--base CHECKOUT", *["--head CHECKOUT"] * (args.head != str(ROOT)), *(f"--base-env {entry}" for entry in args.base_env)]
     return " ".join([*limits, "python benchmarks/commits.py", *base, *(f"--{name} {value}" for name, value in flags.items()), *args.overrides])
 
 
@@ -151,15 +152,15 @@ def main(args: argparse.Namespace) -> None:
         raise SystemExit(f"--compile must be of {', '.join(LAYERS)}, joined by +; got {', '.join(sorted(unknown))}")
     if wrong := [entry for entry in args.base_env if "=" not in entry]:
         raise SystemExit(f"--base-env must be NAME=VALUE, got {', '.join(wrong)}")
-    checkouts = {"this": read_checkout(ROOT.resolve()), "base": read_checkout(Path(args.base).resolve())}
+    checkouts = {name: read_checkout(Path(folder).resolve()) for name, folder in (("head", args.head), ("base", args.base))}
     with tempfile.TemporaryDirectory() as folder:
         cases, messages = measure(start_specs(args, checkouts, folder), args.rounds)
     about = [f"- {name}: {checkout}, {checkout.subject}" for name, checkout in checkouts.items()]
     about[-1] += f", with {' '.join(args.base_env)}" if args.base_env else ""
     head = f"{args.model}, {args.stage}, {args.precision}, {args.rows} x {args.length} tokens, {args.rounds} rounds; median (smallest to largest)."
     text = "\n\n".join([head, "\n".join(about), table(cases, checkouts), *messages])
-    base, workload = checkouts["base"], Path(args.path).stem.removesuffix("_demo")
-    name = file_part(" ".join(["commits", base.commit, *args.base_env, args.model, workload, args.precision, machine_name(FACTS)]))
+    commits, workload = [checkout.commit for checkout in checkouts.values()], Path(args.path).stem.removesuffix("_demo")
+    name = file_part(" ".join(["commits", *commits, *args.base_env, args.model, workload, args.precision, machine_name(FACTS)]))
     report_result(name, f"Step of two checkouts, {args.model}", command_of(args), text, args.write)
     if not cases:
         raise SystemExit(1)
@@ -168,6 +169,7 @@ def main(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = result_parser(__doc__)
     parser.add_argument("--base", required=True, help=f"folder of another checkout, at {OLDEST} or later")
+    parser.add_argument("--head", default=str(ROOT), help="the checkout that is compared with it (default: this one)")
     parser.add_argument("--base-env", action="append", default=[], metavar="NAME=VALUE", help="a variable of the base's processes only; repeatable")
     parser.add_argument("--path", default=str(SAMPLES / "pretrain.jsonl"))
     parser.add_argument("--stage", default="pretrain", choices=["pretrain", "sft"])
