@@ -155,6 +155,8 @@ def main(args: argparse.Namespace) -> None:
     checkouts = {name: read_checkout(Path(folder).resolve()) for name, folder in (("head", args.head), ("base", args.base))}
     with tempfile.TemporaryDirectory() as folder:
         cases, messages = measure(start_specs(args, checkouts, folder), args.rounds)
+    if len({case.facts["threads"] for case in cases}) > 1:
+        messages.append("The processes have different numbers of threads: set OMP_NUM_THREADS.")
     about = [f"- {name}: {checkout}, {checkout.subject}" for name, checkout in checkouts.items()]
     about[-1] += f", with {' '.join(args.base_env)}" if args.base_env else ""
     head = f"{args.model}, {args.stage}, {args.precision}, {args.rows} x {args.length} tokens, {args.rounds} rounds; median (smallest to largest)."
