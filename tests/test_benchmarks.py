@@ -255,8 +255,9 @@ def test_profile_finds_the_kinds_of_work_of_compiled_and_of_uncompiled_steps():
     arguments = "--model tiny --precision fp32 --steps 2 --compile default+off model.num_hidden_layers=1".split()
     output = run_benchmark("profile_step.py", *arguments)
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")}
-    shares = {kind: [float(cell.split("%")[0]) for cell in columns] for kind, columns in cells.items() if "%" in columns[0]}
+    shares = {kind: [float(cell.split("%")[0]) for cell in columns] for kind, columns in cells.items() if "%" in "".join(columns)}
     assert all(abs(sum(column) - 100) < 1 for column in zip(*shares.values(), strict=True))
     loops, other = shares.pop("fused loops of the compiler"), shares["other"]
     assert loops[0] > 0 == loops[1] and other[0] < 30 and other[1] < 60
-    assert [kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm", "SwiGLU") if 0 in shares[kind]] == []
+    assert [kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]] == []
+    assert shares["SwiGLU"][1] > 0  # compiled layers without the C++ kernel have it in their loops
