@@ -136,7 +136,12 @@ def table(cases: list[CaseProcess], checkouts: dict[str, Checkout]) -> str:
         seconds, memory = with_spread([step["seconds"] for step in case.steps], 3), max(step["memory"] for step in case.steps)
         useful = case.median(tokens_per_second) * case.fill_ratio
         rows.append(f"| {layers} | {name}, {checkouts[name]} | {seconds} | {useful:,.0f} | {memory:,.0f} | {' | '.join(compared)} |")
-    return "\n".join([*rows, "", "What each process had:", "", *(f"- {case.name}: {describe_facts(case.facts)}" for case in cases)])
+    return "\n".join([*rows, "", "What each process had:", "", *(f"- {case.name}: {describe_case(case)}" for case in cases)])
+
+
+def describe_case(case: CaseProcess) -> str:
+    attention = case.steps[-1]["attention"]  # the kernel that was chosen by measuring, which each checkout does
+    return describe_facts(case.facts) + (f"; attention: {attention}" if attention else "")
 
 
 def command_of(args: argparse.Namespace) -> str:

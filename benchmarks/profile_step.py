@@ -57,6 +57,7 @@ class Profile(NamedTuple):
     other: list[tuple[str, float]]  # largest operators of OTHER, per step
     step_seconds: float  # median, with the profiler
     plain_seconds: float  # median, without it
+    attention: str = ""  # the kernel of attention and its reason, where one was chosen; with the fused one, SwiGLU is a kernel, too
 
 
 def kind_of(names: Sequence[str]) -> str:
@@ -147,7 +148,7 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
     kinds, other = sum_by_kind(profiler.events())
     seconds = {kind: kinds[kind] / len(profiled) for kind in KINDS} | {PYTHON: max(0.0, sum(profiled) - kinds.total()) / len(profiled)}
     largest = [(name, total / len(profiled)) for name, total in other.most_common(LARGEST)]
-    return Profile(seconds, largest, statistics.median(profiled), statistics.median(plain))
+    return Profile(seconds, largest, statistics.median(profiled), statistics.median(plain), state.attention_reason)
 
 
 def table(profiles: dict[str, Profile]) -> str:
@@ -162,6 +163,7 @@ def table(profiles: dict[str, Profile]) -> str:
     lines += ["", f'Largest operators of "{OTHER}":', ""]
     for name, profile in profiles.items():
         lines.append(f"- {name}: " + ", ".join(f"`{operator}` {seconds / totals[name]:.1%}" for operator, seconds in profile.other))
+    lines += ["", *(f"Attention, {name}: {profile.attention}." for name, profile in profiles.items() if profile.attention)]
     return "\n".join(lines)
 
 

@@ -136,7 +136,7 @@ def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off"
     for batches in gate.through(steps, count):
         output = train_step(state, batches, lr=1e-4)
         if spec.get("record_loss"):
-            gate.recorded["loss"] = float(output.sums["loss"])
+            gate.recorded |= {"loss": float(output.sums["loss"]), "attention": getattr(state, "attention_reason", "")}
 
 
 def machine(spec: dict, gate: Gate) -> None:
