@@ -138,3 +138,126 @@ def test_benchmark_summary_starts_with_the_worst_machine_and_separates_an_emulat
         ["A amx 2 cores as AVX2", "1.60"],
         ["A amx 2 cores", "2.00"],
     ]
+
+
+@pytest.fixture
+def other_checkout(tmp_path: Path) -> Path:
+    """A checkout with the names that commits.py uses; its step takes no time, and its first module names the folder."""
+    files = {
+        "runner/config/compose.py": "compose_tree = to_config = without_hydra = lambda value: value\n",
+        "runner/run_dir/initial_weights.py": "def adopt_model(tree, overrides): ...\n",
+        "runner/engine/build.py": """
+from types import SimpleNamespace
+import torch
+
+def build_run(cfg, run_dir, **others):
+    batch = SimpleNamespace(input_ids=torch.zeros(1, 4), lengths=torch.tensor([4]))
+    return SimpleNamespace(pipeline=SimpleNamespace(train=[0]), loader=SimpleNamespace(iter_epoch=lambda epoch: iter([[batch]] * 4)))
+""",
+        "runner/engine/loop.py": "from types import SimpleNamespace\n\ndef train_step(state, batches, lr):\n    return SimpleNamespace(sums={'loss': 12.5})\n",
+    }
+    for name, source in files.items():
+        file = tmp_path / "base" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+        for folder in list(file.relative_to(tmp_path / "base").parents)[:-1]:
+            (tmp_path / "base" / folder / "__init__.py").touch()
+    return tmp_path / "base"
+
+
+def commit_spec(checkout: Path) -> dict:
+    model = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1}
+    spec = {"case": "ours", "compile": "off", "precision": "fp32", "overrides": [], "rows": 1, "parameters": 1, "model": model}
+    return spec | {"checkout": str(checkout), "record_loss": True, "variables": {"MALLOC_ARENA_MAX": "1"}}
+
+
+def test_benchmark_process_of_another_checkout_imports_its_modules_and_gets_its_variables(import_benchmark, other_checkout: Path):
+    case = import_benchmark("lib.interleave").CaseProcess("base", commit_spec(other_checkout))
+    try:
+        assert not case.failed, case.steps
+        assert case.request("code") == {"folders": [str(other_checkout)]}
+        assert [step["loss"] for step in case.first_steps] == [12.5, 12.5]
+        assert case.facts["variables"]["MALLOC_ARENA_MAX"] == "1" and case.facts["waiting"] == "the library's"
+    finally:
+        case.close()
+
+
+def test_benchmark_process_that_imports_other_code_than_its_checkout_fails(import_benchmark, other_checkout: Path, tmp_path: Path, monkeypatch):
+    interleave: ModuleType = import_benchmark("lib.interleave")
+    variables = {"PYTHONPATH": f"{other_checkout}{os.pathsep}{ROOT / 'benchmarks'}", "LM_RUNNER_BENCHMARK_CHECKOUT": str(other_checkout)}
+    monkeypatch.setattr(interleave, "import_variables", lambda checkout: variables)
+    (tmp_path / "empty").mkdir()
+    case = interleave.CaseProcess("base", commit_spec(tmp_path / "empty"))
+    try:
+        assert case.failed and case.steps[-1]["error"] == f"the process has imported {other_checkout} instead of {tmp_path / 'empty'}"
+    finally:
+        case.close()
+
+
+def test_benchmark_of_commits_refuses_a_folder_without_the_engine_and_names_the_oldest_commit(import_benchmark, other_checkout: Path, tmp_path: Path):
+    commits: ModuleType = import_benchmark("commits")
+    assert commits.read_checkout(other_checkout)[:2] == (str(other_checkout), "unknown")
+    (other_checkout / "runner" / "run_dir" / "initial_weights.py").unlink()
+    (other_checkout / "runner" / "engine" / "loop.py").write_text("def step(): ...\n")
+    with pytest.raises(SystemExit, match=f"no runner.run_dir.initial_weights.adopt_model, runner.engine.loop.train_step; .* {commits.OLDEST}$"):
+        commits.read_checkout(other_checkout)
+    with pytest.raises(SystemExit, match="with no folder runner/engine"):
+        commits.read_checkout(tmp_path)
+
+
+def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(import_benchmark):
+    compare = import_benchmark("commits").compare_losses
+    step = {"useful": 4, "computed": 4, "loss": 2.0}
+    assert compare([step, step], [step, step]) == "all 2 bitwise equal"
+    assert compare([step, step], [step, step | {"loss": 2.0000000000000004}]).startswith("differ from step 2 on, there by 2.2e-16")
+    assert compare([step, step], [step | {"computed": 8}, step]) == "other batches from step 1 on"
+    assert compare([step | {"loss": float("nan")}], [step]).startswith("differ from step 1")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (["aten::mm", "aten::matmul", "lm_runner::joined_projection", "## Call CompiledFxGraph f2e7 ##"], "PRODUCTS"),
+        (["lm_runner_weight_gradients", "lm_runner::swiglu_output_backward"], "PRODUCTS"),
+        (["aten::mm", "lm_runner::nll_sum"], "LOSS_PRODUCTS"),
+        (["aten::_log_softmax", "lm_runner::nll_sum", "GeneratedBackwardFor_lm_runner_nll_sum_default"], "LOSS"),
+        (["aten::bmm", "aten::matmul", "lm_runner::attention"], "ATTENTION"),
+        (["lm_runner_attention_backward", "lm_runner::fused_attention_backward"], "ATTENTION"),
+        (["graph_1_cpp_fused__to_copy_add_div_expand_mul_pow_sum_4", "## Call CompiledFxGraph f2e7 ##"], "LOOPS"),
+        (["aten::copy_", "lm_runner::kernel_projection"], "COPIES"),
+        (["aten::copy_", "aten::_to_copy", "aten::to", "lm_runner::swiglu_output"], "COPIES"),
+        (["aten::_fused_adamw_", "Optimizer.step#AdamW.step"], "OPTIMIZER"),
+        (["aten::linalg_vector_norm", "aten::_foreach_norm", "update of the weights"], "OPTIMIZER"),
+        (["lm_runner_swiglu_forward", "lm_runner::swiglu_output"], "SWIGLU"),
+        (["aten::mul", "SwiGLUBackward"], "SWIGLU"),
+        (["aten::mul"], "OTHER"),
+        (["## Call CompiledFxGraph f2e7 ##", "CompiledFunction"], "OTHER"),
+    ],
+)
+def test_profile_kind_of_an_operator_depends_on_its_name_and_the_events_around_it(import_benchmark, names: list[str], kind: str):
+    profile: ModuleType = import_benchmark("profile_step")
+    assert profile.kind_of(names) == getattr(profile, kind)
+
+
+def test_profile_table_has_every_kind_and_names_the_largest_other_operators(import_benchmark):
+    profile: ModuleType = import_benchmark("profile_step")
+    inner = SimpleNamespace(name="aten::mm", self_cpu_time_total=6e6, cpu_parent=SimpleNamespace(name="lm_runner::nll_sum", cpu_parent=None))
+    kinds, other = profile.sum_by_kind([inner, SimpleNamespace(name="aten::topk", self_cpu_time_total=2e6, cpu_parent=None)])
+    assert (kinds, other) == ({profile.LOSS_PRODUCTS: 6.0, profile.OTHER: 2.0}, {"aten::topk": 2.0})
+    seconds = dict.fromkeys((*profile.KINDS, profile.PYTHON), 0.0) | kinds
+    text = profile.table({"bf16": profile.Profile(seconds, list(other.items()), 8.0, 7.0)})
+    assert "| other | 25.0% (2000 ms) |" in text and "`aten::topk` 25.0%" in text
+    assert all(f"| {kind} |" in text for kind in seconds)
+
+
+@pytest.mark.slow
+def test_profile_finds_the_kinds_of_work_of_compiled_and_of_uncompiled_steps():
+    arguments = "--model tiny --precision fp32 --steps 2 --compile default+off model.num_hidden_layers=1".split()
+    output = run_benchmark("profile_step.py", *arguments)
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in output.splitlines() if line.startswith("|")}
+    shares = {kind: [float(cell.split("%")[0]) for cell in columns] for kind, columns in cells.items() if "%" in "".join(columns)}
+    assert all(abs(sum(column) - 100) < 1 for column in zip(*shares.values(), strict=True))
+    loops, other = shares.pop("fused loops of the compiler"), shares["other"]
+    assert loops[0] > 0 == loops[1] and other[0] < 30 and other[1] < 60
+    assert [kind for kind in ("attention", "the rest of the loss", "optimizer and gradient norm") if 0 in shares[kind]] == []
+    assert shares["SwiGLU"][1] > 0  # compiled layers without the C++ kernel have it in their loops

@@ -1,4 +1,4 @@
-"""Process of one case of speed.py or gpu.py: `python -m lib.case_process SPEC`; it answers each request on stdin with a line of JSON."""
+"""Process of one case of speed.py, commits.py or gpu.py: `python -m lib.case_process SPEC`; it answers each request on stdin with a line of JSON."""
 
 from __future__ import annotations
 

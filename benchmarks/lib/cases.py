@@ -12,10 +12,10 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
-from lib.environment import process_facts
+from lib.environment import imported_code, process_facts
 from lib.runs import build_state
 
 PADDING_BATCHES = 150  # from which the share of padding is counted: more than are timed
@@ -37,6 +37,7 @@ class Gate:
     def __init__(self, spec: dict) -> None:
         self.spec, self.output = spec, os.fdopen(os.dup(1), "w")
         self.during_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.recorded: dict[str, Any] = {}  # values that are sent with the turn, beside its times
         os.dup2(2, 1)  # what a trainer prints must not mix with the measurements
 
     def send(self, **values: Any) -> None:
@@ -44,8 +45,8 @@ class Gate:
 
     def wait(self) -> str:
         """Return the next request: step or padding. Ends the process when stdin is closed."""
-        while (request := sys.stdin.readline().strip()) == "environment":
-            self.send(**process_facts(adapts_spinning=self.during_turn is not nullcontext))
+        while (request := sys.stdin.readline().strip()) in ("environment", "code"):
+            self.send(**(imported_code() if request == "code" else process_facts(adapts_spinning=self.during_turn is not nullcontext)))
         if not request:
             os._exit(0)  # without the shutdown of the trainer
         return request
@@ -69,7 +70,7 @@ class Gate:
                     yield batch
                 synchronize()
                 seconds, cpu = time.perf_counter() - started, time.process_time() - processor
-            self.send(seconds=seconds, cpu=cpu, useful=useful, computed=computed, flops=flops, memory=peak_memory_mb())
+            self.send(seconds=seconds, cpu=cpu, useful=useful, computed=computed, flops=flops, memory=peak_memory_mb(), **self.recorded)
 
     def flops(self, count: BatchCount) -> float:
         """Return the operations of forward and backward pass; attention is causal and limited to its sequence."""
@@ -107,15 +108,19 @@ def state_of(spec: dict, *overrides: str) -> Any:
 
 
 def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off", too_long: str = "", recompute: str = "none") -> None:
-    """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured."""
-    from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+    """The engine's training step. `reused_batches` of the spec: make this number before and reuse them, where the data is not measured.
 
-    set_wait_policy()  # as the command does, before torch is imported; building the state does what else the command decides
-    gate.during_turn = adapt_spinning  # per turn: while this process is stopped, the load of the other cases is none that it meets
+    `record_loss` of the spec: send the loss of each step, too.
+    """
+    with suppress(ModuleNotFoundError):  # an older checkout has no such module, and its command does not adapt
+        from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
+
+        set_wait_policy()  # as the command does, before torch is imported; building the state does what else the command decides
+        gate.during_turn = adapt_spinning  # per turn: while this process is stopped, the load of the other cases is none that it meets
     from runner.engine.loop import train_step
 
     overrides = [f"precision={spec['precision']}", f"data.packing={packing}", f"train.compile={compile}", "train.epochs=100"]
-    overrides += [f"train.activation_checkpointing={recompute}", *([f"data.too_long={too_long}"] if too_long else [])]
+    overrides += [f"train.activation_checkpointing={recompute}"] * (recompute != "none") + [f"data.too_long={too_long}"] * bool(too_long)
     state, rows = state_of(spec, *overrides), spec["rows"]
     if len(state.pipeline.train) < rows:
         raise SystemExit(f"{len(state.pipeline.train)} packed sequences for steps of {rows} rows: give a larger file, or fewer --rows")
@@ -129,7 +134,9 @@ def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off"
         return BatchCount(sum(lengths), sum(batch.input_ids.numel() for batch in batches), lengths if packing == "best_fit" else padded)
 
     for batches in gate.through(steps, count):
-        train_step(state, batches, lr=1e-4)
+        output = train_step(state, batches, lr=1e-4)
+        if spec.get("record_loss"):
+            gate.recorded |= {"loss": float(output.sums["loss"]), "attention": getattr(state, "attention_reason", "")}
 
 
 def machine(spec: dict, gate: Gate) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 OWN = "as its users run it"  # the environment of the benchmark, to which nothing is added
 THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_NUM")  # variables that a setting replaces
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # emulate an older processor
+PACKAGES = ("common", "data", "models", "runner")  # of the project
 RECORDED = (*THREADS, "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -50,14 +51,21 @@ def process_facts(adapts_spinning: bool) -> dict[str, Any]:
     variables = recorded_variables(os.environ)
     allocator = sys.modules.get("runner.engine.device.cpu.allocator")
     is_set_by_us = allocator is not None and allocator.keep_freed_memory.cache_info().currsize and not any(name.startswith("MALLOC_") for name in variables)
+    has_pool = is_set_by_us and hasattr(allocator, "pool_size") and allocator.pool_size()  # of another checkout (commits.py), the allocator may be older
     return {
         "variables": variables,
         "threads": torch.get_num_threads() if torch else None,
         "libraries": sorted(libraries),
         "waiting": "sleeps beside other load" if adapts_spinning else "the library's",
-        "allocator": ("pool of large tensors" if allocator.pool_size() else "keeps freed memory") if is_set_by_us else "malloc's own",
+        "allocator": ("pool of large tensors" if has_pool else "keeps freed memory") if is_set_by_us else "malloc's own",
         "has_engine": "runner.engine" in sys.modules,  # False for every other trainer
     }
+
+
+def imported_code() -> dict[str, list[str]]:
+    """Return the folders from which this process has imported the packages of the project, as a JSON value."""
+    paths = (path for name in PACKAGES if name in sys.modules for path in sys.modules[name].__path__)
+    return {"folders": sorted({str(Path(path).resolve().parent) for path in paths})}
 
 
 def describe_facts(facts: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib import ROOT
+from lib import CHECKOUT_VARIABLE, ROOT
 from lib.environment import OWN, thread_settings, with_setting
 from lib.runs import compose_run
 
@@ -29,10 +29,14 @@ Step = dict[str, Any]  # one turn, as cases.Gate sends it
 
 
 class CaseProcess:
-    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of its setting, None for OWN."""
+    """A process that does one turn, of one or more steps, per request. `spec["case"]` names the case; `variables`: of its setting, None for OWN.
+
+    `spec["checkout"]`, if it is there: the folder of another checkout whose packages the process imports. `spec["variables"]`: added to its environment.
+    """
 
     def __init__(self, name: str, spec: dict, setting: str = OWN, variables: dict[str, str] | None = None) -> None:
         self.name, self.precision, self.steps, self.fill_ratio = name, spec["precision"], list[Step](), 1.0
+        self.first_steps = list[Step]()  # not among `steps`: they compile and fill caches
         self.setting, self.facts = setting, dict[str, Any]()
         started = time.perf_counter()
         self.errors = tempfile.TemporaryFile("w+")
@@ -42,8 +46,8 @@ class CaseProcess:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=with_setting(ENVIRONMENT, variables)
-            | {"PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])},
+            env=with_setting(ENVIRONMENT, variables) | spec.get("variables", {}) | import_variables(spec.get("checkout")),
+            cwd=spec.get("checkout"),  # the first folder from which `python -m` imports
             process_group=0,  # the kernel ends a group with a stopped process when the parent dies
         )
         self.failed = "error" in self.step()
@@ -52,7 +56,10 @@ class CaseProcess:
             self.failed = "error" in self.step()  # the second step still grows memory and caches
         if not self.failed:
             self.facts = self.request("environment")
-            self.steps.clear()
+            self.first_steps, self.steps = self.steps, []
+        if not self.failed and "checkout" in spec and (folders := self.request("code")["folders"]) != [spec["checkout"]]:
+            self.failed = True
+            self.steps.append({"error": f"the process has imported {', '.join(folders)} instead of {spec['checkout']}"})
 
     def request(self, kind: str) -> dict:
         assert self.process.stdin and self.process.stdout
@@ -89,6 +96,13 @@ class CaseProcess:
 
     def median(self, value: Callable[[Step], float]) -> float:
         return statistics.median(value(step) for step in self.steps)
+
+
+def import_variables(checkout: str | None) -> dict[str, str]:
+    """Return the variables with which a process imports the packages of `checkout`, None: of this one, and the benchmarks of this one."""
+    first = [] if checkout is None else [checkout]
+    variables = {"PYTHONPATH": os.pathsep.join([*first, str(ROOT / "benchmarks"), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])])}
+    return variables if checkout is None else variables | {CHECKOUT_VARIABLE: checkout}
 
 
 def start_cases(specs: Iterable[tuple[str, dict]], with_best: bool, started: list[CaseProcess]) -> tuple[list[CaseProcess], list[str]]:
@@ -168,9 +182,13 @@ def flops_per_second(step: Step, clock: str = "seconds") -> float:
     return step["flops"] / step[clock]
 
 
+def round_ratios(value: Callable[[Step, str], float], case: CaseProcess, other: CaseProcess, clock: str = "seconds") -> list[float]:
+    return [value(mine, clock) / value(others, clock) for mine, others in zip(case.steps, other.steps, strict=True)]
+
+
 def ratio(value: Callable[[Step, str], float], case: CaseProcess, other: CaseProcess, clock: str = "seconds") -> float:
     """Return the median of the ratios of each round: other load in a round affects both."""
-    return statistics.median(value(mine, clock) / value(others, clock) for mine, others in zip(case.steps, other.steps, strict=True))
+    return statistics.median(round_ratios(value, case, other, clock))
 
 
 def case_spec(overrides: list[str], *, stage: str, path: str, tokenizer: str, rows: int, length: int, folder: str) -> dict[str, Any]:
