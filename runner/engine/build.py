@@ -66,7 +66,9 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     compile_decision = decide_compilation(cfg, model, loader, dist.device)
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
-    kernels = choose_cpu_kernels(cpu_choices(cfg, (model, *objective.extra_models), loader, precision), compile_decision.is_long_run, dist, saved)
+    optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
+    choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision)
+    kernels = choose_cpu_kernels(choices, compile_decision.is_long_run, dist, saved)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist)
@@ -82,7 +84,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         pipeline=pipeline,
         loader=loader,
         val_loader=val_loader,
-        optimizers=build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers),
+        optimizers=optimizers,
         precision=precision,
         logger=logger,
         checkpoints=build_checkpoints(cfg, run_dir, logger, update_metadata, dist),

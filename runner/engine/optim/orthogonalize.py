@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+from runner.engine.device.cpu.measured_choice import MeasuredChoice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +69,21 @@ def orthogonalize(batch: Sequence[Tensor], name: str) -> list[Tensor]:
     else:
         results = _newton_schulz(torch.stack([matrix.to(dtype) for matrix in wide])).unbind()
     return [result.T if _is_tall(matrix) else result for result, matrix in zip(results, batch, strict=True)]
+
+
+def orthogonalization_choice(shapes: Sequence[tuple[int, ...]], apply: Callable[[str], None]) -> MeasuredChoice:
+    """Return the choice between ORTHOGONALIZATIONS for matrices of these shapes, (M, N) of each."""
+    default, *others = ORTHOGONALIZATIONS
+    counts = Counter(f"{rows}x{columns}" for rows, columns in shapes)
+    return MeasuredChoice(
+        fact="orthogonalization",
+        default=default,
+        others=tuple(others),
+        workload=dict(sorted(counts.items())),
+        measure=lambda names: measure_orthogonalization(((rows, columns) for rows, columns in shapes), names),
+        apply=apply,
+        unit="ms an update",
+    )
 
 
 def _is_tall(matrix: Tensor) -> bool:

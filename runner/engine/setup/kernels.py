@@ -23,6 +23,9 @@ from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoic
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
+from runner.engine.optim.groups import OptimizerGroup
+from runner.engine.optim.orthogonalize import orthogonalization_choice
+from runner.engine.optim.torch_optimizers import Muon
 
 
 class ChosenKernels(NamedTuple):
@@ -96,11 +99,11 @@ def measured_facts() -> dict[str, Any]:
     }
 
 
-def cpu_choices(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> list[MeasuredChoice]:
+def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision) -> list[MeasuredChoice]:
     """Return the choices of a run on the CPU. `models`: the trained one first, then those that the objective reads."""
     if precision.device.type != "cpu":
         return []
-    choices = [_attention(cfg, models, loader, precision), _loss(cfg, models[0], loader, precision)]
+    choices = [_attention(cfg, models, loader, precision), _loss(cfg, models[0], loader, precision), _orthogonalization(optimizers)]
     return [choice for choice in choices if choice]
 
 
@@ -127,6 +130,18 @@ def _loss(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Prec
     head = heads[0]
     shape = LossShape(micro_batch_rows(cfg) * cfg.data.max_length, head.in_features, head.out_features, _dtype_name(precision), head.weight.requires_grad)
     return loss_choice(shape, heads)
+
+
+def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
+    """Return the choice of how Muon orthogonalizes its updates; None for other optimizers."""
+    parts = [part for part in optimizers.parts if isinstance(part, Muon)]
+    shapes = [tuple(p.shape) for part in parts for group in part.param_groups for p in group["params"]]
+
+    def apply(kernel: str) -> None:
+        for part in parts:
+            part.orthogonalization = kernel
+
+    return orthogonalization_choice(shapes, apply) if shapes else None
 
 
 def micro_batch_rows(cfg: Config) -> int:
