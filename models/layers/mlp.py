@@ -115,7 +115,7 @@ class MoE(nn.Module):
         experts = chosen.flatten()
         counts = experts.bincount(minlength=len(self.experts))
         order = experts.argsort(stable=True)
-        if self.dispatch == "grouped" and all(expert.is_plain() for expert in self.experts):
+        if self.dispatch == "grouped" and all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts):
             return self._grouped_outputs(flat, chosen, order, counts)
         return self._selected_outputs(flat, chosen, order, counts.tolist())
 
@@ -137,8 +137,8 @@ class MoE(nn.Module):
         padding = torch.tensor(sizes, device=counts.device) - counts
         rows = torch.arange(len(order), device=order.device) + (padding.cumsum(0) - padding).repeat_interleave(counts)  # of the sorted tokens
         slots = torch.empty_like(order).scatter_(0, order, rows).view(chosen.shape)
-        weights = ([getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj"))
-        return grouped_experts(x, slots, sizes, *weights, self.attention_kernel == FUSED_KERNEL)[0]
+        gate, up, down = ([getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj"))
+        return grouped_experts(x, slots, sizes, gate, up, down, self.attention_kernel == FUSED_KERNEL)[0]
 
 
 def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:
