@@ -16,7 +16,7 @@ from models.layers import activation_checkpointing
 from models.layers.attention import AttentionMask, document_mask
 from models.layers.attention_block import WEIGHT_INIT_STD, DecoderLayer, KVCache, LayerContext, RMSNorm, rope_frequencies, rotation_factors
 from models.layers.chunked_loss import LMHead
-from models.layers.mlp import DocumentIndex, index_documents, load_balancing_loss
+from models.layers.mlp import DocumentIndex, MoE, index_documents, load_balancing_loss
 
 
 class DecoderBackbone(nn.Module):
@@ -98,6 +98,8 @@ class Decoder(LanguageModel):
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             layer.single_row = single_row
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.exclude_from_compile()
             layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:

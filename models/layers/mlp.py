@@ -16,7 +16,12 @@ from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
 from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
 from models.layers.cpu_kernels.fused_projection import kernel_projection
-from models.layers.ops import compute_dtype, fused_projection, pad_tokens
+from models.layers.cpu_kernels.grouped_experts import grouped_experts
+from models.layers.ops import compute_dtype, fused_projection, pad_tokens, padded_count
+
+# How the tokens of a batch reach their experts: expert by expert, or by one operator for all of them. Experts with biases, adapters or weights in
+# 4 bits are always called one by one.
+EXPERT_DISPATCHES = ("index_select", "grouped")
 
 
 class SwiGLU(torch.autograd.Function):
@@ -45,12 +50,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
-        if self.attention_kernel == FUSED_KERNEL and self._is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
+        if self.attention_kernel == FUSED_KERNEL and self.is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
             return swiglu_output(kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
         gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
 
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Return whether there are no biases and no adapters."""
         return all(type(linear) is nn.Linear and linear.bias is None for linear in (self.gate_proj, self.up_proj, self.down_proj))
 
@@ -82,6 +87,8 @@ class MoE(nn.Module):
     def __init__(self, cfg: DecoderConfig) -> None:
         super().__init__()
         self.cfg = cfg
+        self.dispatch = "index_select"  # one of EXPERT_DISPATCHES
+        self.attention_kernel = "auto"  # FUSED_KERNEL: see MLP
         self.gate = nn.Linear(cfg.hidden_size, cfg.num_experts, bias=False)
         self.experts = nn.ModuleList(MLP(cfg, cfg.moe_intermediate_size) for _ in range(cfg.num_experts))
 
@@ -96,17 +103,42 @@ class MoE(nn.Module):
         y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
         return y.view(B, T, D), expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
+    def exclude_from_compile(self) -> None:
+        """Let torch.compile call the experts without tracing them: it would compile again for other numbers of tokens per expert."""
+        vars(self)["_expert_outputs"] = torch.compiler.disable(self._expert_outputs)
+
     def _expert_outputs(self, flat: Tensor, chosen: Tensor) -> Tensor:
         """Return the output of each chosen expert: flat (B*T, D), chosen (B*T, k) -> (B*T, k, D). Tokens are sorted by expert.
 
-        index_select is deterministic on the CPU in both directions; the gradient of flat[tokens] is not. An expert without tokens runs on
-        an empty batch, so that its weights get a gradient, which the other ranks wait for.
+        An expert without tokens has a gradient of zeros for its weights, which the other ranks wait for.
         """
         experts = chosen.flatten()
+        counts = experts.bincount(minlength=len(self.experts))
         order = experts.argsort(stable=True)
-        groups = flat.index_select(0, order // chosen.shape[1]).split(experts.bincount(minlength=len(self.experts)).tolist())
-        outputs = torch.cat([expert(pad_tokens(group))[: len(group)] for expert, group in zip(self.experts, groups, strict=True)])
-        return outputs.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        if self.dispatch == "grouped" and all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts):
+            return self._grouped_outputs(flat, chosen, order, counts)
+        return self._selected_outputs(flat, chosen, order, counts.tolist())
+
+    def _selected_outputs(self, flat: Tensor, chosen: Tensor, order: Tensor, counts: list[int]) -> Tensor:
+        """Call the experts one by one. index_select is deterministic on the CPU in both directions; the gradient of flat[tokens] is not."""
+        is_inference = not torch.is_grad_enabled()
+        groups = flat.index_select(0, order // chosen.shape[1]).split(counts)
+        outputs = [
+            expert(pad_tokens(group, is_inference=is_inference))[: len(group)]
+            for expert, group in zip(self.experts, groups, strict=True)
+            if len(group) or not is_inference
+        ]
+        return torch.cat(outputs).index_select(0, order.argsort()).view(*chosen.shape, -1)
+
+    def _grouped_outputs(self, flat: Tensor, chosen: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+        """Call the operator for all experts."""
+        x = flat.to(compute_dtype(flat))
+        sizes = [padded_count(n, x, is_inference=not torch.is_grad_enabled()) for n in counts.tolist()]
+        padding = torch.tensor(sizes, device=counts.device) - counts
+        rows = torch.arange(len(order), device=order.device) + (padding.cumsum(0) - padding).repeat_interleave(counts)  # of the sorted tokens
+        slots = torch.empty_like(order).scatter_(0, order, rows).view(chosen.shape)
+        gate, up, down = ([getattr(expert, name).weight for expert in self.experts] for name in ("gate_proj", "up_proj", "down_proj"))
+        return grouped_experts(x, slots, sizes, gate, up, down, self.attention_kernel == FUSED_KERNEL)[0]
 
 
 def expert_use(probs: Tensor, chosen: Tensor, documents: DocumentIndex | None) -> Tensor:

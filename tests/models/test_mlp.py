@@ -7,6 +7,7 @@ from tiny_models import random_model, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.layers import ops
+from models.layers.cpu_kernels.grouped_experts import grouped_experts
 from models.layers.mlp import SwiGLU
 from models.layers.ops import pad_tokens
 
@@ -29,8 +30,17 @@ def test_tokens_are_padded_with_zeros_in_16_bits_on_the_cpu_only() -> None:
         assert len(pad_tokens(x)) == 128
 
 
+def test_few_tokens_are_padded_to_a_power_of_two_in_inference() -> None:
+    """At most seven numbers below 64: each is a product that oneDNN compiles."""
+    x = torch.ones(200, 3, dtype=torch.bfloat16)
+    rows = {n: len(pad_tokens(x[:n], is_inference=True)) for n in range(200)}
+    assert {n: rows[n] for n in (0, 1, 2, 3, 5, 33, 64, 65)} == {0: 0, 1: 1, 2: 2, 3: 4, 5: 8, 33: 64, 64: 64, 65: 128}
+    assert len({*rows.values()}) == 11 and all(n <= m for n, m in rows.items())
+    assert len(pad_tokens(x[:3].float(), is_inference=True)) == 3
+
+
 class ProductRows(TorchDispatchMode):
-    """Records the rows of the left operands of matrix products."""
+    """Records the rows of the left operands of matrix products, and those of each expert in the operator for all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +49,8 @@ class ProductRows(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.mm.default:
             self.rows.add(len(args[0]))
+        if func is grouped_experts:
+            self.rows.update(args[2])
         return func(*args, **(kwargs or {}))
 
 

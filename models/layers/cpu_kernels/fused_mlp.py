@@ -29,7 +29,7 @@ def swiglu_output(gate_up: Tensor, weight: Tensor) -> Tensor:
     """gate_up: (..., 2F), gate and up side by side; weight: (D, F) of any floating-point type -> (..., D) in the type of gate_up."""
     gate_up = gate_up.contiguous()
     h = gate_up.new_empty((*gate_up.shape[:-1], weight.shape[1]))
-    _call("lm_runner_swiglu_forward", gate_up, h)
+    call_swiglu("lm_runner_swiglu_forward", gate_up, h)
     return F.linear(h, weight.to(h.dtype))
 
 
@@ -44,7 +44,7 @@ def swiglu_output_backward(g: Tensor, gate_up: Tensor, weight: Tensor, needs_wei
     gate_up = gate_up.contiguous()
     h = (g @ weight.to(g.dtype)).contiguous()  # its gradient, which the kernel overwrites
     gradient = torch.empty_like(gate_up)
-    _call("lm_runner_swiglu_backward", gate_up, h, gradient)
+    call_swiglu("lm_runner_swiglu_backward", gate_up, h, gradient)
     if not needs_weight:
         return [gradient]
     rows, h = g.flatten(0, -2), h.flatten(0, -2)
@@ -56,7 +56,8 @@ def _(g: Tensor, gate_up: Tensor, weight: Tensor, needs_weight: bool) -> list[Te
     return [gate_up.new_empty(gate_up.shape), *([weight.new_empty(weight.shape)] if needs_weight else [])]
 
 
-def _call(name: str, gate_up: Tensor, *others: Tensor) -> None:
+def call_swiglu(name: str, gate_up: Tensor, *others: Tensor) -> None:
+    """Call a kernel of swiglu.cpp with contiguous tensors. gate_up: (..., 2F)."""
     width = gate_up.shape[-1] // 2
     rows, is_bf16 = gate_up.numel() // (2 * width), gate_up.dtype == torch.bfloat16
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (gate_up, *others))
