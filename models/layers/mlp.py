@@ -103,6 +103,10 @@ class MoE(nn.Module):
         y = (self._expert_outputs(flat, chosen) * weights.unsqueeze(-1)).sum(1).to(flat.dtype)
         return y.view(B, T, D), expert_use(probs.view(B, T, -1), chosen.view(B, T, -1), documents)
 
+    def has_plain_experts(self) -> bool:
+        """Return whether no expert has biases or adapters: one operator can compute them all."""
+        return all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts)
+
     def exclude_from_compile(self) -> None:
         """Let torch.compile call the experts without tracing them: it would compile again for other numbers of tokens per expert."""
         vars(self)["_expert_outputs"] = torch.compiler.disable(self._expert_outputs)
@@ -115,7 +119,7 @@ class MoE(nn.Module):
         experts = chosen.flatten()
         counts = experts.bincount(minlength=len(self.experts))
         order = experts.argsort(stable=True)
-        if self.dispatch == "grouped" and all(isinstance(expert, MLP) and expert.is_plain() for expert in self.experts):
+        if self.dispatch == "grouped" and self.has_plain_experts():
             return self._grouped_outputs(flat, chosen, order, counts)
         return self._selected_outputs(flat, chosen, order, counts.tolist())
 

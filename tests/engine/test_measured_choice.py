@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 
 from common.errors import Interrupted
@@ -16,10 +17,12 @@ from models.layers import chunked_loss
 from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
+from models.layers.mlp import EXPERT_DISPATCHES
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.cpu import attention_choice
 from runner.engine.device.cpu import loss_choice as loss_choice_module
 from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
+from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice, measure_experts
 from runner.engine.device.cpu.loss_choice import LossShape, loss_choice, measure_loss
 from runner.engine.device.cpu.measured_choice import ChosenKernel, common_kernel, measured_kernel, repeated_kernel
 from runner.engine.loop import train
@@ -224,51 +227,73 @@ def test_chunks_of_the_loss_are_measured_with_the_gradients_of_the_run() -> None
 
 
 @pytest.fixture
-def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """`fast_chunks(kernel)`: the tokens of a chunk of the loss that long runs measure as the fastest."""
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of the loss that differ for tiny batches."""
     monkeypatch.setattr(loss_choice_module, "CHUNK_TOKENS", (16, 32))
     monkeypatch.setattr(chunked_loss, "MIN_TOKENS_PER_CHUNK", {"cpu": 24})
     monkeypatch.setattr(chunked_loss, "LOGITS_PER_CHUNK", {"cpu": 1})
 
-    def fast_chunks(kernel: str) -> None:
-        monkeypatch.setattr(loss_choice_module, "measure_loss", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {kernel: 0.5})
 
-    return fast_chunks
+EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16"]
+CHOICES = [  # fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in the log
+    ("loss_chunk_tokens", [], "device.cpu.loss_choice.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
+    ("expert_dispatch", EXPERTS, "device.cpu.expert_choice.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
+     "grouped (measured, ms a layer: index_select 1000.0, grouped 500.0)"),
+    ("orthogonalization", ["optimizer=muon"], "optim.orthogonalize.measure_orthogonalization", "fp32", "bf16-batched", lambda state: {state.optimizers.parts[0].orthogonalization},
+     "fp32 (measured, ms an update: bf16 1000.0, bf16-batched 1000.0, fp32 500.0"),
+]  # fmt: skip
 
 
 def chunks_of(state) -> int:
     return state.model.lm_head.chunk_tokens
 
 
-def test_chunks_of_the_loss_are_recorded_and_repeated_by_a_resume_bitwise_equal(
-    make_run: Callable, fast: Callable[..., None], fast_chunks: Callable[[str], None]
-) -> None:
-    overrides = ["train.max_steps=4", "train.save_every=2"]
+@pytest.mark.parametrize("fact, overrides, measure, kernel, other, used, line", CHOICES, ids=[choice[0] for choice in CHOICES])
+def test_choice_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal(
+    make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch,
+    fact: str, overrides: list[str], measure: str, kernel: str, other: str, used: Callable, line: str,
+) -> None:  # fmt: skip
+    def fastest(kernel: str) -> None:
+        monkeypatch.setattr(f"runner.engine.{measure}", lambda *arguments: dict.fromkeys(arguments[-1], 1.0) | {kernel: 0.5})
+
+    overrides = [*overrides, "train.max_steps=4", "train.save_every=2"]
+    title = fact.replace("_", " ")
     fast("auto")
-    fast_chunks("16")
+    fastest(kernel)
     whole = make_run("sft", *overrides, folder="whole")
-    assert (chunks_of(whole), whole.compatibility["environment.loss_chunk_tokens"]) == (16, "16")
-    assert run_summary(whole)["loss chunk tokens"].startswith("16 (measured, ms a micro-batch: 24 1000.0, 16 500.0")
+    assert (used(whole), whole.compatibility[f"environment.{fact}"]) == ({kernel}, kernel)
+    assert run_summary(whole)[title].startswith(line)
     train(whole)
     stopped = make_run("sft", *overrides, folder="stopped")
     with pytest.raises(Interrupted):
         train(stopped, stop_requested=lambda: stopped.progress.step == 2)
-    fast_chunks("32")
+    fastest(other)
     resumed = make_run("sft", *overrides, folder="stopped", attempt=2)
-    assert chunks_of(resumed) == 16 and run_summary(resumed)["loss chunk tokens"] == "16, as its checkpoint"
+    assert used(resumed) == {kernel} and run_summary(resumed)[title] == f"{kernel}, as its checkpoint"
     train(resumed)
     for state in (whole, resumed):
         state.logger.finish("completed", {})
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
+def test_experts_are_measured_in_turns_and_leave_the_random_state() -> None:
+    cfg = tiny_models.config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    shape = ExpertShape(tokens=40, hidden=cfg.hidden_size, width=16, experts=4, per_token=2, dtype="bfloat16", kernel="auto")
+    state = torch.get_rng_state()
+    times = measure_experts(cfg, shape, EXPERT_DISPATCHES)
+    assert set(times) == set(EXPERT_DISPATCHES) and all(seconds > 0 for seconds in times.values())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert expert_choice(cfg, shape, lambda kernel: None) is not None
+    assert expert_choice(cfg, replace(shape, tokens=10_000, hidden=4_096, width=14_336), lambda kernel: None) is None  # minutes
+
+
 @pytest.mark.parametrize("stage", ["dpo", "lora"])
 def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
-    stage: str, make_run: Callable, fast: Callable[..., None], fast_chunks: Callable[[str], None]
+    stage: str, make_run: Callable, fast: Callable[..., None], small_chunks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preferences weigh each token later; adapters make the output layer wider."""
     fast("auto")
-    fast_chunks("16")
+    monkeypatch.setattr(loss_choice_module, "measure_loss", lambda shape, kernels: pytest.fail("measured"))
     overrides = ["stage.lora.targets=[lm_head]", "model.tie_word_embeddings=false"] if stage == "lora" else []
     state = make_run(stage, *overrides, "train.max_steps=4")
     assert chunks_of(state) == 0 and "loss chunk tokens" not in run_summary(state)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,13 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
+from models.layers.mlp import MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
 from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
 from runner.engine.device.cpu.attention_choice import AttentionShape, attention_choice
+from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice
 from runner.engine.device.cpu.loss_choice import LossShape, loss_choice
 from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
 from runner.engine.device.distributed import DistributedContext
@@ -65,7 +68,7 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compil
     return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
-def choose_cpu_kernels(choices: Sequence[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
+def choose_cpu_kernels(choices: Iterable[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
     """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one."""
     facts, reasons = {}, {}
     for choice in choices:
@@ -99,12 +102,18 @@ def measured_facts() -> dict[str, Any]:
     }
 
 
-def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision) -> list[MeasuredChoice]:
-    """Return the choices of a run on the CPU. `models`: the trained one first, then those that the objective reads."""
+def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision) -> Iterator[MeasuredChoice]:
+    """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then those that the objective reads."""
     if precision.device.type != "cpu":
-        return []
-    choices = [_attention(cfg, models, loader, precision), _loss(cfg, models[0], loader, precision), _orthogonalization(optimizers)]
-    return [choice for choice in choices if choice]
+        return
+    for find in (
+        partial(_attention, cfg, models, loader, precision),
+        partial(_experts, cfg, models, precision),
+        partial(_loss, cfg, models[0], precision),
+        partial(_orthogonalization, optimizers),
+    ):
+        if choice := find():
+            yield choice
 
 
 def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
@@ -122,7 +131,22 @@ def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader,
     return attention_choice(shape, apply)
 
 
-def _loss(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
+def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
+    """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases leave only one way."""
+    layers = [module for model in models for module in model.modules() if isinstance(module, MoE)]
+    if not layers or not all(layer.has_plain_experts() for layer in layers):
+        return None
+    decoder, tokens = layers[0].cfg, micro_batch_rows(cfg) * cfg.data.max_length
+    sizes = (decoder.hidden_size, decoder.moe_intermediate_size, decoder.num_experts, decoder.num_experts_per_tok)
+
+    def apply(kernel: str) -> None:
+        for layer in layers:
+            layer.dispatch = kernel
+
+    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel), apply)
+
+
+def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
     """Return the choice of the chunks of the loss; None for losses that are weighed later, and where an output layer has adapters."""
     heads = model.loss_heads
     if cfg.stage.needs_reference or not heads:

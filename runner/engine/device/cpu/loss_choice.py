@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 DEFAULT_CHUNK = "auto"  # `models.layers.chunked_loss.default_chunk_tokens`
 CHUNK_TOKENS = (256, 512, 1_024, 2_048)
 MAX_CHUNK_LOGITS = 1 << 23  # of a chunk: memory for speed, at most twice that of the default
-LOSS_TURNS, LOSS_PASSES = 3, 1
+LOSS_TURNS, LOSS_PASSES = 5, 1
 LOSS_TOKEN_LIMIT = 2_048  # measured at a time
-MAX_MEASURED_FLOPS = 1e12  # of all passes: a larger vocabulary would take longer to measure than it gains
+MAX_MEASURED_FLOPS = 2e12  # of all passes: a larger vocabulary would take longer to measure than it gains
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 //
 // glibc's heap mixes large tensors with small objects, which keep the holes between them from joining; after some steps a third of it
 // is holes. Here a block has only tensors as neighbours, and a freed one joins those beside it at once. Best fit: the smallest free block
-// that is large enough, the lowest address of equal ones (Wilson et al., "Dynamic Storage Allocation", 1995, section 3).
+// that is large enough, the highest address of equal ones (Wilson et al., "Dynamic Storage Allocation", 1995, section 3).
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -56,13 +56,14 @@ class Pool {
       if (!grow(size)) return nullptr;
       fit = free_.lower_bound({size, 0});
     }
-    const auto [available, address] = *fit;
+    const size_t available = fit->first;
+    const uintptr_t address = ~fit->second;
     auto block = blocks_.find(address);
     if (available > size) {
       add_free(std::next(block), address + size, available - size);
       block->second.size = size;
     }
-    free_.erase({available, address});
+    free_.erase(fit);
     block->second.is_free = false;
     return reinterpret_cast<void*>(address);
   }
@@ -84,12 +85,12 @@ class Pool {
       auto before = std::prev(block);
       address = before->first;
       size += before->second.size;
-      free_.erase({before->second.size, before->first});
+      free_.erase({before->second.size, ~before->first});
       blocks_.erase(block);
       block = before;
     }
     block->second = {size, true};
-    free_.insert({size, address});
+    free_.insert({size, ~address});
   }
 
   size_t size() {
@@ -124,18 +125,18 @@ class Pool {
 
   void add_free(Blocks::iterator hint, uintptr_t address, size_t size) {
     blocks_.emplace_hint(hint, address, Block{size, true});
-    free_.insert({size, address});
+    free_.insert({size, ~address});
   }
 
   void remove_free(Blocks::iterator block) {
-    free_.erase({block->second.size, block->first});
+    free_.erase({block->second.size, ~block->first});
     blocks_.erase(block);
   }
 
   std::mutex mutex_;
   uintptr_t begin_ = 0, end_ = 0, limit_ = 0;     // memory of [begin, end) can be used
   Blocks blocks_;                                 // address -> block; they fill [begin, end) without gaps
-  std::set<std::pair<size_t, uintptr_t>> free_;   // size and address of the free ones
+  std::set<std::pair<size_t, uintptr_t>> free_;   // size and inverted address of the free ones
 };
 
 Pool& pool() {
