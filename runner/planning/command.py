@@ -112,9 +112,9 @@ def count_ranks(cfg: Config) -> int:
 
 def shared_settings(cfg: Config) -> list[object]:
     """Return the settings that the time of a step, an evaluation or a set of samples depends on."""
-    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data)]
+    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data, cfg.distributed)]
     train = cfg.train
-    timed = (train.batch_size, train.compile, train.activation_checkpointing, train.sample_prompts, train.sample_tokens, train.final_eval_rows)
+    timed = (train.batch_size, train.save_every, train.compile, train.activation_checkpointing, train.sample_prompts, train.sample_tokens, train.final_eval_rows)
     return [*parts, cfg.optimizer.name, *timed, cfg.init_from, cfg.device]
 
 

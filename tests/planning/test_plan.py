@@ -190,8 +190,9 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
 def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
     cfg = compose_config(TINY)
     assert shared_settings(dataclasses.replace(cfg, seed=2)) == shared_settings(cfg)
-    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}):
+    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}, {"save_every": 7}):
         assert shared_settings(with_train(cfg, **settings)) != shared_settings(cfg)
+    assert shared_settings(dataclasses.replace(cfg, distributed=dataclasses.replace(cfg.distributed, name="ddp"))) != shared_settings(cfg)
 
 
 def test_plan_counts_in_the_singular(tiny_plan: RunPlan):
