@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT = "auto"  # blocks of 64 queries
-_FUSED = "fused"
-CANDIDATES = (DEFAULT, "blocks-32", "blocks-128", _FUSED)
+FUSED = "fused"
+CANDIDATES = (DEFAULT, "blocks-32", "blocks-128", FUSED)
 WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
 TURNS, PASSES = 4, 2  # of each kernel; several turns, because a training that starts beside this one disturbs some of them
 ROW_LIMIT, TOKEN_LIMIT = 4, 2_048  # measured at a time: the order of kernels is that of larger batches, too
@@ -48,7 +48,7 @@ class AttentionChoice:
 def common_choice(choices: list[list[Any]]) -> AttentionChoice:
     """Return the choice of all ranks from (kernel, reason, has_fused) of each: that of the first, unless it is a kernel that some rank cannot compute."""
     kernel, reason, has_fused = choices[0]
-    if kernel == _FUSED and not all(rank_has_fused for *_, rank_has_fused in choices):
+    if kernel == FUSED and not all(rank_has_fused for *_, rank_has_fused in choices):
         return AttentionChoice(DEFAULT, "blocks of queries: a rank has no fused kernel", has_fused)
     return AttentionChoice(kernel, reason, has_fused)
 
@@ -60,12 +60,12 @@ def repeat_choice(saved: object, shape: AttentionShape, folder: Path) -> Attenti
 
     if not isinstance(saved, str) or saved not in CPU_KERNELS:
         return AttentionChoice(DEFAULT, "")
-    if saved == _FUSED:
+    if saved == FUSED:
         try:
             _load_fused(shape, folder)
         except KernelsUnavailableError as error:
             return AttentionChoice(DEFAULT, f"blocks of queries: the fused kernel of the checkpoint is not available, {error}")
-    return AttentionChoice(saved, f"{saved}, as its checkpoint", has_fused=saved == _FUSED)
+    return AttentionChoice(saved, f"{saved}, as its checkpoint", has_fused=saved == FUSED)
 
 
 def _load_fused(shape: AttentionShape, folder: Path) -> None:
@@ -95,17 +95,31 @@ def choose_attention(shape: AttentionShape, folder: Path, facts: Mapping[str, An
         _load_fused(shape, folder)
     except KernelsUnavailableError as error:
         unavailable = f"; no fused kernel: {error}"
-    key = json.dumps([asdict(shape), dict(facts), bool(unavailable)], sort_keys=True)
-    file = folder / "cpu_kernels" / f"choice-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    file = _choice_file(shape, folder, facts, has_fused=not unavailable)
     times = _read_times(file)
     if times is None:
-        measured = measure_kernels(shape, [name for name in CANDIDATES if not (unavailable and name == _FUSED)])
+        measured = measure_kernels(shape, [name for name in CANDIDATES if not (unavailable and name == FUSED)])
         _write_times(file, measured)
         times = _read_times(file) or measured  # those of another run that has measured at the same time
-    best = min(times, key=lambda name: times[name])
-    kernel = best if times[best] <= WORTHWHILE * times[DEFAULT] else DEFAULT
+    kernel = _fastest(times)
     listed = ", ".join(f"{name.replace(DEFAULT, 'blocks-64')} {seconds * 1000:.1f}" for name, seconds in times.items())
     return AttentionChoice(kernel, f"{kernel.replace(DEFAULT, 'blocks-64')} (measured, ms a layer: {listed}){unavailable}", has_fused=not unavailable)
+
+
+def find_choice(shape: AttentionShape, folder: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return the kernel that `choose_attention` would take without measuring; None if it would measure. Nothing is compiled or loaded."""
+    times = _read_times(_choice_file(shape, folder, facts, has_fused=True)) or _read_times(_choice_file(shape, folder, facts, has_fused=False))
+    return _fastest(times) if times else None
+
+
+def _choice_file(shape: AttentionShape, folder: Path, facts: Mapping[str, Any], has_fused: bool) -> Path:
+    key = json.dumps([asdict(shape), dict(facts), not has_fused], sort_keys=True)
+    return folder / "cpu_kernels" / f"choice-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _fastest(times: Mapping[str, float]) -> str:
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] <= WORTHWHILE * times[DEFAULT] else DEFAULT
 
 
 def measure_kernels(shape: AttentionShape, kernels: list[str]) -> dict[str, float]:
