@@ -78,9 +78,9 @@ def saved_kernel(run_dir: Path | None) -> str | None:
 
 
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
-    """Return the bytes that the fused backward pass keeps in each thread for a document of `tokens` (attention.cpp): scores of all keys, keys, values.
+    """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys, values, and in the backward pass all scores.
 
-    `width`: bytes of a number. A thread computes one document of one key head at a time.
+    `width`: bytes of a number. A thread computes one document of one key head at a time, and its buffers stay until it ends.
     """
     if cpu.attention != FUSED or facts.attention_sizes is None:
         return 0
@@ -88,4 +88,4 @@ def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecut
     shared = heads // key_heads
     rows = shared * max(16, min(64, 128 // shared // 16 * 16))  # of a block of queries
     keys = -(-tokens // 64) * 64
-    return cpu.threads * keys * (2 * rows * 4 + head_width * (3 * width + 2 * 4))
+    return cpu.threads * keys * (2 * rows * 4 + head_width * (5 * width + 2 * 4))
