@@ -31,7 +31,7 @@ from runner.planning.activations import saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, shared_settings
 from runner.planning.estimate import RunPlan
-from runner.planning.facts.cpu import CpuExecution, attention_buffers, attention_shape, cpu_execution
+from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
 from runner.planning.memory import COMPILER, CPU_LIBRARIES, FP32, computation, estimate_memory
@@ -104,11 +104,12 @@ def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides
     of_layers = [dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)]
     saved = [saved_bytes(each, True, kernel="fused", compiled=compiled) for each in of_layers]
     how = computation(cfg, model_facts(cfg), "cpu", CpuExecution(is_compiled=compiled, attention="fused"))
-    assert saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, True), how) == pytest.approx(saved[1] - saved[0], rel=0.05)
+    assert saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, True), how) == pytest.approx(saved[1] - saved[0], rel=0.08)  # the tokens of an expert are padded
 
 
 def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool = False) -> int:
     """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of parameters."""
+    torch.manual_seed(0)  # which experts the tokens are routed to
     model, ids = create_model(cfg.model), torch.randint(0, 9, (4, 64))
     if cfg.stage.lora is not None:
         add_lora(model, cfg.stage.lora)
@@ -182,7 +183,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
     assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
     assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
     assert cpu_execution(cfg, facts, data, 1, saved_kernel="blocks-32").attention == "blocks-32"
-    shape = attention_shape(cfg, facts, data)
+    shape = planned_attention_shape(cfg, facts, data)
     assert shape is not None
     monkeypatch.setattr(attention_choice, "_load_fused", lambda shape, folder: None)
     monkeypatch.setattr(attention_choice, "measure_kernels", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {"fused": 0.5})
@@ -197,7 +198,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
 def test_attention_shape_is_that_of_the_run(tiny_plan: RunPlan, make_run: Callable[..., TrainState]) -> None:
     state = make_run("pretrain", "train.batch_size=4")
     planned = Planner().plan(PlannedRun("", state.cfg, ()))
-    assert attention_shape(state.cfg, planned.model, planned.data) == build.attention_shape(state.cfg, state.model, state.loader, state.precision)
+    assert planned_attention_shape(state.cfg, planned.model, planned.data) == build.attention_shape(state.cfg, state.model, state.loader, state.precision)
 
 
 def test_long_run_counts_few_holes_no_probabilities_and_the_compiler(tiny_plan: RunPlan) -> None:

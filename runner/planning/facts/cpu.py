@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.types import sequences_per_row
-from runner.checkpoint.compatibility import recorded_environment
-from runner.checkpoint.format import read_newest_state
 from runner.engine.config import Config
 from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
 from runner.engine.device.cpu.attention_choice import DEFAULT, FUSED, AttentionShape, find_choice
-from runner.engine.device.kernels import ATTENTION
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts.data import DataFacts
 from runner.planning.facts.model import ModelSizes
@@ -34,7 +31,7 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
     threads = torch.get_num_threads()
     decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
     kernel: str | None = DEFAULT
-    if (shape := attention_shape(cfg, facts, data)) is not None and is_supported(shape):
+    if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
         if saved_kernel is not None:
             kernel = saved_kernel
         elif decision.is_long_run:
@@ -43,7 +40,7 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
     return CpuExecution(decision.mode != "off", has_pool, kernel, threads)
 
 
-def attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> AttentionShape | None:
+def planned_attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> AttentionShape | None:
     """Return what a layer computes in a micro-batch; None if other kernels than those that are measured compute it."""
     if facts.attention_sizes is None:
         return None
@@ -72,6 +69,10 @@ def known_choice(shape: AttentionShape) -> str | None:
 
 def saved_kernel(run_dir: Path | None) -> str | None:
     """Return the attention kernel of the newest checkpoint, which a resumed run repeats; None without one."""
+    from runner.checkpoint.compatibility import recorded_environment
+    from runner.checkpoint.format import read_newest_state
+    from runner.engine.device.kernels import ATTENTION
+
     state = read_newest_state(run_dir) if run_dir is not None else None
     kernel = recorded_environment(state["compatibility"]).get(ATTENTION, DEFAULT) if state else None
     return kernel if isinstance(kernel, str) else None
