@@ -1,22 +1,29 @@
 """Estimates of plan.py against the runs themselves: python benchmarks/plan.py [--write] [--only NAME].
 
 For each configuration: plan.py, then train.py with the same overrides in a temporary folder. Compared are the largest memory of the training
-process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the memory does not depend on load.
+process (ru_maxrss, VmHWM of Linux) and its time, which other load on the machine changes; the memory does not depend on load. A long run is compiled,
+has a memory pool and measures its attention kernel: it is stopped by SIGTERM after some steps, saves, and is planned after that, without a trial.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from lib import ROOT
 from lib.results import report_result, result_parser
 
-SHARED = ["train.max_steps=3", "init_from=scratch", "device=cpu"]
+SHARED = ["init_from=scratch", "device=cpu"]
+SHORT = ["train.max_steps=3"]
+LONG = ["train.max_steps=200000", "train.eval_every=0", "train.save_every=0"]
+INTERRUPTED = os.EX_TEMPFAIL  # exit code of a run that was stopped and has saved
+LONG_STEPS = 3  # of a long run that are waited for
 CASES = {
     "tiny, packed": "",
     "tiny, SFT packed, bf16": "stage=sft precision=bf16",
@@ -33,16 +40,37 @@ CASES = {
 }
 
 
-def measure(overrides: list[str]) -> tuple[float, float]:
-    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py."""
+SMOLLM = (
+    "model=minimind_64m model.hidden_size=576 model.num_hidden_layers=30 model.num_attention_heads=9 model.num_key_value_heads=3 model.head_dim=64 "
+    "model.intermediate_size=1536 model.vocab_size=49152"
+)
+LONG_CASES = {
+    "26m, packed, bf16, long": "model=minimind_26m data.max_length=512 train.batch_size=8 optimizer=adamw precision=bf16",
+    "26m, packed, long": "model=minimind_26m data.max_length=512 train.batch_size=4 optimizer=adamw",
+    "26m, LoRA, bf16, long": "model=minimind_26m stage=lora data.max_length=512 train.batch_size=8 precision=bf16",
+    "26m, full checkpointing, long": "model=minimind_26m data.max_length=512 train.batch_size=8 optimizer=adamw train.activation_checkpointing=full",
+    "SmolLM2-135M, packed, bf16, long": f"{SMOLLM} data.max_length=512 train.batch_size=4 optimizer=adamw precision=bf16",
+    "MoE of 4 experts, 2 layers, long": "model=minimind_moe model.num_hidden_layers=2 data.max_length=512 train.batch_size=8",
+}
+
+
+def measure(overrides: list[str], stop_after: int = 0) -> tuple[float, float]:
+    """Return (peak memory in MiB, seconds from the first step to the last one) of train.py. `stop_after`: steps; 0: it ends by itself."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "runner" / "train.py"), *overrides, "train.log_every=1", f"hydra.run.dir={folder}/run"]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        metrics = Path(folder) / "run" / "metrics.jsonl"
+        if stop_after:
+            while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                if metrics.exists() and metrics.read_text().count('"loss"') >= stop_after:
+                    child.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(0.2)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
-        if child.returncode:
+        if child.returncode != (INTERRUPTED if stop_after else 0):
             raise SystemExit(f"train.py {' '.join(overrides)} ended with {child.returncode}")
-        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return usage.ru_maxrss / 1024, lines[-1]["time"]
 
 
@@ -54,12 +82,17 @@ def estimate(overrides: list[str]) -> dict:
 
 
 def row(name: str) -> str:
-    overrides = [*CASES[name].split(), *SHARED]
-    plan, (peak, seconds) = estimate(overrides), measure(overrides)
+    if name in LONG_CASES:
+        overrides = [*LONG_CASES[name].split(), *SHARED, *LONG]
+        peak, seconds = measure(overrides, LONG_STEPS)
+        plan = estimate([*overrides, "timing=false"])
+    else:
+        overrides = [*CASES[name].split(), *SHARED, *SHORT]
+        plan, (peak, seconds) = estimate(overrides), measure(overrides)
     planned = plan["memory"]["total"] / 2**20
     shape, trial = plan["data"]["shape"], plan["time"]
-    sizes = [f"{size:,.0f} MiB" for size in (planned, trial["peak_bytes"] / 2**20, peak)]
-    times = [f"{duration:.1f} s" for duration in (trial["total_seconds"], seconds)]
+    sizes = [f"{planned:,.0f} MiB", f"{trial['peak_bytes'] / 2**20:,.0f} MiB" if trial else "-", f"{peak:,.0f} MiB"]
+    times = [f"{trial['total_seconds']:.1f} s", f"{seconds:.1f} s"] if trial else ["-", "-"]
     largest = f"{shape['rows']} x {shape['tokens']}"
     error = f"{planned / peak - 1:+.1%}"
     return f"| {' | '.join([name, largest, *sizes, error, *times])} |"
@@ -67,7 +100,7 @@ def row(name: str) -> str:
 
 def table(names: list[str]) -> str:
     lines = [
-        "Memory of the training process: estimate (`timing=false`), peak of the trial, peak of the run, error of the estimate. Time of 3 steps.",
+        "Memory of the training process: estimate (`timing=false`), peak of the trial, peak of the run, error of the estimate. Time of 3 steps of short runs.",
         "",
         "| configuration | largest micro-batch | estimate | trial | run | error | planned time | time of the run |",
         "|---|---|---|---|---|---|---|---|",
@@ -80,7 +113,7 @@ def table(names: list[str]) -> str:
 
 if __name__ == "__main__":
     parser = result_parser(__doc__)
-    parser.add_argument("--only", choices=CASES, help="measure this configuration only")
+    parser.add_argument("--only", choices=CASES | LONG_CASES, help="measure this configuration only")
     args = parser.parse_args()
-    names = [args.only] if args.only else list(CASES)
+    names = [args.only] if args.only else [*CASES, *LONG_CASES]
     report_result("plan", "Estimates of plan.py against measured runs", "python benchmarks/plan.py --write", table(names), args.write)

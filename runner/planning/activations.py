@@ -28,6 +28,8 @@ class Computation:
     trains_all: bool  # False: adapters only
     adapted: Collection[str]  # names of the adapted layers
     rank: int  # of the adapters
+    is_compiled: bool = False
+    has_fused_attention: bool = False  # the C++ kernel of the CPU, which saves no probabilities
 
 
 def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
@@ -38,12 +40,19 @@ def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     if how.checkpointing == "selective":
         products = layer.queries + 2 * layer.keys + layer.queries + 2 * layer.hidden + layer.experts_per_token * 2 * layer.mlp
         return n * (layer.hidden * FP32 + products * c) * (1 if how.trains_all else 2)
+    if is_counted_compiled(layer, how):
+        return n * _saved_per_token_compiled(layer, how) + _saved_probs(layer, shape, how)
     return n * _saved_per_token(layer, how) + _saved_probs(layer, shape, how) + weight_copies(layer, how)
+
+
+def is_counted_compiled(layer: LayerSizes, how: Computation) -> bool:
+    """Return whether the formula knows what the compiled layer saves; otherwise it counts the layer as if it was not compiled, which is more."""
+    return how.is_compiled and how.on_cpu and layer.is_exact and not layer.experts
 
 
 def weight_copies(layer: LayerSizes, how: Computation) -> int:
     """Return the bytes of weights that a layer keeps rounded to 16 bits; weights that are joined for one product are joined again in the backward pass."""
-    if how.width == FP32:
+    if how.width == FP32 or _has_fused_mlp(layer, how):  # whose kernels read the weights themselves
         return 0
     every = layer.hidden * (2 * layer.queries + 2 * layer.keys) + max(1, layer.experts) * 3 * layer.hidden * layer.mlp
     joined = sum(_joined_weights(layer, how)) if layer.is_exact else 0
@@ -81,10 +90,21 @@ def _saved_per_token(layer: LayerSizes, how: Computation) -> int:
     rotated = (Q + K) * c
     if not how.trains_all and c != FP32 and not layer.qk_norm:
         projected = K * c  # only the values are read again
-    mlp = k * 3 * F * c
+    mlp = k * (2 if _has_fused_mlp(layer, how) else 3) * F * c
     routed = (2 * k * D * c + layer.experts * 3 * FP32) if layer.experts else 0  # inputs and outputs of the experts, probabilities
     adapters = len(how.adapted) * how.rank * c
-    return residual + normalized + inputs + projected + norms + rotated + mlp + routed + adapters
+    sums = layer.heads * FP32 * how.has_fused_attention  # log-sum-exp of the scores
+    return sums + residual + normalized + inputs + projected + norms + rotated + mlp + routed + adapters
+
+
+def _saved_per_token_compiled(layer: LayerSizes, how: Computation) -> int:
+    """Return the bytes per token of a compiled layer: the inputs of operators that are not recomputed. Norms and weights of 16 bits are."""
+    c, D, Q, K, F = how.width, layer.hidden, layer.queries, layer.keys, layer.mlp
+    residual = D * FP32 + D * c  # the input of the layer, and the output of attention that is added to it
+    attention = (Q + 2 * K) * c + Q * c  # projected, and the input of the output projection; rotated queries and keys are recomputed
+    statistics = (2 + layer.heads * (1 + layer.qk_norm) + K * layer.heads // Q * layer.qk_norm) * FP32
+    adapters = len(how.adapted) * how.rank * c
+    return residual + attention + 2 * F * c + statistics + adapters
 
 
 def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
@@ -92,9 +112,14 @@ def _saved_probs(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
     from models.layers.attention_cpu import MAX_SAVED_PROBS, QUERY_BLOCK
 
     R, T = shape.rows, shape.tokens
-    if not how.on_cpu or R * layer.heads * T * T > MAX_SAVED_PROBS:
+    if not how.on_cpu or how.has_fused_attention or R * layer.heads * T * T > MAX_SAVED_PROBS:
         return 0
     return R * layer.heads * T * (T + QUERY_BLOCK) // 2 * how.width
+
+
+def _has_fused_mlp(layer: LayerSizes, how: Computation) -> bool:
+    """Return whether C++ kernels compute the projections and the network, too: they save no product of gate and up, and no rounded weights."""
+    return how.has_fused_attention and how.trains_all and layer.is_exact
 
 
 def _is_fused(how: Computation, names: Collection[str]) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.errors import UserError
 from models.config import LoraConfig
 from runner.engine.config import Config
+from runner.planning.facts.cpu import cpu_execution
 from runner.planning.facts.data import BatchShape, DataFacts
 from runner.planning.facts.machine import Machine
 from runner.planning.facts.micro_batch import MicroBatch, half_micro_batch, smaller_micro_batch
@@ -29,15 +30,18 @@ class Alternative:
     changes: str = ""  # what differs in the training, where that is not named by the override itself
 
 
-def find_alternatives(cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int) -> list[Alternative]:
-    """Return settings that need less memory, each with its estimate. `ranks`: of this machine. One change at a time, and all that fit together where none is enough."""
+def find_alternatives(
+    cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int, kernel: str | None = None
+) -> list[Alternative]:
+    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `kernel`: attention of the checkpoint of a resumed run. One change at a time, and all that fit together where none is enough."""
     found = []
     world, per_batch = ranks * cfg.distributed.nnodes, min(cfg.train.batch_size, data.sequences)
 
     def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape, changes: str = "") -> bool:
         per_rank = min(changed.train.batch_size * changed.train.accumulation_steps, -(-data.sequences // world))
         micro_batches = -(-per_rank // changed.train.batch_size)
-        memory = estimate_memory(changed, of_model, shape, data.steps, micro_batches, machine.device, process, world)
+        cpu = cpu_execution(changed, of_model, replace(data, shape=shape), world, kernel)
+        memory = estimate_memory(changed, of_model, shape, data.steps, micro_batches, machine.device, process, world, cpu)
         total = memory.total * (ranks if machine.device == "cpu" else 1)
         found.append(Alternative(overrides, total, total <= machine.memory, changes))
         return found[-1].fits

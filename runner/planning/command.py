@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 from common.errors import print_safely
 from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline
-from runner.engine.device.compile import resolve_compile_mode
+from runner.engine.device.compile import set_inductor_cache
+from runner.planning.activations import is_counted_compiled
 from runner.planning.alternatives import find_alternatives
 from runner.planning.config import PlanConfig
 from runner.planning.estimate import RunPlan, estimate_disk
+from runner.planning.facts.cpu import cpu_execution, saved_kernel
 from runner.planning.facts.data import DataFacts, data_facts
 from runner.planning.facts.machine import resident_bytes, this_machine
 from runner.planning.facts.model import ModelSizes, model_facts
-from runner.planning.memory import estimate_memory
+from runner.planning.memory import PLAIN, computation, estimate_memory
 from runner.planning.report import plan_dict, plan_text, sweep_text
 from runner.planning.starts import PlannedRun, PlannedStart
 from runner.planning.trial.start import trial_of
@@ -45,6 +47,7 @@ class Planner:
         self._models: dict[str, ModelSizes] = {}
         self._process = 0
         self._machine = cache(this_machine)
+        set_inductor_cache()  # before torch's compiler is imported, which would set another folder for this process and its trials
 
     def plan(self, run: PlannedRun) -> RunPlan:
         cfg = run.config
@@ -52,10 +55,12 @@ class Planner:
         cfg.model.check_memory()
         data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
         facts = self._model(cfg)
-        memory = estimate_memory(cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, ranks * cfg.distributed.nnodes)
-        result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks)
+        world, kernel = ranks * cfg.distributed.nnodes, saved_kernel(run.folder)
+        cpu = cpu_execution(cfg, facts, data, world, kernel) if machine.device == "cpu" else PLAIN
+        memory = estimate_memory(cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, world, cpu)
+        result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks, cpu)
         if not result.fits_memory:
-            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks)
+            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks, kernel)
         result.notes = [*notes_of(result), *data.warnings, *cfg.model.training_warnings()]
         return result
 
@@ -63,7 +68,8 @@ class Planner:
         """Run the trial of each plan that fits; jobs with the same micro-batches, model and precision share one."""
         trials: dict[str, dict | None] = {}
         for each in plans:
-            key = json.dumps([shared_settings(each.run.config), dataclasses.asdict(each.data.shape), each.data.micro_batches], default=str)
+            parts = [dataclasses.asdict(part) for part in (each.data.shape, each.cpu)]  # jobs of other lengths may be computed in other ways
+            key = json.dumps([shared_settings(each.run.config), *parts, each.data.micro_batches], default=str)
             if not each.fits_memory:
                 each.notes.append("no step was timed, because the run does not fit")
             elif each.ranks * each.run.config.distributed.nnodes > 1:
@@ -112,9 +118,17 @@ def count_ranks(cfg: Config) -> int:
 
 def shared_settings(cfg: Config) -> list[object]:
     """Return the settings that the time of a step, an evaluation or a set of samples depends on."""
-    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data)]
+    parts = [dataclasses.asdict(part) for part in (cfg.model, cfg.stage, cfg.precision, cfg.data, cfg.distributed)]
     train = cfg.train
-    timed = (train.batch_size, train.compile, train.activation_checkpointing, train.sample_prompts, train.sample_tokens, train.final_eval_rows)
+    timed = (
+        train.batch_size,
+        train.save_every,
+        train.compile,
+        train.activation_checkpointing,
+        train.sample_prompts,
+        train.sample_tokens,
+        train.final_eval_rows,
+    )
     return [*parts, cfg.optimizer.name, *timed, cfg.init_from, cfg.device]
 
 
@@ -125,19 +139,12 @@ def notes_of(plan: RunPlan) -> list[str]:
         notes.append("activations are approximate: counted as those of a plain decoder of these widths")
     if not facts.optimizer_known:
         notes.append(f"the state of optimizer={cfg.optimizer.name} is taken to be that of adamw")
-    if machine.device == "cpu" and compile_mode(plan) != "off":
-        notes.append("the layers will be compiled: the compiler needs about 0.3 GiB more, activations and allocator less than estimated")
+    if plan.cpu.is_compiled and not is_counted_compiled(facts.layer, computation(cfg, facts, machine.device, plan.cpu)):
+        notes.append("the layers will be compiled: activations need less than estimated, what of these layers is saved is not known")
+    if plan.cpu.attention is None:
+        notes.append("the attention kernel is measured when the run starts: counted is the one that saves probabilities, the fused kernel saves none")
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
     if cfg.data.num_workers:
         notes.append(f"data.num_workers={cfg.data.num_workers} processes are not counted: each needs about as much as process and data")
     return notes
-
-
-def compile_mode(plan: RunPlan) -> str:
-    import torch
-
-    cfg, data = plan.run.config, plan.data
-    flops = 6.0 * plan.model.parameters * data.steps * data.sequences_per_step * cfg.data.max_length
-    device = torch.device(plan.machine.device)
-    return resolve_compile_mode(cfg.train.compile, flops, device, torch.get_num_threads(), cfg.model.has_dynamic_shapes).mode

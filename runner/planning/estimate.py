@@ -8,10 +8,11 @@ from typing import Any
 
 from runner.engine.config import Config
 from runner.planning.alternatives import Alternative
+from runner.planning.facts.cpu import CpuExecution
 from runner.planning.facts.data import DataFacts
 from runner.planning.facts.machine import Machine
 from runner.planning.facts.model import ModelSizes
-from runner.planning.memory import CUDA_CONTEXT, FP32, MemoryEstimate
+from runner.planning.memory import CUDA_CONTEXT, FP32, PLAIN, MemoryEstimate
 from runner.planning.starts import PlannedRun
 
 LOG_LINE = 330  # bytes of a line of metrics.jsonl and of train.log, together
@@ -40,6 +41,7 @@ class RunPlan:
     disk: DiskEstimate
     machine: Machine
     ranks: int  # on this machine
+    cpu: CpuExecution = PLAIN
     alternatives: list[Alternative] = field(default_factory=list)
     trial: dict[str, Any] | None = None  # result.json of the trial
     notes: list[str] = field(default_factory=list)

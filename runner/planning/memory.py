@@ -7,25 +7,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runner.engine.config import Config
+from runner.engine.device.cpu.attention_choice import FUSED
 from runner.engine.device.precision import PRECISIONS
+from runner.engine.optim.orthogonalize import BATCH_NUMBERS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
+from runner.planning.facts.cpu import CpuExecution, attention_buffers
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import LayerSizes, ModelSizes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NF4 = 0.5625  # bytes of a weight of 4 bits with its share of the scale of its block
-MUON_BYTES = 26  # per number of the largest matrix, while it is updated: momentum, direction and update in fp32, products in bf16
+MUON_BYTES = 26  # per number of the matrices that are updated together: momentum, direction and update in fp32, products in bf16
 CUDA_CONTEXT = 500 << 20  # of the driver and of the libraries of PyTorch, in bytes of GPU memory
 CPU_LIBRARIES = 60 << 20  # what PyTorch loads and allocates in the first step: kernels, threads, the writer of checkpoints (bytes)
 LIBRARIES_16_BIT = 40 << 20  # of the library that computes 16-bit products on a CPU: compiled kernels and reordered matrices (bytes)
+COMPILER = 180 << 20  # of torch.compile in the process: its modules, and what it keeps of the layers; fitted as the share below (bytes)
+POOL_HOLES = 0.03  # of the saved activations: free blocks of the memory pool of long runs
 # The heap of a CPU process keeps freed memory (runner/engine/device/cpu/allocator.py), and holes between saved tensors are not all used again. The share
 # grows with the size of the tensors; it is fitted to benchmarks/results/plan.md, not derived.
 HOLES_PER_MIB = 0.022  # of the saved activations, or of those to recompute, per MiB of the largest temporary tensor
 MAX_HOLES = 1.0
 CHECKPOINTING_HOLES, ADAPTER_HOLES = 0.5, 0.75  # where tensors of one layer are freed between those that stay
 ADAPTER_HOLES_PER_MIB = 0.2  # up to ADAPTER_HOLES
+PLAIN = CpuExecution()  # of a short run
 PARTS = (
-    "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "allocator", "checkpoint copy", "process and data",
+    "weights", "reference model", "optimizer", "gradients", "activations", "logits and loss", "workspace", "attention buffers", "allocator", "checkpoint copy", "compiler",
+    "process and data",
 )  # fmt: skip
 
 
@@ -42,25 +49,31 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
-def computation(cfg: Config, facts: ModelSizes, device: str) -> Computation:
-    width = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype]
-    return Computation(width, device == "cpu", cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank)
+def computation(cfg: Config, facts: ModelSizes, device: str, cpu: CpuExecution = PLAIN) -> Computation:
+    width, on_cpu = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype], device == "cpu"
+    kernels = (on_cpu and cpu.is_compiled, on_cpu and cpu.attention == FUSED)
+    return Computation(width, on_cpu, cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank, *kernels)
 
 
 def estimate_memory(
-    cfg: Config, facts: ModelSizes, shape: BatchShape, steps: int, micro_batches: int, device: str, process: int, ranks: int = 1
+    cfg: Config, facts: ModelSizes, shape: BatchShape, steps: int, micro_batches: int, device: str, process: int, ranks: int = 1, cpu: CpuExecution = PLAIN
 ) -> MemoryEstimate:
-    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda."""
-    how = computation(cfg, facts, device)
+    """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda; `cpu`: how it computes.
+
+    Where the attention kernel is not known, that is counted which needs more.
+    """
+    how = computation(cfg, facts, device, cpu)
     shards = ranks if cfg.distributed.name == "fsdp" else 1
     held = {
         "weights": (FP32 * (facts.parameters - facts.quantized) + round(NF4 * facts.quantized)) // shards,
         "reference model": FP32 * facts.reference // shards,
         "optimizer": FP32 * facts.optimizer_numbers(cfg.optimizer) // shards,
         "process and data": process + CPU_LIBRARIES + LIBRARIES_16_BIT * (how.width < FP32) if device == "cpu" else CUDA_CONTEXT,
+        "compiler": COMPILER * how.is_compiled,
+        "attention buffers": attention_buffers(facts, shape.tokens, how.width, cpu) if how.on_cpu else 0,
     }
     keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
-    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards).items()}
+    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool).items()}
     if how.on_cpu:
         copies = {"checkpoint copy": _save_copies(cfg, facts, steps)}
         if 0 < cfg.train.save_every < steps:  # the next step begins while the copies are written
@@ -75,7 +88,9 @@ def estimate_memory(
     return MemoryEstimate(moment, {part: moments[moment][part] for part in PARTS if moments[moment].get(part)}, device)
 
 
-def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int) -> dict[str, dict[str, int]]:
+def _moments(
+    cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int, has_pool: bool
+) -> dict[str, dict[str, int]]:
     """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
     layer, all_gradients = facts.layer, FP32 * facts.trained // shards
     before = all_gradients if keeps_gradients else 0
@@ -83,7 +98,8 @@ def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients:
     activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
     of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
     one_layer = layer_workspace(layer, shape, how)
-    forward = {"gradients": before, "activations": activations, "allocator": _heap_holes(layer, shape, how)}
+    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * has_pool))  # a long run may choose to update several together
+    forward = {"gradients": before, "activations": activations, "allocator": _unused_memory(layer, shape, how, has_pool)}
     moments = {
         "loss": forward | {"logits and loss": of_loss},
         "backward pass of the last layer": forward | {"logits and loss": head + saved_by_loss, "workspace": one_layer},
@@ -93,7 +109,7 @@ def _moments(cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients:
             "workspace": one_layer + (head if keeps_gradients else 0),
         },
         "backward pass of the embedding": {"gradients": all_gradients, "workspace": 2 * head},
-        "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * facts.largest_matrix if cfg.optimizer.name == "muon" else 0},
+        "update of the weights": {"gradients": all_gradients, "workspace": MUON_BYTES * updated if cfg.optimizer.name == "muon" else 0},
     }
     return moments
 
@@ -117,14 +133,17 @@ def _evaluation(facts: ModelSizes, shape: BatchShape, how: Computation) -> dict[
     return {"activations": saved_per_layer(layer, shape, plain) + _outside_layers(facts, shape, how), "logits and loss": _logits_bytes(facts, shape, how)}
 
 
-def _heap_holes(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
+def _unused_memory(layer: LayerSizes, shape: BatchShape, how: Computation, has_pool: bool) -> int:
+    """Return the bytes of the holes among the tensors, in the heap of glibc or in the memory pool."""
     if not how.on_cpu:
         return 0
     largest = shape.numbers * layer.mlp * how.width * layer.experts_per_token // max(1, layer.experts)
     saved = saved_per_layer(layer, shape, how)
     freed = saved_per_layer(layer, shape, dataclasses.replace(how, checkpointing="none")) - saved  # by activation checkpointing
     share = min(MAX_HOLES, HOLES_PER_MIB * largest / 2**20)
-    if not how.trains_all:
+    if has_pool:
+        share = POOL_HOLES
+    elif not how.trains_all:
         share = min(ADAPTER_HOLES, ADAPTER_HOLES_PER_MIB * largest / 2**20)
     elif how.checkpointing != "none":
         share = CHECKPOINTING_HOLES

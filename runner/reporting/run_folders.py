@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.filesystem import read_json_object
 from common.ownership.processes import is_alive
-from runner.run_dir.contents.files import RUN_FILE
+from runner.run_dir.contents.files import OWNER_FILE, RUN_FILE
 from runner.run_dir.resolve import SWEEP_FILE, is_sweep_dir, resolve_run
 
 MAX_JOBS = 10_000  # of one sweep
@@ -63,6 +63,21 @@ def run_status(fields: Mapping[str, Any]) -> str:
     if status == "running" and not is_alive(fields):
         return "interrupted"
     return "diverged" if status == "failed" and fields.get("outcome") == "diverged" else status
+
+
+def sweep_status(folder: Path, recorded: Mapping[str, Any]) -> str:
+    """Return the status of a sweep from the fields of its sweep.json: one whose process was killed is interrupted. It leaves its owner file."""
+    status = text_of(recorded.get("status"), 20) or "unknown"
+    if status == "running" and (owner := read_json_object(folder / OWNER_FILE)) and not is_alive(owner):
+        return "interrupted"
+    return status
+
+
+def first_start(fields: Mapping[str, Any]) -> object:
+    """Return when a run was first started, from the fields of its run.json: `started` is that of the newest attempt. The oldest of many attempts are not kept."""
+    attempts = fields.get("attempts")
+    oldest = attempts[0] if isinstance(attempts, list) and attempts and isinstance(attempts[0], dict) else {}
+    return oldest.get("started") or fields.get("started")
 
 
 def text_of(value: object, limit: int = 200) -> str:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from common import paths
 from common.errors import Interrupted, TrainingError
 from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
-from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
+from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache, tag_compiled_programs
 from runner.engine.loop import train
 from runner.engine.setup.summary import run_summary
 
@@ -130,6 +131,16 @@ def test_compiled_programs_are_those_of_this_code(make_run, monkeypatch):
     monkeypatch.delenv("TORCH_COMPILE_CACHE_KEY_TAG", raising=False)
     make_run("pretrain", "train.compile=default")
     assert torch.compiler.config.cache_key_tag == code_fingerprint()
+
+
+def test_tag_of_compiled_programs_holds_in_other_threads(monkeypatch):
+    """Autograd compiles and finds the backward pass of a GPU in threads of its own."""
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "user")
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    monkeypatch.setattr(torch.compiler.config._config["cache_key_tag"], "env_value_default", "")
+    tag_compiled_programs("code")
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(lambda: torch.compiler.config.cache_key_tag).result() == "user code" == torch.compiler.config.cache_key_tag
 
 
 GRADIENT_OF_AN_OPERATOR = """

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,19 +17,26 @@ from common.errors import UserError
 from data.store.truncation import measure_truncation
 from data.tokenize.block import RowStats
 from models.language_model import create_model
+from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
 from runner.engine.config import Config
+from runner.engine.device.compile import set_inductor_cache
+from runner.engine.device.cpu import attention_choice
+from runner.engine.device.cpu.measured_choice import measured_kernel
 from runner.engine.optim.groups import build_optimizer
+from runner.engine.setup.kernels import attention_shape, measured_facts
+from runner.engine.state import TrainState
 from runner.planning.activations import saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
-from runner.planning.command import Planner, shared_settings
+from runner.planning.command import Planner, notes_of, shared_settings
 from runner.planning.estimate import RunPlan
+from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
-from runner.planning.memory import CPU_LIBRARIES, FP32, computation, estimate_memory
+from runner.planning.memory import COMPILER, CPU_LIBRARIES, FP32, computation, estimate_memory
 from runner.planning.report import plan_dict, plan_text, sweep_text
-from runner.planning.starts import planned_start
+from runner.planning.starts import PlannedRun, planned_start
 from runner.planning.trial.start import remove_leftovers
 
 TINY = ["device=cpu", "init_from=scratch", "train.max_steps=4"]
@@ -74,12 +83,42 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
     assert formula == pytest.approx(saved[1] - saved[0], rel=0.03)
 
 
-def saved_bytes(cfg: Config, packed: bool) -> int:
+@pytest.mark.parametrize(
+    ("overrides", "compiled"),
+    [
+        ([], False),
+        (["precision=bf16"], False),
+        ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
+        pytest.param([], True, marks=pytest.mark.slow),
+        pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
+        pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
+    ],
+    ids=["fp32", "bf16", "moe_bf16", "fp32_compiled", "bf16_compiled", "lora_bf16_compiled"],
+)
+def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides: list[str], compiled: bool):
+    try:
+        load_kernels(set_inductor_cache())
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    cfg = compose_config([*TINY, *overrides])
+    of_layers = [dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)]
+    saved = [saved_bytes(each, True, kernel="fused", compiled=compiled) for each in of_layers]
+    how = computation(cfg, model_facts(cfg), "cpu", CpuExecution(is_compiled=compiled, attention="fused"))
+    assert saved_per_layer(layer_sizes(cfg.model), BatchShape(4, 64, True), how) == pytest.approx(
+        saved[1] - saved[0], rel=0.08
+    )  # the tokens of an expert are padded
+
+
+def saved_bytes(cfg: Config, packed: bool, kernel: str = "auto", compiled: bool = False) -> int:
     """Bytes of the distinct storages that autograd saves in a forward pass of 4 x 64 tokens, without those of parameters."""
+    torch.manual_seed(0)  # which experts the tokens are routed to
     model, ids = create_model(cfg.model), torch.randint(0, 9, (4, 64))
     if cfg.stage.lora is not None:
         add_lora(model, cfg.stage.lora)
     model.activation_checkpointing = "none"
+    model.use_attention_kernel(kernel)
+    if compiled:
+        model.compile_layers(single_row=False)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     sizes: dict[int, int] = {}
     alive: list[torch.Tensor] = []
@@ -131,6 +170,70 @@ def test_step_after_a_save_needs_the_copies_that_are_written_too(tiny_plan: RunP
     copies = FP32 * (facts.trained + facts.optimizer_numbers(cfg.optimizer))
     assert between.moment == f"{at_end.moment}, while a checkpoint is written" and between.total == at_end.total + copies
     assert estimate_memory(cfg, facts, shape, 3, 1, "cuda", 0).total == estimate_memory(cfg, facts, shape, 2, 1, "cuda", 0).total  # they are in host memory
+
+
+def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """4 steps are short, a million are long; the kernel is known once it was measured."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("runner.planning.facts.cpu.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr("runner.engine.device.compile.has_cpp_compiler", lambda: True)
+    monkeypatch.setattr("models.layers.cpu_kernels.library.is_supported_machine", lambda: True)
+    cfg, facts, data = tiny_plan.run.config, tiny_plan.model, dataclasses.replace(tiny_plan.data, steps=1_000_000)
+    long = cpu_execution(cfg, facts, data, 1)
+    assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
+    assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
+    assert cpu_execution(cfg, facts, data, 1, saved_kernel="blocks-32").attention == "blocks-32"
+    shape = planned_attention_shape(cfg, facts, data)
+    assert shape is not None
+    monkeypatch.setattr(attention_choice, "load_attention", lambda shape, kernel, folder: None)
+    monkeypatch.setattr(attention_choice, "measure_attention", lambda shape, kernels: dict.fromkeys(kernels, 1.0) | {"fused": 0.5})
+    measured_kernel(attention_choice.attention_choice(shape, lambda kernel: None), tmp_path, measured_facts())
+    assert cpu_execution(cfg, facts, data, 1).attention == "fused"
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert not cpu_execution(cfg, facts, data, 1).has_pool
+    monkeypatch.setattr("runner.planning.facts.cpu.has_cpp_compiler", lambda: False)
+    assert cpu_execution(cfg, facts, data, 1).attention == "auto"
+
+
+def test_attention_shape_is_that_of_the_run(tiny_plan: RunPlan, make_run: Callable[..., TrainState]) -> None:
+    state = make_run("pretrain", "train.batch_size=4", "data.packing=best_fit")
+    planned = Planner().plan(PlannedRun("", state.cfg, ()))
+    shape = planned_attention_shape(state.cfg, planned.model, planned.data)
+    assert shape is not None and shape.documents > 1
+    assert shape == attention_shape(state.cfg, state.model, state.loader, state.precision)
+
+
+def test_long_run_counts_few_holes_no_probabilities_and_the_compiler(tiny_plan: RunPlan) -> None:
+    def parts(cpu: CpuExecution) -> dict[str, int]:
+        cfg = with_train(tiny_plan.run.config, save_every=0)
+        return dict(estimate_memory(cfg, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cpu", 0, cpu=cpu).parts)
+
+    plain, fused = parts(CpuExecution()), parts(CpuExecution(attention="fused", threads=2))
+    layers, heads = tiny_plan.model.layer.layers, tiny_plan.model.layer.heads
+    assert plain["activations"] - fused["activations"] > layers * 16 * heads * 256 * 256 // 2 * FP32
+    assert "attention buffers" not in plain and fused["attention buffers"] == 2 * parts(CpuExecution(attention="fused"))["attention buffers"]
+    assert parts(CpuExecution(attention=None))["activations"] == plain["activations"]  # the larger
+    pooled = parts(CpuExecution(has_pool=True))
+    assert 0 < pooled["allocator"] < 0.04 * pooled["activations"] < plain["allocator"]
+    compiled = parts(CpuExecution(is_compiled=True))
+    assert compiled["compiler"] == COMPILER and "compiler" not in plain and compiled["activations"] < plain["activations"]
+    assert estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0, cpu=CpuExecution(True, True, "fused")) == (
+        estimate_memory(tiny_plan.run.config, tiny_plan.model, BatchShape(16, 256, True), 4, 1, "cuda", 0)
+    )
+
+
+def test_attention_buffers_of_a_long_document_are_those_that_were_measured(tiny_plan: RunPlan) -> None:
+    """8 query heads on 2 key heads of 64, bf16, 32,768 tokens, 2 threads: VmHWM grows by 120 MiB in the backward pass, after 16 in the forward pass."""
+    facts = dataclasses.replace(tiny_plan.model, attention_sizes=(8, 2, 64))
+    assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="fused", threads=2)) == 136 << 20
+    assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="blocks-32", threads=2)) == 0
+
+
+def test_plan_says_that_the_attention_kernel_is_not_known(tiny_plan: RunPlan) -> None:
+    unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(attention=None))
+    assert any("attention kernel" in note for note in notes_of(unknown)) and not any("attention kernel" in note for note in notes_of(tiny_plan))
 
 
 def test_steps_rows_and_tokens_are_those_of_the_run(tiny_plan: RunPlan):
@@ -190,8 +293,18 @@ def test_plan_fits_80_columns_and_json_has_every_part(tiny_plan: RunPlan):
 def test_jobs_whose_time_depends_on_a_setting_share_no_trial():
     cfg = compose_config(TINY)
     assert shared_settings(dataclasses.replace(cfg, seed=2)) == shared_settings(cfg)
-    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}):
+    for settings in ({"final_eval_rows": 7}, {"sample_prompts": ["a", "b"]}, {"sample_tokens": 3}, {"batch_size": 2}, {"save_every": 7}):
         assert shared_settings(with_train(cfg, **settings)) != shared_settings(cfg)
+    assert shared_settings(dataclasses.replace(cfg, distributed=dataclasses.replace(cfg.distributed, name="ddp"))) != shared_settings(cfg)
+
+
+def test_jobs_that_are_computed_in_other_ways_share_no_trial(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[Config] = []
+    monkeypatch.setattr("runner.planning.command.trial_of", lambda cfg: trials.append(cfg) or {"peak_bytes": 0})
+    monkeypatch.setattr("runner.planning.estimate.RunPlan.fits_memory", True)
+    machine = dataclasses.replace(tiny_plan.machine, available=1 << 50)
+    Planner().time([dataclasses.replace(tiny_plan, machine=machine, cpu=cpu) for cpu in (CpuExecution(), CpuExecution(), CpuExecution(is_compiled=True))])
+    assert len(trials) == 2
 
 
 def test_plan_counts_in_the_singular(tiny_plan: RunPlan):

@@ -11,6 +11,7 @@ import pytest
 from sweep_fixtures import job, record, training, write_sweep
 
 from common.ownership.processes import process_id
+from runner.reporting.run_list.scan import scan_runs
 from runner.reporting.sweep_results import aggregate, results
 from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
 from runner.reporting.sweep_results.metrics_reader import read_run_metrics
@@ -214,6 +215,14 @@ def test_text_of_a_sweep_proposes_no_resume_while_its_process_is_alive(tmp_path:
     assert "continue with" not in leaderboard_text(folder)
     (folder / OWNER_FILE).write_text(json.dumps({**process_id(), "start_ticks": 1}))  # killed, and its pid is that of another process now
     assert "continue with" in leaderboard_text(folder)
+
+
+def test_sweep_whose_process_was_killed_is_interrupted(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "sweep", [job({LR: "1"}, training(1.0)), job({LR: "2"}, None, status="new")], status="running")
+    for owner, status in ((process_id(), "running"), ({**process_id(), "start_ticks": 1}, "interrupted"), ({**process_id(), "host": "another"}, "running")):
+        (folder / OWNER_FILE).write_text(json.dumps(owner))
+        assert f"\n{status}: " in leaderboard_text(folder)
+        assert {row.folder: row.status for row in scan_runs(tmp_path).rows}[folder] == status
 
 
 def test_job_name_that_leads_out_of_the_sweep_directory_is_not_followed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -173,6 +174,16 @@ def test_server_closes_connections_beyond_its_places_and_those_without_headers(m
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_age_and_order_are_those_of_the_first_attempt(tmp_path: Path) -> None:
+    times = [f"2026-11-{day}T10:00:00+00:00" for day in (20, 21, 22)]
+    make_run(tmp_path / "resumed", started=times[2], attempts=[{"attempt": 1, "started": times[0]}, {"attempt": 2, "started": times[2]}])
+    make_run(tmp_path / "newer", started=times[1], attempts=[{"attempt": 1, "started": times[1]}])
+    make_run(tmp_path / "damaged", started=times[2], attempts=[None])
+    started = {row.folder.name: row.started for row in scan_runs(tmp_path).rows}
+    assert [*started] == ["damaged", "newer", "resumed"]
+    assert started["resumed"] == datetime.fromisoformat(times[0]).timestamp() and started["damaged"] == datetime.fromisoformat(times[2]).timestamp()
 
 
 def test_age_has_one_unit() -> None:

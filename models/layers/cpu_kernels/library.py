@@ -53,9 +53,13 @@ def load_kernels(folder: Path) -> None:
     global _library
     if _library is not None:
         return
-    if platform.machine() not in MACHINES or platform.system() != "Linux":
+    if not is_supported_machine():
         raise KernelsUnavailableError(f"they are for Linux on x86, not {platform.system()} on {platform.machine()}")
     _library = load_library("kernels", SOURCES, HEADERS, folder)
+
+
+def is_supported_machine() -> bool:
+    return platform.machine() in MACHINES and platform.system() == "Linux"
 
 
 def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], folder: Path) -> ctypes.CDLL:

@@ -96,8 +96,13 @@ def tag_compiled_programs(fingerprint: str) -> None:
     """
     import torch
 
-    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    torch.compiler.config.cache_key_tag = f"{tag} {fingerprint}".strip()
+    config, user_tag = torch.compiler.config, os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    config.cache_key_tag = tag = f"{user_tag} {fingerprint}".strip()
+    # A value that is set holds in its thread only, and autograd compiles the backward pass of a GPU in threads of its own. They read what the
+    # environment variable was when torch was imported.
+    entries = getattr(config, "_config", {})
+    if hasattr(entries.get("cache_key_tag"), "env_value_default"):
+        entries["cache_key_tag"].env_value_default = tag
 
 
 def remove_incomplete_programs(folder: Path) -> None:

@@ -117,18 +117,23 @@ def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: Optimi
 
 
 def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> MeasuredChoice | None:
-    """Return the choice of what a layer computes in a micro-batch; None if other kernels than those of `attention_choice` compute it."""
-    if (sizes := models[0].attention_sizes) is None:
-        return None
-    sequences = loader.sequences
-    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
-    shape = AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
+    """Return the choice of the kernel of attention; None if other kernels than those of `attention_choice` compute it."""
 
     def apply(kernel: str) -> None:
         for model in models:
             model.use_attention_kernel(kernel)
 
-    return attention_choice(shape, apply)
+    shape = attention_shape(cfg, models[0], loader, precision)
+    return attention_choice(shape, apply) if shape else None
+
+
+def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision) -> AttentionShape | None:
+    """Return what a layer of the model computes in a micro-batch; None if other kernels than those of `attention_choice` compute it."""
+    if (sizes := model.attention_sizes) is None:
+        return None
+    sequences = loader.sequences
+    documents = round(len(sequences.rows) / len(sequences)) if isinstance(sequences, PackedSequences) else 1
+    return AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
 
 
 def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:

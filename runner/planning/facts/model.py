@@ -43,6 +43,7 @@ class ModelSizes:
     adapter_rank: int
     vocab: int  # V
     layer: LayerSizes
+    attention_sizes: tuple[int, int, int] | None  # query heads, key heads, head width, where a kernel of the CPU is chosen for them
     optimizer_known: bool  # False: the state of this optimizer is taken to be that of AdamW
 
     def optimizer_numbers(self, optimizer: OptimizerConfig) -> int:
@@ -78,6 +79,7 @@ def model_facts(cfg: Config) -> ModelSizes:
         adapter_rank=cfg.stage.lora.rank if cfg.stage.lora is not None else 0,
         vocab=cfg.model.vocab_size,
         layer=layer_sizes(cfg.model),
+        attention_sizes=model.attention_sizes,
         optimizer_known=cfg.optimizer.name in OPTIMIZER_NUMBERS,
     )
 

@@ -76,7 +76,7 @@ def _counts(runs: RunList) -> str:
 
 
 def age_text(started: float | None, now: float) -> str:
-    """Return e.g. `3 h`: how long ago a run began."""
+    """Return e.g. `3 h`: how long ago a run was first started."""
     if started is None:
         return ""
     age = max(0.0, now - started)

@@ -16,7 +16,7 @@ from typing import Any
 from common.filesystem import open_regular, read_json_object
 from common.limits.parsers import parse_json
 from runner.inference.best_job import comparison_problem
-from runner.reporting.run_folders import is_file, job_folders, run_status, tags_of, text_of
+from runner.reporting.run_folders import first_start, is_file, job_folders, run_status, sweep_status, tags_of, text_of
 from runner.reporting.sweep_results.metrics_reader import count_number, finite_number
 from runner.run_dir.contents.files import RUN_FILE
 from runner.run_dir.metadata import RunMetadata
@@ -42,7 +42,7 @@ class ListedRun:
     fields: dict[str, Any] = field(default_factory=dict)  # of run.json, those that are shown
     sweep: ListedRun | None = None  # that a job belongs to
     jobs: list[ListedRun] = field(default_factory=list)  # of a sweep
-    started: float | None = None  # seconds since 1970
+    started: float | None = None  # seconds since 1970, of the first attempt
     evaluation_loss: float | None = None  # lowest
     training_loss: float | None = None  # newest
     step: float | None = None
@@ -156,7 +156,7 @@ def _read_run(folder: Path, kind: str, sweep: ListedRun | None = None) -> tuple[
     fields = RunMetadata.read(folder)
     if not fields:
         return ListedRun(folder, "other" if kind == "run" else kind, BROKEN, "run.json cannot be read; doctor.py run=DIR looks at it", sweep=sweep), None
-    row = ListedRun(folder, kind, run_status(fields), fields=_fields_of_row(fields), sweep=sweep, started=_seconds(fields.get("started")), page=_page(folder))
+    row = ListedRun(folder, kind, run_status(fields), fields=_fields_of_row(fields), sweep=sweep, started=_seconds(first_start(fields)), page=_page(folder))
     metrics, export = fields.get("metrics"), fields.get("export")
     values = metrics if isinstance(metrics, dict) else {}
     row.training_loss, row.step = finite_number(values.get("loss")), count_number(fields.get("step"))
@@ -210,7 +210,7 @@ def _read_sweep(folder: Path, budget: Budget) -> list[ListedRun]:
     recorded = read_json_object(folder / SWEEP_FILE)
     if not isinstance(recorded.get("jobs"), list):
         return [ListedRun(folder, "other", BROKEN, "sweep.json cannot be read")]
-    sweep = ListedRun(folder, "sweep", text_of(recorded.get("status"), 20) or "unknown", started=_seconds(recorded.get("created")), page=_page(folder))
+    sweep = ListedRun(folder, "sweep", sweep_status(folder, recorded), started=_seconds(recorded.get("created")), page=_page(folder))
     read = [_read_run(job, "job", sweep) for job in job_folders(folder) if budget.allows(job / RUN_FILE)]
     sweep.jobs = [job for job, _ in read]
     if sweep.status == "running" and sweep.jobs and not any(job.status == "running" for job in sweep.jobs):

@@ -13,6 +13,7 @@ from common.errors import Outcome
 from common.filesystem import read_json_object
 from common.ownership.processes import is_alive
 from runner.inference.best_job import SEED_KEY, model_score, parse_number
+from runner.reporting.run_folders import sweep_status
 from runner.reporting.sweep_results.aggregate import result_rows
 from runner.reporting.sweep_results.evaluations import current_evaluations
 from runner.reporting.sweep_results.metrics_reader import LossPoint, count_number, finite_number, read_job_metrics, read_override_list
@@ -35,7 +36,7 @@ def read_sweep_results(folder: Path) -> SweepResults:
     shared = [str(override) for override in _as_list(sweep.get("overrides"))]
     return SweepResults(
         folder=folder,
-        status=str(sweep.get("status") or "unknown"),
+        status=sweep_status(folder, sweep),
         created=str(sweep.get("created") or ""),
         shared_overrides=shared,
         swept_keys=[key for key in keys if key != SEED_KEY],

@@ -55,6 +55,20 @@ def use_memory_pool(folder: Path) -> str:
     global _pool
     if _pool is not None:
         return ""
+    if reason := why_no_memory_pool():
+        return reason
+    try:
+        library = load_library("memory_pool", [POOL_SOURCE], [], folder)
+    except KernelsUnavailableError as error:
+        return str(error)
+    if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK)):
+        return "no free addresses"
+    _pool = library
+    return ""
+
+
+def why_no_memory_pool() -> str:
+    """Return why this process would not take tensors from a pool, apart from what its compiler says; "" if it would."""
     if platform.system() != "Linux":
         return f"not on {platform.system()}"
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
@@ -63,13 +77,6 @@ def use_memory_pool(folder: Path) -> str:
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return "the process has a limit of its addresses (ulimit -v)"
-    try:
-        library = load_library("memory_pool", [POOL_SOURCE], [], folder)
-    except KernelsUnavailableError as error:
-        return str(error)
-    if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK)):
-        return "no free addresses"
-    _pool = library
     return ""
 
 

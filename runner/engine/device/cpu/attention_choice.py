@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_KERNEL = "auto"  # blocks of 64 queries
-_FUSED = "fused"
-OTHER_KERNELS = ("blocks-32", "blocks-128", _FUSED)
+FUSED = "fused"
+OTHER_KERNELS = ("blocks-32", "blocks-128", FUSED)
 ATTENTION_TURNS, ATTENTION_PASSES = 4, 2  # of each kernel
 ROW_LIMIT, ROW_TOKEN_LIMIT = 4, 2_048  # measured at a time: the order of kernels is that of larger batches, too
 
@@ -50,7 +50,7 @@ def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> Mea
 
 def load_attention(shape: AttentionShape, kernel: str, folder: Path) -> None:
     """Raise KernelsUnavailableError if this machine cannot compute `kernel` for `shape`."""
-    if kernel != _FUSED:
+    if kernel != FUSED:
         return
     import torch
 

@@ -55,18 +55,36 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
     """
     missing = _load_all(choice, folder)
     names = [name for name in (choice.default, *choice.others) if name not in missing]
-    key = json.dumps([choice.fact, dict(choice.workload), dict(facts), names], sort_keys=True)
-    file = folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
         measured = choice.measure(names)
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
-    best = min(times, key=lambda name: times[name])
-    kernel = best if times[best] <= WORTHWHILE * times[choice.default] else choice.default
+    kernel = _fastest(choice, times)
     listed = ", ".join(f"{choice.label(name)} {seconds * 1000:.1f}" for name, seconds in times.items())
     absent = "".join(f"; no {name} kernel: {error}" for name, error in missing.items())
     return ChosenKernel(kernel, f"{choice.label(kernel)} (measured, {choice.unit}: {listed}){absent}", tuple(names))
+
+
+def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is compiled or loaded."""
+    for missing in (None, *choice.others):
+        names = [name for name in (choice.default, *choice.others) if name != missing]
+        if times := _read_times(_times_file(choice, folder, facts, names), choice):
+            return _fastest(choice, times)
+    return None
+
+
+def _times_file(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
+    """`names`: kernels that this machine can compute."""
+    key = json.dumps([choice.fact, dict(choice.workload), dict(facts), list(names)], sort_keys=True)
+    return folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _fastest(choice: MeasuredChoice, times: Mapping[str, float]) -> str:
+    best = min(times, key=lambda name: times[name])
+    return best if times[best] <= WORTHWHILE * times[choice.default] else choice.default
 
 
 def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> ChosenKernel:

@@ -1,0 +1,92 @@
+"""How a CPU will compute a run: long runs are compiled, take large tensors from a memory pool, and compute attention by the kernel that was fastest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.types import sequences_per_row
+from runner.engine.config import Config
+from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode, set_inductor_cache
+from runner.engine.device.cpu.allocator import why_no_memory_pool
+from runner.engine.device.cpu.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
+from runner.engine.device.cpu.measured_choice import known_kernel
+from runner.engine.device.precision import PRECISIONS
+from runner.planning.facts.data import DataFacts
+from runner.planning.facts.model import ModelSizes
+
+
+@dataclass(frozen=True)
+class CpuExecution:
+    is_compiled: bool = False
+    has_pool: bool = False  # memory_pool.cpp
+    attention: str | None = DEFAULT_KERNEL  # kernel; None: this machine has not measured yet which one is the fastest
+    threads: int = 1
+
+
+def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved_kernel: str | None = None) -> CpuExecution:
+    """Return how each of `ranks` computes the run, by the rules of runner/engine/setup/kernels.py. `saved_kernel`: that of the checkpoint of a resumed run."""
+    import torch
+
+    tokens = data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
+    threads = torch.get_num_threads()
+    decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
+    kernel: str | None = DEFAULT_KERNEL
+    if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
+        if saved_kernel is not None:
+            kernel = saved_kernel
+        elif decision.is_long_run:
+            kernel = known_choice(shape)
+    has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
+    return CpuExecution(decision.mode != "off", has_pool, kernel, threads)
+
+
+def planned_attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> AttentionShape | None:
+    """Return what a layer computes in a micro-batch; None if other kernels than those that are measured compute it."""
+    if facts.attention_sizes is None:
+        return None
+    packed = data.shape.is_packed
+    rows = cfg.train.batch_size * (1 if packed else sequences_per_row(cfg.stage.data_format))
+    documents = round(data.rows / data.sequences) if packed else 1
+    return AttentionShape(rows, cfg.data.max_length, documents, *facts.attention_sizes, PRECISIONS[cfg.precision.name].dtype)
+
+
+def is_supported(shape: AttentionShape) -> bool:
+    """Return whether the fused kernel can be the fastest: this machine can compile it, and it computes such heads."""
+    import torch
+
+    from models.layers.cpu_kernels.fused_attention import supports
+    from models.layers.cpu_kernels.library import is_supported_machine
+
+    return has_cpp_compiler() and is_supported_machine() and supports(getattr(torch, shape.dtype), shape.head_width)
+
+
+def known_choice(shape: AttentionShape) -> str | None:
+    """Return the kernel that a run or a trial on this machine has measured as the fastest; None if none has."""
+    from runner.engine.setup.kernels import measured_facts
+
+    return known_kernel(attention_choice(shape, lambda kernel: None), set_inductor_cache(), measured_facts())
+
+
+def saved_kernel(run_dir: Path | None) -> str | None:
+    """Return the attention kernel of the newest checkpoint, which a resumed run repeats; None without one."""
+    from runner.checkpoint.compatibility import recorded_environment
+    from runner.checkpoint.format import read_newest_state
+
+    state = read_newest_state(run_dir) if run_dir is not None else None
+    kernel = recorded_environment(state["compatibility"]).get("attention", DEFAULT_KERNEL) if state else None
+    return kernel if isinstance(kernel, str) else None
+
+
+def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
+    """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys, values, and in the backward pass all scores.
+
+    `width`: bytes of a number. A thread computes one document of one key head at a time, and its buffers stay until it ends.
+    """
+    if cpu.attention != FUSED or facts.attention_sizes is None:
+        return 0
+    heads, key_heads, head_width = facts.attention_sizes
+    shared = heads // key_heads
+    rows = shared * max(16, min(64, 128 // shared // 16 * 16))  # of a block of queries
+    keys = -(-tokens // 64) * 64
+    return cpu.threads * keys * (2 * rows * 4 + head_width * (5 * width + 2 * 4))
