@@ -19,7 +19,7 @@ from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.mlp import EXPERT_DISPATCHES
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu import attention_choice
+from runner.engine.device.cpu import attention_choice, measured_choice
 from runner.engine.device.cpu import loss_choice as loss_choice_module
 from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice, measure_experts
@@ -56,6 +56,10 @@ def choose_attention(shape: AttentionShape, folder: Path, facts: dict) -> Chosen
     return measured_kernel(attention_choice.attention_choice(shape, lambda kernel: None), folder, facts)
 
 
+def attention_among(**times: float) -> str:
+    return measured_choice._fastest(attention_choice.attention_choice(SHAPE, lambda kernel: None), times)
+
+
 def repeat_attention(saved: object, folder: Path) -> ChosenKernel:
     return repeated_kernel(attention_choice.attention_choice(SHAPE, lambda kernel: None), saved, folder)
 
@@ -76,6 +80,8 @@ def test_kernels_are_measured_in_turns_and_all_compute_the_shape() -> None:
 def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(programs: Path, fast: Callable[..., None]) -> None:
     fast("blocks-32", 0.95)
     assert choose_attention(SHAPE, programs, {}).kernel == "auto"
+    assert attention_among(auto=1.0, fused=0.99) == "fused"  # it needs less memory
+    assert attention_among(auto=1.0, fused=1.01) == "auto"
     fast("blocks-32", 0.5)
     assert choose_attention(SHAPE, programs, {}).kernel == "auto"  # measured before
     assert choose_attention(SHAPE, programs, {"threads": 2}).kernel == "blocks-32"

@@ -42,6 +42,7 @@ def attention_choice(shape: AttentionShape, apply: Callable[[str], None]) -> Mea
         workload=asdict(shape),
         measure=partial(measure_attention, shape),
         apply=apply,
+        smaller=(FUSED,),  # it saves no probabilities
         unit="ms a layer",
         labels={DEFAULT_KERNEL: "blocks-64"},
         load=partial(load_attention, shape),

@@ -31,6 +31,7 @@ class MeasuredChoice:
     workload: Mapping[str, Any]  # JSON values: all that the times depend on in this run
     measure: Callable[[Sequence[str]], dict[str, float]]  # kernel -> seconds; kernels that cannot compute the workload are left out
     apply: Callable[[str], None]
+    smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
     load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
@@ -83,8 +84,9 @@ def _times_file(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], 
 
 
 def _fastest(choice: MeasuredChoice, times: Mapping[str, float]) -> str:
-    best = min(times, key=lambda name: times[name])
-    return best if times[best] <= WORTHWHILE * times[choice.default] else choice.default
+    limit = {name: 1.0 if name in choice.smaller else WORTHWHILE for name in choice.others}
+    worthwhile = [name for name in times if name != choice.default and times[name] < limit[name] * times[choice.default]]
+    return min(worthwhile, key=lambda name: times[name], default=choice.default)
 
 
 def repeated_kernel(choice: MeasuredChoice, saved: object, folder: Path) -> ChosenKernel:
