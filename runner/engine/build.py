@@ -26,6 +26,7 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
+from runner.engine.device.cpu.product_speed import slow_precision_warning
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
@@ -71,7 +72,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     kernels = choose_cpu_kernels(choices, compile_decision.is_long_run, dist, saved)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
-    logger = open_logger(cfg, run_dir, model, dist)
+    logger = open_logger(cfg, run_dir, model, dist, precision if compile_decision.is_long_run else None)
     return TrainState(
         cfg=cfg,
         run_dir=run_dir,
@@ -103,10 +104,13 @@ def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
-def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
-    """Return the logger of a run, after the warnings about its model."""
+def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext, timed_precision: Precision | None) -> RunLogger:
+    """Return the logger of a run, after the warnings about its model and, if it is given, about the speed of its precision on a CPU."""
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
+    warnings = [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]
+    if timed_precision and dist.device.type == "cpu" and (slow := slow_precision_warning(cfg.precision.name, timed_precision.dtype)):
+        warnings.append(slow)
+    for warning in warnings:
         logger.warning(warning)
     return logger
 
