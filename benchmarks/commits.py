@@ -140,8 +140,8 @@ def table(cases: list[CaseProcess], checkouts: dict[str, Checkout]) -> str:
 
 
 def describe_case(case: CaseProcess) -> str:
-    attention = case.steps[-1]["attention"]  # the kernel that was chosen by measuring, which each checkout does
-    return describe_facts(case.facts) + (f"; attention: {attention}" if attention else "")
+    kernels = case.steps[-1]["kernels"]  # that were chosen by measuring, which each checkout does
+    return describe_facts(case.facts) + (f"; {kernels}" if kernels else "")
 
 
 def command_of(args: argparse.Namespace) -> str:

@@ -44,7 +44,16 @@ ENCLOSING = {
 }
 # Names of operators; a trailing * stands for any end
 OPERATORS = {
-    PRODUCTS: ("aten::mm", "aten::addmm", "aten::bmm", "mkldnn::_linear_pointwise", "mkl::_mkl_linear", "lm_runner_weight_gradients"),
+    PRODUCTS: (
+        "aten::mm",
+        "aten::addmm",
+        "aten::addmm_",
+        "aten::bmm",
+        "aten::baddbmm",
+        "mkldnn::_linear_pointwise",
+        "mkl::_mkl_linear",
+        "lm_runner_weight_gradients",
+    ),
     COPIES: ("aten::copy_", "aten::_to_copy", "aten::cat", "aten::clone", "aten::contiguous", "aten::_foreach_copy_"),
     SWIGLU: ("lm_runner_swiglu_*", "lm_runner::swiglu_output*", "aten::silu", "aten::silu_backward"),
 }
@@ -148,7 +157,7 @@ def profile_steps(overrides: list[str], steps: int) -> Profile:
     kinds, other = sum_by_kind(profiler.events())
     seconds = {kind: kinds[kind] / len(profiled) for kind in KINDS} | {PYTHON: max(0.0, sum(profiled) - kinds.total()) / len(profiled)}
     largest = [(name, total / len(profiled)) for name, total in other.most_common(LARGEST)]
-    return Profile(seconds, largest, statistics.median(profiled), statistics.median(plain), state.attention_reason)
+    return Profile(seconds, largest, statistics.median(profiled), statistics.median(plain), state.kernel_reasons.get("attention", ""))
 
 
 def table(profiles: dict[str, Profile]) -> str:

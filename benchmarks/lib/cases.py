@@ -136,7 +136,13 @@ def ours(spec: dict, gate: Gate, packing: str = "best_fit", compile: str = "off"
     for batches in gate.through(steps, count):
         output = train_step(state, batches, lr=1e-4)
         if spec.get("record_loss"):
-            gate.recorded |= {"loss": float(output.sums["loss"]), "attention": getattr(state, "attention_reason", "")}
+            gate.recorded |= {"loss": float(output.sums["loss"]), "kernels": chosen_kernels(state)}
+
+
+def chosen_kernels(state: Any) -> str:
+    """Return what the run has chosen by measuring; earlier checkouts have chosen only attention."""
+    reasons = getattr(state, "kernel_reasons", None)
+    return getattr(state, "attention_reason", "") if reasons is None else "; ".join(f"{title}: {reason}" for title, reason in reasons.items())
 
 
 def machine(spec: dict, gate: Gate) -> None:

@@ -69,7 +69,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         use_memory_pool(set_inductor_cache())
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
     choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision)
-    kernels = choose_cpu_kernels(choices, compile_decision.is_long_run, dist, saved)
+    kernels = choose_cpu_kernels(choices, compile_decision.is_long_run, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist, precision if compile_decision.is_long_run else None)

@@ -24,7 +24,7 @@ from common.paths import REPO_ROOT
 from data.background import describe_state
 from runner.config.hydra_runtime import rank_environment
 from runner.engine.config import Config
-from runner.engine.device.cpu.threads import available_cores
+from runner.engine.device.cpu.threads import threads_per_rank
 from runner.engine.device.distributed import RENDEZVOUS_ENV
 from runner.engine.device.heartbeat import Sign
 from runner.launch import rank_logs, subprocesses
@@ -225,14 +225,6 @@ class RankGroup:
     def stacks(self, rank: int) -> list[str]:
         """Return the stacks that a rank has written when it crashed or hung."""
         return self._liveness.stacks(rank) if self._liveness else []
-
-
-def threads_per_rank(count: int) -> str:
-    """Return OMP_NUM_THREADS for each of `count` ranks: the value of the user, or an equal part of the cores (of the job's cores in a sweep)."""
-    given, share = os.environ.get("OMP_NUM_THREADS"), os.environ.get(subprocesses.THREADS_ENV)
-    if given and given != share:  # a sweep sets both to the same value
-        return given
-    return str(max(1, int(share or available_cores()) // count))
 
 
 def _final_loss(group: RankGroup, metadata: RunMetadata) -> float:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from common.guarded_files import read_from
 
-THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
 POLL_SECONDS = 0.05
 LAST_LINES = 12
 PR_SET_PDEATHSIG = 1

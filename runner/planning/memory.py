@@ -73,7 +73,7 @@ def estimate_memory(
         "attention buffers": attention_buffers(facts, shape.tokens, how.width, cpu) if how.on_cpu else 0,
     }
     keeps_gradients = micro_batches > 1 or (cfg.distributed.name == "ddp" and ranks > 1)  # ddp: they are views of its buckets
-    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool).items()}
+    moments = {name: held | parts for name, parts in _moments(cfg, facts, shape, keeps_gradients, how, shards, cpu.has_pool, cpu.is_long).items()}
     if how.on_cpu:
         copies = {"checkpoint copy": _save_copies(cfg, facts, steps)}
         if 0 < cfg.train.save_every < steps:  # the next step begins while the copies are written
@@ -89,7 +89,7 @@ def estimate_memory(
 
 
 def _moments(
-    cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int, has_pool: bool
+    cfg: Config, facts: ModelSizes, shape: BatchShape, keeps_gradients: bool, how: Computation, shards: int, has_pool: bool, is_long: bool
 ) -> dict[str, dict[str, int]]:
     """Return moment of a step -> part -> bytes, of what is not there all the time. `keeps_gradients`: they are there before the backward pass."""
     layer, all_gradients = facts.layer, FP32 * facts.trained // shards
@@ -98,7 +98,7 @@ def _moments(
     activations = layer.layers * saved_per_layer(layer, shape, how) + _outside_layers(facts, shape, how)
     of_loss, saved_by_loss = _loss_bytes(cfg, facts, shape, how)
     one_layer = layer_workspace(layer, shape, how)
-    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * has_pool))  # a long run may choose to update several together
+    updated = max(facts.largest_matrix, min(facts.trained, BATCH_NUMBERS * is_long))  # a long run may choose to update several together
     forward = {"gradients": before, "activations": activations, "allocator": _unused_memory(layer, shape, how, has_pool)}
     moments = {
         "loss": forward | {"logits and loss": of_loss},
@@ -174,8 +174,9 @@ def _loss_bytes(cfg: Config, facts: ModelSizes, shape: BatchShape, how: Computat
 
 def _logits_bytes(facts: ModelSizes, shape: BatchShape, how: Computation) -> int:
     """Return the bytes of a chunk of logits, and of the output layer rounded to 16 bits."""
-    from models.layers.chunked_loss import LOGITS_PER_CHUNK
+    from models.layers.chunked_loss import LOGITS_PER_CHUNK, default_chunk_tokens
 
-    V, c = facts.vocab, how.width
-    chunk = min(shape.numbers, max(1, LOGITS_PER_CHUNK["cpu" if how.on_cpu else "cuda"] // V)) * V
-    return chunk * FP32 if c == FP32 else chunk * (FP32 + 2 * c) + V * facts.layer.hidden * c
+    V, c, device = facts.vocab, how.width, "cpu" if how.on_cpu else "cuda"
+    chunk = min(shape.numbers, default_chunk_tokens(V, device)) * V
+    block = min(chunk, LOGITS_PER_CHUNK[device])  # of its rows, in fp32
+    return chunk * FP32 if c == FP32 else block * (FP32 + c) + chunk * c + V * facts.layer.hidden * c

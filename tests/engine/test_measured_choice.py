@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 
-from common.errors import Interrupted
+from common.errors import Interrupted, StopRequested
 from models.layers import chunked_loss
 from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
@@ -24,7 +25,8 @@ from runner.engine.device.cpu import loss_choice as loss_choice_module
 from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice, measure_experts
 from runner.engine.device.cpu.loss_choice import LossShape, loss_choice, measure_loss
-from runner.engine.device.cpu.measured_choice import ChosenKernel, common_kernel, measured_kernel, repeated_kernel
+from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel, shortest_times
+from runner.engine.device.stop import StopRequests
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
 from runner.engine.setup.summary import run_summary
@@ -89,7 +91,9 @@ def test_choice_is_the_fastest_kernel_if_it_is_clearly_faster_and_is_kept(progra
     assert choose_attention(SHAPE, programs, {"threads": 2}).reason.startswith("blocks-32 (measured, ms a layer: blocks-64 1000.0, blocks-32 500.0")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"auto": "1"}', '{"auto": 1.0, "../x": 0.1}', '{"auto": 1.0, "fused": -1.0}', "[" * 20_000], ids=range(7))
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"auto": "1"}', '{"auto": 1.0, "../x": 0.1}', '{"auto": 1.0, "fused": -1.0}', "[" * 20_000, '{"auto": Infinity}'], ids=range(8)
+)
 def test_choice_is_measured_again_where_its_file_is_damaged(content: str, programs: Path, fast: Callable[..., None]) -> None:
     fast("blocks-32")
     choose_attention(SHAPE, programs, {})
@@ -320,3 +324,64 @@ def test_chunks_are_chosen_only_for_a_plain_sum_of_losses(
     overrides = ["stage.lora.targets=[lm_head]", "model.tie_word_embeddings=false"] if stage == "lora" else []
     state = make_run(stage, *overrides, "train.max_steps=4")
     assert chunks_of(state) == 0 and "loss chunk tokens" not in run_summary(state)
+
+
+def choice_between(times: list[dict[str, float]]) -> MeasuredChoice:
+    """A choice whose measurements give these times, one after the other."""
+    return MeasuredChoice(
+        "fact", "a", ("b", "c"), {}, lambda names: {name: seconds for name, seconds in times.pop(0).items() if name in names}, lambda kernel: None
+    )
+
+
+def test_kernel_is_chosen_only_if_it_is_the_fastest_twice(tmp_path: Path) -> None:
+    """Other load has disturbed the first time of the default."""
+    rounds = [{"a": 2.0, "b": 1.0, "c": 1.5}, {"a": 1.05, "b": 1.0}]
+    assert measured_kernel(choice_between(rounds), tmp_path, {}).kernel == "a" and not rounds
+    rounds = [{"a": 2.0, "b": 1.0, "c": 1.5}, {"a": 2.0, "b": 1.9}, {"a": 2.0, "c": 1.5}]
+    assert measured_kernel(choice_between(rounds), tmp_path, {"other": 1}).kernel == "c" and not rounds
+
+
+def test_measuring_stops_where_it_takes_too_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[str] = []
+    clock = iter(range(10_000))
+    monkeypatch.setattr(measured_choice.time, "perf_counter", lambda: float(next(clock)))  # each call takes a second
+    runs = {name: partial(calls.append, name) for name in "ab"}
+    assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0, "b": 1.0} and calls.count("b") == 4  # two of three turns
+    monkeypatch.setattr(measured_choice, "MAX_MEASURING_SECONDS", 5.0)
+    calls.clear()
+    assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0} and calls == ["a", "a"]
+    monkeypatch.setattr(measured_choice, "MAX_MEASURING_SECONDS", 0.5)
+    calls.clear()
+    assert shortest_times(runs, turns=3, passes=1) == {"a": 1.0} and calls == ["a"]
+    reason = measured_kernel(choice_between([{"a": 1.0}]), tmp_path, {}).reason
+    assert reason == "a (measured, ms: a 1000.0; too slow to measure the others)"
+
+
+def test_choice_is_kept_on_a_file_system_without_hard_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def no_links(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    rounds = [{"a": 2.0, "b": 1.0}, {"a": 2.0, "b": 1.0}]
+    assert [measured_kernel(choice_between(rounds), tmp_path, {}).kernel for _ in range(2)] == ["b", "b"] and not rounds
+
+
+def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice(tmp_path: Path) -> None:
+    choice = choice_between([{"a": 1.0}, {"a": 1.0}])
+    file = measured_choice._times_file(choice, tmp_path, {}, ["a", "b", "c"])
+    file.parent.mkdir()
+    os.mkfifo(file)
+    assert measured_kernel(choice, tmp_path, {}).kernel == "a"
+
+
+def test_stop_before_the_first_step_ends_the_choices(make_run: Callable, fast: Callable[..., None]) -> None:
+    fast("auto")
+    requests: list[str] = []
+    dist = make_run("pretrain", "train.max_steps=1").dist
+    stop = StopRequests(lambda: bool(requests))
+    choices = (
+        MeasuredChoice(name, "a", ("b",), {}, lambda names: dict.fromkeys(names, 1.0), lambda kernel: requests.append(kernel)) for name in ("first", "second")
+    )
+    with pytest.raises(StopRequested):
+        kernels_of_run.choose_cpu_kernels(choices, True, dist, None, stop)
+    assert requests == ["a"]

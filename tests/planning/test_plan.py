@@ -31,7 +31,7 @@ from runner.planning.activations import saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, shared_settings
 from runner.planning.estimate import RunPlan
-from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape
+from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape, planned_threads
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
 from runner.planning.memory import COMPILER, CPU_LIBRARIES, FP32, computation, estimate_memory
@@ -343,3 +343,16 @@ def test_leftovers_of_killed_plans_are_removed_and_those_of_living_ones_stay(tmp
         folder.mkdir()
     remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive.name, "plan-another.machine-4194305-x"])
+
+
+def test_planned_threads_are_those_of_a_rank_and_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("runner.planning.facts.cpu.cpu_limit", lambda: None)
+    assert [planned_threads(ranks) for ranks in (1, 2, 3)] == [8, 4, 2]
+    monkeypatch.setattr("runner.planning.facts.cpu.cpu_limit", lambda: 2.5)
+    assert planned_threads(1) == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert (planned_threads(1), planned_threads(2)) == (8, 6)

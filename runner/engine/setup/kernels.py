@@ -26,6 +26,7 @@ from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoic
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
+from runner.engine.device.stop import StopRequests, do_unless_stopped
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.optim.orthogonalize import orthogonalization_choice
 from runner.engine.optim.torch_optimizers import Muon
@@ -68,11 +69,17 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compil
     return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
-def choose_cpu_kernels(choices: Iterable[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one."""
+def choose_cpu_kernels(
+    choices: Iterable[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None, stop: StopRequests
+) -> ChosenKernels:
+    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one.
+
+    Raises StopRequested if some rank is asked to stop.
+    """
     facts, reasons = {}, {}
     for choice in choices:
-        chosen = common_kernel(choice, dist.gather(list(_choose(choice, is_long_run, saved))))
+        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, is_long_run, saved, dist.size))
+        chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
             facts[choice.fact] = chosen.kernel
@@ -81,23 +88,24 @@ def choose_cpu_kernels(choices: Iterable[MeasuredChoice], is_long_run: bool, dis
     return ChosenKernels(facts, reasons)
 
 
-def _choose(choice: MeasuredChoice, is_long_run: bool, saved: dict[str, Any] | None) -> ChosenKernel:
+def _choose(choice: MeasuredChoice, is_long_run: bool, saved: dict[str, Any] | None, ranks: int) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return repeated_kernel(choice, kernel, set_inductor_cache())
     if not is_long_run:
         return ChosenKernel(choice.default, "", (choice.default,))
-    return measured_kernel(choice, set_inductor_cache(), measured_facts())
+    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks))
 
 
-def measured_facts() -> dict[str, Any]:
-    """Return what the speed of a kernel depends on besides its shapes."""
+def measured_facts(ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
+    """Return what the speed of a kernel depends on besides its shapes. `threads`: of each rank, by default those of this process."""
     return {
+        "ranks": ranks,
         "code": code_fingerprint(),
         "cpu_model": cpu_model(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
         **numeric_variables(os.environ),
     }
 
@@ -143,12 +151,13 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
         return None
     decoder, tokens = layers[0].cfg, micro_batch_rows(cfg) * cfg.data.max_length
     sizes = (decoder.hidden_size, decoder.moe_intermediate_size, decoder.num_experts, decoder.num_experts_per_tok)
+    is_trained = any(p.requires_grad for p in layers[0].parameters())
 
     def apply(kernel: str) -> None:
         for layer in layers:
             layer.dispatch = kernel
 
-    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel), apply)
+    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained), apply)
 
 
 def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from runner.engine.device.compile import has_cpp_compiler, resolve_compile_mode,
 from runner.engine.device.cpu.allocator import why_no_memory_pool
 from runner.engine.device.cpu.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
 from runner.engine.device.cpu.measured_choice import known_kernel
+from runner.engine.device.cpu.threads import THREAD_VARIABLES, cpu_limit, threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts.data import DataFacts
 from runner.planning.facts.model import ModelSizes
@@ -22,23 +24,24 @@ class CpuExecution:
     has_pool: bool = False  # memory_pool.cpp
     attention: str | None = DEFAULT_KERNEL  # kernel; None: this machine has not measured yet which one is the fastest
     threads: int = 1
+    is_long: bool = False  # long enough to choose kernels by measuring
 
 
 def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved_kernel: str | None = None) -> CpuExecution:
     """Return how each of `ranks` computes the run, by the rules of runner/engine/setup/kernels.py. `saved_kernel`: that of the checkpoint of a resumed run."""
     import torch
 
+    threads = planned_threads(ranks)
     tokens = data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
-    threads = torch.get_num_threads()
     decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
     kernel: str | None = DEFAULT_KERNEL
     if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
         if saved_kernel is not None:
             kernel = saved_kernel
         elif decision.is_long_run:
-            kernel = known_choice(shape)
+            kernel = known_choice(shape, ranks, threads)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
-    return CpuExecution(decision.mode != "off", has_pool, kernel, threads)
+    return CpuExecution(decision.mode != "off", has_pool, kernel, threads, decision.is_long_run)
 
 
 def planned_attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> AttentionShape | None:
@@ -61,11 +64,22 @@ def is_supported(shape: AttentionShape) -> bool:
     return has_cpp_compiler() and is_supported_machine() and supports(getattr(torch, shape.dtype), shape.head_width)
 
 
-def known_choice(shape: AttentionShape) -> str | None:
+def planned_threads(ranks: int) -> int:
+    """Return the threads of each rank, by the rules of the launcher and of runner/engine/device/cpu/threads.py, without other trainings on this machine."""
+    import torch
+
+    if ranks > 1:
+        return int(threads_per_rank(ranks))
+    threads, limit = torch.get_num_threads(), cpu_limit()
+    is_given = any(name in os.environ for name in THREAD_VARIABLES)
+    return threads if limit is None or is_given else max(1, min(threads, int(limit)))
+
+
+def known_choice(shape: AttentionShape, ranks: int, threads: int) -> str | None:
     """Return the kernel that a run or a trial on this machine has measured as the fastest; None if none has."""
     from runner.engine.setup.kernels import measured_facts
 
-    return known_kernel(attention_choice(shape, lambda kernel: None), set_inductor_cache(), measured_facts())
+    return known_kernel(attention_choice(shape, lambda kernel: None), set_inductor_cache(), measured_facts(ranks, threads))
 
 
 def saved_kernel(run_dir: Path | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.guarded_files import open_append
-from runner.engine.device.cpu.threads import available_cores
+from runner.engine.device.cpu.threads import THREADS_ENV, available_cores
 from runner.launch import subprocesses
 from runner.sweep.backends.base import CONSOLE_LOG, JobExit, LauncherOptions
 
@@ -57,7 +57,7 @@ class LocalBackend:
         slot = self._free.pop(0)
         env = subprocesses.child_env() | {"PYTHONUNBUFFERED": "1"} | env
         if slot.threads:
-            env |= {"OMP_NUM_THREADS": str(slot.threads), subprocesses.THREADS_ENV: str(slot.threads)}
+            env |= {"OMP_NUM_THREADS": str(slot.threads), THREADS_ENV: str(slot.threads)}
         if slot.devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(slot.devices)
         with open_append(run_dir / CONSOLE_LOG) as out:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from models.families.decoder import DecoderConfig
 
 EXPERT_TURNS, EXPERT_PASSES = 5, 1
-EXPERT_TOKEN_LIMIT = 2_048  # measured at a time
-MAX_EXPERT_FLOPS = 2e12  # of all passes
+MAX_EXPERT_FLOPS = 2e11  # of a pass: more tokens for an expert gain less
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,7 @@ class ExpertShape:
     per_token: int
     dtype: str  # of torch: that of the products
     kernel: str  # one of `models.layers.attention.CPU_KERNELS`: the fused one has kernels for experts, too
+    is_trained: bool = True  # the weights of the experts get gradients
 
 
 def expert_choice(cfg: DecoderConfig, shape: ExpertShape, apply: Callable[[str], None]) -> MeasuredChoice | None:
@@ -35,8 +35,7 @@ def expert_choice(cfg: DecoderConfig, shape: ExpertShape, apply: Callable[[str],
     from models.layers.mlp import EXPERT_DISPATCHES
 
     default, *others = EXPERT_DISPATCHES
-    passes = len(EXPERT_DISPATCHES) * EXPERT_TURNS * (1 + EXPERT_PASSES)
-    if 18.0 * min(shape.tokens, EXPERT_TOKEN_LIMIT) * shape.per_token * shape.hidden * shape.width * passes > MAX_EXPERT_FLOPS:
+    if 18.0 * shape.tokens * shape.per_token * shape.hidden * shape.width > MAX_EXPERT_FLOPS:
         return None
     return MeasuredChoice(
         fact="expert_dispatch",
@@ -55,15 +54,15 @@ def measure_experts(cfg: DecoderConfig, shape: ExpertShape, dispatches: Sequence
 
     from models.layers.mlp import MoE
 
-    dtype, tokens = getattr(torch, shape.dtype), min(shape.tokens, EXPERT_TOKEN_LIMIT)
+    dtype = getattr(torch, shape.dtype)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layer = MoE(cfg)
-        x = torch.randn(1, tokens, shape.hidden).to(dtype).requires_grad_()
+        layer = MoE(cfg).requires_grad_(shape.is_trained)
+        x = torch.randn(1, shape.tokens, shape.hidden).to(dtype).requires_grad_()
     layer.attention_kernel = shape.kernel
     for expert in layer.experts:
         vars(expert)["attention_kernel"] = shape.kernel
-    inputs = [x, *layer.parameters()]
+    inputs = [x, *(p for p in layer.parameters() if shape.is_trained)]
 
     def compute(dispatch: str) -> None:
         layer.dispatch = dispatch

@@ -17,7 +17,7 @@ CHUNK_TOKENS = (256, 512, 1_024, 2_048)
 MAX_CHUNK_LOGITS = 1 << 23  # of a chunk: memory for speed, at most twice that of the default
 LOSS_TURNS, LOSS_PASSES = 5, 1
 LOSS_TOKEN_LIMIT = 2_048  # measured at a time
-MAX_MEASURED_FLOPS = 2e12  # of all passes: a larger vocabulary would take longer to measure than it gains
+MAX_MEASURED_FLOPS = 2e11  # of a pass: a larger vocabulary would take longer to measure than it gains
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def loss_choice(shape: LossShape, heads: Sequence[LMHead]) -> MeasuredChoice | N
     default = default_chunk_tokens(shape.vocab, "cpu")
     others = [tokens for tokens in CHUNK_TOKENS if tokens != default and tokens * shape.vocab <= MAX_CHUNK_LOGITS and min(tokens, default) < shape.tokens]
     products = 2 + shape.trains_head
-    flops = 2 * products * min(shape.tokens, LOSS_TOKEN_LIMIT) * shape.hidden * shape.vocab * (1 + len(others)) * LOSS_TURNS * (1 + LOSS_PASSES)
+    flops = 2 * products * min(shape.tokens, LOSS_TOKEN_LIMIT) * shape.hidden * shape.vocab
     if not others or flops > MAX_MEASURED_FLOPS:
         return None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from runner.engine.device.cpu.running_trainings import RunningTrainings
 
+THREADS_ENV = "RUNNER_THREADS"  # cores that a sweep gives to each of its parallel jobs
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # set by the user, or by the launcher of ranks and jobs: nothing is changed
 CGROUP_ROOT, PROC_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -84,3 +85,11 @@ def _read_limit(file: Path) -> float | None:
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None
+
+
+def threads_per_rank(count: int) -> str:
+    """Return OMP_NUM_THREADS for each of `count` ranks: the value of the user, or an equal part of the cores (of the job's cores in a sweep)."""
+    given, share = os.environ.get("OMP_NUM_THREADS"), os.environ.get(THREADS_ENV)
+    if given and given != share:  # a sweep sets both to the same value
+        return given
+    return str(max(1, int(share or available_cores()) // count))
