@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from common import paths
 from common.errors import Interrupted, TrainingError
 from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
-from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache, tag_compiled_programs
+from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
 from runner.engine.setup.summary import run_summary
 
@@ -127,20 +126,28 @@ def test_stop_signal_that_also_ends_the_compiler_interrupts_the_run(make_run, mo
 
 
 def test_compiled_programs_are_those_of_this_code(make_run, monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "", raising=False)  # torch hides a setting that another test has removed
     monkeypatch.delenv("TORCH_COMPILE_CACHE_KEY_TAG", raising=False)
     make_run("pretrain", "train.compile=default")
     assert torch.compiler.config.cache_key_tag == code_fingerprint()
 
 
-def test_tag_of_compiled_programs_holds_in_other_threads(monkeypatch):
-    """Autograd compiles and finds the backward pass of a GPU in threads of its own."""
-    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "user")
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
-    monkeypatch.setattr(torch.compiler.config._config["cache_key_tag"], "env_value_default", "")
-    tag_compiled_programs("code")
-    with ThreadPoolExecutor(1) as threads:
-        assert threads.submit(lambda: torch.compiler.config.cache_key_tag).result() == "user code" == torch.compiler.config.cache_key_tag
+TAG_IN_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from runner.engine.device.compile import tag_compiled_programs
+
+tag_compiled_programs("code")
+with ThreadPoolExecutor(1) as threads:
+    print(threads.submit(lambda: torch.compiler.config.cache_key_tag).result(), torch.compiler.config.cache_key_tag, sep=", ")
+"""
+
+
+def test_tag_of_compiled_programs_holds_in_other_threads():
+    """Autograd compiles and finds the backward pass of a GPU in threads of its own. In a process of its own: other tests change settings of torch."""
+    env = {**os.environ, "TORCH_COMPILE_CACHE_KEY_TAG": "user"}
+    done = subprocess.run([sys.executable, "-c", TAG_IN_THREADS], capture_output=True, text=True, cwd=paths.REPO_ROOT, env=env)
+    assert done.stdout == "user code, user code\n", done.stderr
 
 
 GRADIENT_OF_AN_OPERATOR = """
