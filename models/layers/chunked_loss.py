@@ -67,6 +67,7 @@ def _nll_sum(x: Tensor, weight: Tensor, labels: Tensor, need_dx: bool, need_dw: 
             dx[rows] = (padded @ w)[: len(y)]
         if need_dw:
             _add_weight_grad(dw, padded, x_chunk)
+        del padded, logits  # before those of the next chunk exist
     return nll.sum(), dx, dw.to(weight.dtype)
 
 
@@ -98,6 +99,7 @@ def _nll(x: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> tuple[
         logits = (pad_tokens(x[rows]) @ w.t())[: len(y)]
         log_sum[rows] = chunk_log_sum = torch.cat([logits[block].float().logsumexp(-1) for block in _blocks(logits)])
         nll[rows] = torch.where(y == IGNORE_LABEL, 0.0, chunk_log_sum - _at_labels(logits, y).float())
+        del logits
     return nll.clone(), log_sum.clone()  # outputs of an operator must not share memory
 
 
@@ -124,6 +126,7 @@ def _nll_backward(
             dx[rows] = (padded @ w)[: len(y)]
         if need_dw:
             _add_weight_grad(dw, padded, x_chunk)
+        del padded, logits
     return dx, dw.to(weight.dtype)
 
 

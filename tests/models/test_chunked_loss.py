@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,3 +118,24 @@ def test_chosen_chunks_are_those_that_the_loss_is_computed_in(reduction: str, mo
     assert sizes == [4] * (2 if reduction == "none" else 1)
     torch.testing.assert_close(actual.sum(), full_logits_loss(x, weight, labels).sum())
     torch.testing.assert_close(head.weight.grad, torch.autograd.grad(full_logits_loss(x, weight, labels).sum(), weight)[0])
+
+
+@REDUCTIONS
+def test_logits_of_one_chunk_are_in_memory_at_a_time(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, labels = random_inputs(1.0)
+    seen: list[weakref.ref] = []
+    alive: list[int] = []  # chunks of logits, at the start of each chunk
+    blocks, pad_tokens = chunked_loss._blocks, chunked_loss.pad_tokens
+
+    def watched_blocks(logits: Tensor) -> Iterator[slice]:
+        seen.append(weakref.ref(logits))
+        return blocks(logits)
+
+    def counting_pad(rows: Tensor) -> Tensor:
+        alive.append(sum(ref() is not None for ref in seen))
+        return pad_tokens(rows)
+
+    monkeypatch.setattr(chunked_loss, "_blocks", watched_blocks)
+    monkeypatch.setattr(chunked_loss, "pad_tokens", counting_pad)
+    linear_cross_entropy(x, weight, labels, reduction, 12).sum().backward()
+    assert len(alive) >= 5 and set(alive) == {0}
