@@ -76,7 +76,7 @@ def composed(*overrides: str) -> Config:
     values = copy.deepcopy(_composed_values(*options))
     for key, value in map(_parsed, [override for override in overrides if override not in options]):
         *sections, name = key.split(".")
-        functools.reduce(lambda section, inner: section[inner], sections, values)[name] = value
+        functools.reduce(lambda section, inner: section[inner], sections, values)[name] = copy.deepcopy(value)  # a later override may be of a part of it
     return to_config(OmegaConf.create(values))
 
 
