@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_activation_checkpointing import OpCounter, all_equal, backward
-from test_fused_attention import kernels  # noqa: F401  (a fixture)
+from test_fused_attention import kernels  # noqa: F401  (a fixture: pytest finds it by its name here)
 from test_mlp import ProductRows
 from tiny_models import lora_config, random_model, tokens
 from torch import Tensor
@@ -73,7 +73,7 @@ def test_expert_dispatch_is_as_exact_as_the_default_in_bf16(dispatch: str, kerne
     (y, gradients), (default, default_gradients) = run(layer, dispatch, x, autocast=True), run(layer, "index_select", x, autocast=True)
     assert y.dtype == default.dtype and (y.double() - expected).norm() <= 1.05 * (default.double() - expected).norm()
     for name, gradient in gradients.items():
-        errors = [(found.double() - expected_gradients[name]).norm() for found in (gradient, default_gradients[name])]  # type: ignore[union-attr, operator]
+        errors = [(found.double() - expected_gradients[name]).norm() for found in (gradient, default_gradients[name])]  # type: ignore[union-attr, operator]  # None: frozen weights only
         assert errors[0] <= 1.1 * errors[1], name
 
 
@@ -107,7 +107,7 @@ def test_expert_without_tokens_has_gradients_of_zeros(dispatch: str, autocast: b
 def test_expert_dispatch_is_deterministic(dispatch: str, autocast: bool) -> None:
     layer, x = moe_layer(), torch.randn(2, 150, 48)
     (y, gradients), (again, gradients_again) = run(layer, dispatch, x, autocast), run(layer, dispatch, x, autocast)
-    assert torch.equal(y, again) and all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)  # type: ignore[arg-type]
+    assert torch.equal(y, again) and all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)  # type: ignore[arg-type]  # None: frozen weights only
 
 
 @OTHERS
@@ -119,7 +119,8 @@ def test_expert_dispatch_computes_frozen_experts_without_gradients_of_their_weig
         gradients = run(layer, dispatch, x)[1]
     products = counter.calls["aten.mm.default"]
     assert {name for name, gradient in gradients.items() if gradient is not None} == {"x", "gate.weight"}
-    assert torch.equal(gradients["x"], expected) and products == 3  # type: ignore[arg-type]  # those of the router: with gradients of weights 24 more
+    # The input has a gradient, which mypy cannot know. Three products are those of the router: with gradients of weights there are 24 more.
+    assert torch.equal(gradients["x"], expected) and products == 3  # type: ignore[arg-type]
 
 
 @OTHERS

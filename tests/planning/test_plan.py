@@ -99,7 +99,7 @@ def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides
     try:
         load_kernels(set_inductor_cache())
     except KernelsUnavailableError as error:
-        pytest.skip(str(error))
+        pytest.skip(f"no C++ kernels on this machine, whose tensors are counted: {error}")
     cfg = compose_config([*TINY, *overrides])
     of_layers = [dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, num_hidden_layers=layers)) for layers in (1, 2)]
     saved = [saved_bytes(each, True, kernel="fused", compiled=compiled) for each in of_layers]
