@@ -37,6 +37,7 @@ class MeasuredChoice:
     smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
+    min_run_flops: float = math.inf  # planned operations from which on a run measures it that is too short for the others
     load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
 
     def label(self, kernel: str) -> str:
