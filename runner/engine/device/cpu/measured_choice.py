@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner.engine.device.cpu.allocator import freed_memory_kept
+
 WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
 MAX_CHOICE_BYTES = 10_000
@@ -63,7 +65,8 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
     file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
-        measured = _confirmed_times(choice, names)
+        with freed_memory_kept():
+            measured = _confirmed_times(choice, names)
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
     kernel = _fastest(choice, times)
