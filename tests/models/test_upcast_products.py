@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.cpu_kernels import upcast_products as module
-from models.layers.cpu_kernels.fused_projection import weight_gradients
-from models.layers.cpu_kernels.upcast_products import MIN_SIDE, UPCAST_DTYPES, are_products_upcast, multiply, upcast_products
+from models.layers.cpu_kernels.fused_projection import fused_linear, weight_gradients
+from models.layers.cpu_kernels.upcast_products import MIN_SIDE, UPCAST_DTYPES, are_products_upcast, multiply, projection_gradients_upcast, upcast_products
 
 
 @pytest.fixture
@@ -138,6 +138,21 @@ def test_autocast_and_inference_multiply_in_fp32(upcast: None) -> None:
 
 def test_kernel_of_weight_gradients_is_not_needed(upcast: None) -> None:
     """Nothing was compiled, and sums are not rounded to bf16."""
+    weight = torch.nn.Linear(64, 96, bias=False)
+    out = fused_linear(x := numbers(2, 70, 64).requires_grad_(), weight)[0]
+    dx, dw = torch.autograd.grad(out, (x, weight.weight), torch.ones_like(out))
+    assert dx.shape == x.shape
+    torch.testing.assert_close(dw, torch.ones(96, 140) @ x.detach().flatten(0, 1).float())
     g, x = numbers(130, 96), numbers(130, 64, seed=1)
     for gradient, part in zip(weight_gradients(g, x, [64, 32]), g.split([64, 32], dim=1), strict=True):
         torch.testing.assert_close(gradient, part.float().t() @ x.float())
+
+
+def test_gradients_of_a_projection_are_those_of_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block and in many."""
+    g, x, weight = numbers(130, 96), numbers(130, 64, seed=1), numbers(96, 64, seed=2)
+    for elements in (module.CAST_ELEMENTS, 1):
+        monkeypatch.setattr(module, "CAST_ELEMENTS", elements)
+        dx, dw = projection_gradients_upcast(g, x, weight, [64, 32])
+        same(dx, g.float() @ weight.float(), torch.bfloat16)
+        torch.testing.assert_close(torch.cat(dw), g.float().t() @ x.float())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
-from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
+from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply, projection_gradients_upcast
 from models.layers.ops import custom_op, join_weights, projection_gradients, register_projection
 
 ROWS_MULTIPLE = 32
@@ -38,7 +38,11 @@ def kernel_projection_backward(g: Tensor, x: Tensor, weights: list[Tensor], need
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
     if not needs_weights or not supports_gradients(g, x, weights):
         return projection_gradients(g, x, weights, needs_weights)
-    gradients = weight_gradients(g.flatten(0, -2), x.flatten(0, -2), [len(weight) for weight in weights])
+    sizes = [len(weight) for weight in weights]
+    if are_products_upcast():
+        dx, dw = projection_gradients_upcast(g.flatten(0, -2), x.flatten(0, -2), join_weights(weights, g.dtype), sizes)
+        return [dx.view_as(x), *dw]
+    gradients = weight_gradients(g.flatten(0, -2), x.flatten(0, -2), sizes)
     return [*projection_gradients(g, x, weights, False), *gradients]
 
 
