@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply
 from models.layers.ops import compute_dtype, custom_op, pad_tokens
 
 IGNORE_LABEL = -100  # label of a token without loss
@@ -186,6 +187,9 @@ def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
     """
     if p.dtype == dw.dtype:
         dw.addmm_(p.t(), x)
+        return
+    if not dw.is_cuda and are_products_upcast():
+        multiply(p.t(), x, dw, add=True)
         return
     size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK
     for start in range(0, len(dw), size):

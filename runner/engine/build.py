@@ -15,6 +15,7 @@ from data.batching.loader import StepLoader
 from data.tokenize.origin import open_tokenizer
 from data.tokenize.tokenizer import Tokenizer
 from models.language_model import LanguageModel
+from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.layers.quantized import check_quantization
 from models.lora import lora_warnings
 from runner.checkpoint.compatibility import ROWS_PER_STEP, describe_run, environment_facts, recorded_environment
@@ -26,7 +27,6 @@ from runner.engine.config import Config
 from runner.engine.data_pipeline import DataPipeline, build_data_pipeline, build_loader
 from runner.engine.device.compile import check_cuda_graphs, set_inductor_cache
 from runner.engine.device.cpu.allocator import separate_large_blocks, use_memory_pool
-from runner.engine.device.cpu.product_speed import slow_precision_warning
 from runner.engine.device.cpu.threads import choose_threads
 from runner.engine.device.distributed import DistributedContext, init_distributed
 from runner.engine.device.precision import Precision
@@ -69,10 +69,10 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         use_memory_pool(set_inductor_cache())
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
     choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision)
-    kernels = choose_cpu_kernels(choices, compile_decision.is_long_run, dist, saved, stop)
+    kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
     compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
-    logger = open_logger(cfg, run_dir, model, dist, precision if compile_decision.is_long_run else None)
+    logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
         cfg=cfg,
         run_dir=run_dir,
@@ -100,17 +100,15 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
 def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
     """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own number of threads."""
     separate_large_blocks()
+    upcast_products(False)  # an earlier run in this process may have chosen otherwise
     threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 
 
-def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext, timed_precision: Precision | None) -> RunLogger:
-    """Return the logger of a run, after the warnings about its model and, if it is given, about the speed of its precision on a CPU."""
+def open_logger(cfg: Config, run_dir: Path, model: LanguageModel, dist: DistributedContext) -> RunLogger:
+    """Return the logger of a run, after the warnings about its model."""
     logger = RunLogger(run_dir, cfg.tracker, dist.is_rank_zero)
-    warnings = [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]
-    if timed_precision and dist.device.type == "cpu" and (slow := slow_precision_warning(cfg.precision.name, timed_precision.dtype)):
-        warnings.append(slow)
-    for warning in warnings:
+    for warning in [*cfg.model.training_warnings(), *lora_warnings(model, cfg.stage.lora)]:
         logger.warning(warning)
     return logger
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,16 +32,16 @@ class Alternative:
 
 
 def find_alternatives(
-    cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int, kernel: str | None = None
+    cfg: Config, facts: ModelSizes, data: DataFacts, machine: Machine, process: int, ranks: int, saved: Mapping[str, str] | None = None
 ) -> list[Alternative]:
-    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `kernel`: attention of the checkpoint of a resumed run. One change at a time, and all that fit together where none is enough."""
+    """Return settings that need less memory, each with its estimate. `ranks`: of this machine; `saved`: kernels of the checkpoint of a resumed run. One change at a time, and all that fit together where none is enough."""
     found = []
     world, per_batch = ranks * cfg.distributed.nnodes, min(cfg.train.batch_size, data.sequences)
 
     def add(overrides: str, changed: Config, of_model: ModelSizes, shape: BatchShape, changes: str = "") -> bool:
         per_rank = min(changed.train.batch_size * changed.train.accumulation_steps, -(-data.sequences // world))
         micro_batches = -(-per_rank // changed.train.batch_size)
-        cpu = cpu_execution(changed, of_model, replace(data, shape=shape), world, kernel)
+        cpu = cpu_execution(changed, of_model, replace(data, shape=shape), world, saved)
         memory = estimate_memory(changed, of_model, shape, data.steps, micro_batches, machine.device, process, world, cpu)
         total = memory.total * (ranks if machine.device == "cpu" else 1)
         found.append(Alternative(overrides, total, total <= machine.memory, changes))

@@ -15,7 +15,7 @@ from runner.planning.activations import is_counted_compiled
 from runner.planning.alternatives import find_alternatives
 from runner.planning.config import PlanConfig
 from runner.planning.estimate import RunPlan, estimate_disk
-from runner.planning.facts.cpu import cpu_execution, saved_kernel
+from runner.planning.facts.cpu import cpu_execution, saved_kernels
 from runner.planning.facts.data import DataFacts, data_facts
 from runner.planning.facts.machine import resident_bytes, this_machine
 from runner.planning.facts.model import ModelSizes, model_facts
@@ -55,12 +55,12 @@ class Planner:
         cfg.model.check_memory()
         data = self._facts_of_data(cfg, ranks * cfg.distributed.nnodes)  # before the model, whose modules without memory import more than a run does
         facts = self._model(cfg)
-        world, kernel = ranks * cfg.distributed.nnodes, saved_kernel(run.folder)
-        cpu = cpu_execution(cfg, facts, data, world, kernel) if machine.device == "cpu" else PLAIN
+        world, saved = ranks * cfg.distributed.nnodes, saved_kernels(run.folder)
+        cpu = cpu_execution(cfg, facts, data, world, saved) if machine.device == "cpu" else PLAIN
         memory = estimate_memory(cfg, facts, data.shape, data.steps, data.micro_batches, machine.device, self._process, world, cpu)
         result = RunPlan(run, facts, data, memory, estimate_disk(cfg, facts, data.steps), machine, ranks, cpu)
         if not result.fits_memory:
-            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks, kernel)
+            result.alternatives = find_alternatives(cfg, facts, data, machine, self._process, ranks, saved)
         result.notes = [*notes_of(result), *data.warnings, *cfg.model.training_warnings()]
         return result
 

@@ -20,7 +20,7 @@ from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.mlp import EXPERT_DISPATCHES
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu import attention_choice, measured_choice, product_speed
+from runner.engine.device.cpu import attention_choice, measured_choice
 from runner.engine.device.cpu import loss_choice as loss_choice_module
 from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice, measure_experts
@@ -286,23 +286,6 @@ def test_choice_of_a_long_run_is_recorded_and_repeated_by_a_resume_bitwise_equal
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
-@pytest.mark.parametrize("seconds, warns", [(0.5, False), (1.2, False), (1.8, True)])
-def test_long_run_warns_of_a_precision_whose_products_are_slower_than_in_fp32(
-    seconds: float, warns: bool, make_run: Callable, fast: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast("auto")
-    monkeypatch.setattr(product_speed, "time_products", lambda dtypes: {"torch.float32": 1.0, "torch.bfloat16": seconds})
-    state = make_run("pretrain", "precision=bf16", "train.max_steps=1")
-    train(state)
-    assert ("take 1.8 times as long as in fp32" in (state.run_dir / "train.log").read_text()) == warns
-
-
-def test_products_are_timed_in_each_precision() -> None:
-    times = product_speed.time_products([torch.float32, torch.bfloat16])
-    assert set(times) == {"torch.float32", "torch.bfloat16"} and all(seconds > 0 for seconds in times.values())
-    assert product_speed.slow_precision_warning("fp32", torch.float32) is None
-
-
 def test_experts_are_measured_in_turns_and_leave_the_random_state() -> None:
     cfg = tiny_models.config(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     shape = ExpertShape(tokens=40, hidden=cfg.hidden_size, width=16, experts=4, per_token=2, dtype="bfloat16", kernel="auto")
@@ -383,5 +366,5 @@ def test_stop_before_the_first_step_ends_the_choices(make_run: Callable, fast: C
         MeasuredChoice(name, "a", ("b",), {}, lambda names: dict.fromkeys(names, 1.0), lambda kernel: requests.append(kernel)) for name in ("first", "second")
     )
     with pytest.raises(StopRequested):
-        kernels_of_run.choose_cpu_kernels(choices, True, dist, None, stop)
+        kernels_of_run.choose_cpu_kernels(choices, CompileDecision("off", "off", is_long_run=True), dist, None, stop)
     assert requests == ["a"]

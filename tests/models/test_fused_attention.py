@@ -19,6 +19,7 @@ from models.layers.cpu_kernels.fused_attention import fused_attention
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.layers.ops import fused_projection
 
 ERRORS = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # relative, of the norm; blocks of 64 queries: 2e-6 and 1e-2
@@ -77,7 +78,18 @@ def test_fused_attention_has_the_values_and_gradients_of_fp64(shape: tuple[int, 
     assert_exact([q, k, v], g, mask, dtype)
 
 
-def assert_exact(qkv: list[torch.Tensor], g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> None:
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_fused_attention_in_bf16_with_products_in_fp32_rounds_its_results_only(shape: tuple[int, ...]) -> None:
+    (q, k, v, g), mask = random_rows(shape, torch.bfloat16)
+    upcast_products(True)
+    try:
+        assert_exact([q, k, v], g, mask, torch.bfloat16, error=2e-3)
+    finally:
+        upcast_products(False)
+
+
+def assert_exact(qkv: list[torch.Tensor], g: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype, error: float | None = None) -> None:
     run(torch.ones(1, 1, 1, 16), dtype)
     inputs = [x.detach().requires_grad_() for x in qkv]
     exact = [x.detach().double().requires_grad_() for x in qkv]
@@ -85,7 +97,7 @@ def assert_exact(qkv: list[torch.Tensor], g: torch.Tensor, mask: torch.Tensor | 
     expected = gradients(*exact, g.double(), F.scaled_dot_product_attention(*exact, attn_mask=allowed, enable_gqa=True))
     computed = gradients(*inputs, g, attention(*inputs, mask, 0.0, "fused"))
     for ours, reference in zip(computed, expected, strict=True):
-        assert (ours.double() - reference).norm() <= ERRORS[dtype] * reference.norm()
+        assert (ours.double() - reference).norm() <= (error or ERRORS[dtype]) * reference.norm()
 
 
 @pytest.mark.usefixtures("kernels")
@@ -202,6 +214,7 @@ from pathlib import Path
 from models.layers.cpu_kernels.fused_mlp import swiglu_output
 from models.layers.cpu_kernels.fused_projection import fused_linear, supports_gradients, weight_gradients
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+from models.layers.cpu_kernels.upcast_products import upcast_products
 from models.layers.ops import fused_projection
 from models.layers.cpu_kernels.fused_attention import fused_attention
 load_kernels(Path({str(folder)!r}))

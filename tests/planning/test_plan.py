@@ -184,7 +184,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
     long = cpu_execution(cfg, facts, data, 1)
     assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
     assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
-    assert cpu_execution(cfg, facts, data, 1, saved_kernel="blocks-32").attention == "blocks-32"
+    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native"}).attention == "blocks-32"
     shape = planned_attention_shape(cfg, facts, data)
     assert shape is not None
     monkeypatch.setattr(attention_choice, "load_attention", lambda shape, kernel, folder: None)

@@ -4,7 +4,8 @@
 // of queries at a time. No work item writes what another one writes, so results do not depend on the number of threads.
 //
 // Shapes: B rows, T tokens, N query heads, K key/value heads, H head width, r = N / K, Q queries of a block, M = r * Q, L tokens of a document.
-// A tensor is a pointer and three strides in elements: of rows, heads and tokens; a head's H elements are contiguous.
+// A tensor is a pointer and three strides in elements: of rows, heads and tokens; a head's H elements are contiguous. T is the type of their numbers, C that
+// of the operands of products, which may be float for tensors in bf16.
 
 #include <ATen/native/CPUBlas.h>
 
@@ -60,10 +61,17 @@ void transpose(const T* from, int64_t rows, int64_t cols, T* to) {
 }
 
 // Tokens [start, start + count) of a head -> `to` (padded, H), zeros after `count`.
-template <typename T>
-void copy_tokens(const View<const T>& x, int64_t b, int64_t head, int64_t start, int64_t count, int64_t padded, int64_t H, T* to) {
-  for (int64_t t = 0; t < count; ++t) std::memcpy(to + t * H, x.at(b, head, start + t), H * sizeof(T));
-  std::memset(static_cast<void*>(to + count * H), 0, (padded - count) * H * sizeof(T));
+template <typename T, typename C>
+void copy_tokens(const View<const T>& x, int64_t b, int64_t head, int64_t start, int64_t count, int64_t padded, int64_t H, C* to) {
+  for (int64_t t = 0; t < count; ++t) {
+    const T* from = x.at(b, head, start + t);
+    if constexpr (std::is_same_v<T, C>) {
+      std::memcpy(to + t * H, from, H * sizeof(T));
+    } else {
+      for (int64_t d = 0; d < H; d += LANES) store(to + t * H + d, load(from + d));
+    }
+  }
+  std::memset(static_cast<void*>(to + count * H), 0, (padded - count) * H * sizeof(C));
 }
 
 // The documents of each row, longest first. Without a mask a row is one document; with one, (B, T, T), token t must attend to the tokens [first, t], and
@@ -89,7 +97,7 @@ bool find_items(const Shape& s, const uint8_t* mask, std::vector<Item>& items) {
   return true;
 }
 
-template <typename T>
+template <typename T, typename C>
 struct Forward {
   Shape s;
   View<const T> q, k, v;
@@ -98,11 +106,11 @@ struct Forward {
   float scale;
 
   void operator()(const Item& item) const {
-    static thread_local Buffer<T> keys_, values_, rows_, q_, probs_;
+    static thread_local Buffer<C> keys_, values_, rows_, q_, probs_;
     static thread_local Buffer<float> scores_, sums_, out_;
     const int64_t r = s.r, Q = s.Q, M = r * Q, H = s.H, L = item.length;
     const int64_t blocks = (L + KEYS - 1) / KEYS;
-    T *keys = keys_.get(blocks * KEYS * H), *values = values_.get(blocks * KEYS * H), *rows = rows_.get(KEYS * H);
+    C *keys = keys_.get(blocks * KEYS * H), *values = values_.get(blocks * KEYS * H), *rows = rows_.get(KEYS * H);
     for (int64_t j = 0; j < blocks; ++j) {
       const int64_t count = std::min(KEYS, L - j * KEYS), start = item.start + j * KEYS;
       copy_tokens(k, item.row, item.head, start, count, KEYS, H, rows);
@@ -110,7 +118,7 @@ struct Forward {
       copy_tokens(v, item.row, item.head, start, count, KEYS, H, rows);
       pack(rows, H, KEYS, H, values + j * KEYS * H);
     }
-    T *block = q_.get(M * H), *probs = probs_.get(M * CHUNK);
+    C *block = q_.get(M * H), *probs = probs_.get(M * CHUNK);
     float *scores = scores_.get(M * CHUNK), *o = out_.get(M * H), *largest = sums_.get(2 * M), *sum = largest + M;
     for (int64_t first = 0; first < L; first += Q) {
       const int64_t count = std::min(Q, L - first), used = (first + count + KEYS - 1) / KEYS;
@@ -120,11 +128,11 @@ struct Forward {
       for (int64_t j0 = 0; j0 < used; j0 += CHUNK / KEYS) {
         const int64_t j1 = std::min(used, j0 + CHUNK / KEYS);
         for (int64_t j = j0; j < j1; ++j)
-          brgemm(M, KEYS, H, H, KEYS, CHUNK, false, block, keys + j * KEYS * H, scores + (j - j0) * KEYS, PAIR<T> == 2);
+          brgemm(M, KEYS, H, H, KEYS, CHUNK, false, block, keys + j * KEYS * H, scores + (j - j0) * KEYS, PAIR<C> == 2);
         for (int64_t i = 0; i < M; ++i)
           softmax_row(scores + i * CHUNK, probs + i * CHUNK, first + i % Q + 1 - j0 * KEYS, (j1 - j0) * KEYS, largest[i], sum[i], o + i * H, j0 > 0);
         for (int64_t j = j0; j < j1; ++j)
-          brgemm(M, H, KEYS, CHUNK, H, H, j > 0, probs + (j - j0) * KEYS, values + j * KEYS * H, o, PAIR<T> == 2);
+          brgemm(M, H, KEYS, CHUNK, H, H, j > 0, probs + (j - j0) * KEYS, values + j * KEYS * H, o, PAIR<C> == 2);
       }
       for (int64_t h = 0; h < r; ++h)
         for (int64_t i = 0; i < count; ++i) {
@@ -138,7 +146,7 @@ struct Forward {
   }
 
   // scores (width) of a query that attends to the first `allowed` keys -> exponentials; `largest` and `sum` run over the chunks, and `o` (H) is scaled to them.
-  void softmax_row(const float* scores, T* probs, int64_t allowed, int64_t width, float& largest, float& sum, float* o, bool rescale) const {
+  void softmax_row(const float* scores, C* probs, int64_t allowed, int64_t width, float& largest, float& sum, float* o, bool rescale) const {
     allowed = std::max<int64_t>(0, std::min(allowed, width));
     float m = largest;
     const int64_t filled = (allowed + LANES - 1) / LANES * LANES;
@@ -153,7 +161,7 @@ struct Forward {
       totals += p;
       store(probs + j, p);
     }
-    std::memset(static_cast<void*>(probs + filled), 0, (width - filled) * sizeof(T));
+    std::memset(static_cast<void*>(probs + filled), 0, (width - filled) * sizeof(C));
     if (rescale && m != largest) {
       const float factor = std::exp(largest - m);
       sum *= factor;
@@ -164,7 +172,7 @@ struct Forward {
   }
 };
 
-template <typename T>
+template <typename T, typename C>
 struct Backward {
   Shape s;
   View<const T> g, q, k, v;
@@ -173,18 +181,18 @@ struct Backward {
   float scale;
 
   void operator()(const Item& item) const {
-    static thread_local Buffer<T> keys_, keys_t_, values_, q_, block_, probs_;
+    static thread_local Buffer<C> keys_, keys_t_, values_, q_, block_, probs_;
     static thread_local Buffer<float> scores_, dkv_, dq_, rows_;
     const int64_t r = s.r, Q = s.Q, M = r * Q, H = s.H, L = item.length;
     const int64_t blocks = (L + KEYS - 1) / KEYS, padded = blocks * KEYS;
-    T *keys = keys_.get(padded * H), *keys_t = keys_t_.get(padded * H), *values = values_.get(padded * H);
+    C *keys = keys_.get(padded * H), *keys_t = keys_t_.get(padded * H), *values = values_.get(padded * H);
     copy_tokens(k, item.row, item.head, item.start, L, padded, H, keys);
     copy_tokens(v, item.row, item.head, item.start, L, padded, H, values);
     for (int64_t j = 0; j < blocks; ++j) transpose(keys + j * KEYS * H, KEYS, H, keys_t + j * KEYS * H);
     float *dk_sum = dkv_.get(2 * padded * H), *dv_sum = dk_sum + padded * H;
     std::fill(dk_sum, dk_sum + 2 * padded * H, 0.0f);
-    T *q_rows = q_.get(4 * M * H), *q_t = q_rows + M * H, *g_rows = q_t + M * H, *g_t = g_rows + M * H, *block = block_.get(M * H);
-    T *p = probs_.get(3 * KEYS * M), *ds = p + KEYS * M, *ds_packed = ds + KEYS * M;
+    C *q_rows = q_.get(4 * M * H), *q_t = q_rows + M * H, *g_rows = q_t + M * H, *g_t = g_rows + M * H, *block = block_.get(M * H);
+    C *p = probs_.get(3 * KEYS * M), *ds = p + KEYS * M, *ds_packed = ds + KEYS * M;
     float *scores = scores_.get(2 * padded * M), *dp = scores + padded * M;  // padded x M, of all keys: 64 KiB for each block of them
     float *dq_sum = dq_.get(H * M + H), *dq_row = dq_sum + H * M, *norm = rows_.get(3 * M), *delta = norm + M, *total = delta + M;
     for (int64_t first = 0; first < L; first += Q) {
@@ -199,8 +207,8 @@ struct Backward {
       std::fill(delta, delta + 2 * M, 0.0f);
       for (int64_t j = 0; j < used; ++j) {
         float *scores_j = scores + j * KEYS * M, *dp_j = dp + j * KEYS * M;
-        brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores_j, PAIR<T> == 2);
-        brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp_j, PAIR<T> == 2);
+        brgemm(KEYS, M, H, H, M, M, false, keys + j * KEYS * H, q_t, scores_j, PAIR<C> == 2);
+        brgemm(KEYS, M, H, H, M, M, false, values + j * KEYS * H, g_t, dp_j, PAIR<C> == 2);
         for (int64_t c = 0; c < KEYS; ++c)
           for (int64_t h = 0; h < r; ++h) probabilities(scores_j, dp_j, norm, delta, total, c * M + h * Q, h * Q, j * KEYS + c - first);
       }
@@ -208,9 +216,9 @@ struct Backward {
       for (int64_t j = 0; j < used; ++j) {
         score_gradients(scores + j * KEYS * M, dp + j * KEYS * M, delta, M, p, ds);
         pack(ds, M, KEYS, M, ds_packed);
-        brgemm(KEYS, H, M, M, H, H, true, p, g_rows, dv_sum + j * KEYS * H, PAIR<T> == 2);
-        brgemm(KEYS, H, M, M, H, H, true, ds, q_rows, dk_sum + j * KEYS * H, PAIR<T> == 2);
-        brgemm(H, M, KEYS, KEYS, M, M, j > 0, keys_t + j * KEYS * H, ds_packed, dq_sum, PAIR<T> == 2);
+        brgemm(KEYS, H, M, M, H, H, true, p, g_rows, dv_sum + j * KEYS * H, PAIR<C> == 2);
+        brgemm(KEYS, H, M, M, H, H, true, ds, q_rows, dk_sum + j * KEYS * H, PAIR<C> == 2);
+        brgemm(H, M, KEYS, KEYS, M, M, j > 0, keys_t + j * KEYS * H, ds_packed, dq_sum, PAIR<C> == 2);
       }
       for (int64_t h = 0; h < r; ++h)
         for (int64_t i = 0; i < count; ++i) {
@@ -228,7 +236,7 @@ struct Backward {
     }
   }
 
-  void gather(const View<const T>& x, const Item& item, int64_t first, int64_t count, T* to) const {
+  void gather(const View<const T>& x, const Item& item, int64_t first, int64_t count, C* to) const {
     const int64_t r = s.r, Q = s.Q;
     for (int64_t h = 0; h < r; ++h) copy_tokens(x, item.row, item.head * r + h, item.start + first, count, Q, s.H, to + h * Q * s.H);
   }
@@ -252,7 +260,7 @@ struct Backward {
   }
 
   // Probabilities and their gradients (KEYS, M) -> both as operands: p, and ds, the gradients of the scores. Padded queries have g, so dp, so ds of 0.
-  void score_gradients(const float* probs, const float* dp, const float* delta, int64_t M, T* p, T* ds) const {
+  void score_gradients(const float* probs, const float* dp, const float* delta, int64_t M, C* p, C* ds) const {
     for (int64_t c = 0; c < KEYS; ++c)
       for (int64_t i = 0; i < M; i += LANES) {
         const Floats x = load(probs + c * M + i);
@@ -294,34 +302,36 @@ View<T> view(const void* data, const int64_t*& strides) {
   return x;
 }
 
-template <typename T>
+template <typename T, typename C>
 int forward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int threads) {
   const auto q = view<const T>(x[0], strides), k = view<const T>(x[1], strides), v = view<const T>(x[2], strides);
-  return run(Forward<T>{s, q, k, v, view<T>(x[3], strides), lse, scale}, mask, threads, PAIR<T> == 2);
+  return run(Forward<T, C>{s, q, k, v, view<T>(x[3], strides), lse, scale}, mask, threads, PAIR<C> == 2);
 }
 
-template <typename T>
+template <typename T, typename C>
 int backward(const Shape& s, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int threads) {
   const auto g = view<const T>(x[0], strides), q = view<const T>(x[1], strides), k = view<const T>(x[2], strides), v = view<const T>(x[3], strides);
   const auto dq = view<T>(x[4], strides), dk = view<T>(x[5], strides), dv = view<T>(x[6], strides);
-  return run(Backward<T>{s, g, q, k, v, lse, dq, dk, dv, scale}, mask, threads, PAIR<T> == 2);
+  return run(Backward<T, C>{s, g, q, k, v, lse, dq, dk, dv, scale}, mask, threads, PAIR<C> == 2);
 }
 
 }  // namespace
 
 extern "C" {
 
+enum Type { FP32, BF16, UPCAST };  // of the tensors; UPCAST: bf16, with products in fp32
+
 // x: q, k, v, out; strides: three of each. mask: (B, T, T) bytes, or null.
 int lm_runner_attention_forward(
-    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int is_bf16, int threads) {
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, float* lse, float scale, int type, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
-  return (is_bf16 ? forward<bf16> : forward<float>)(s, strides, x, mask, lse, scale, threads);
+  return (type == BF16 ? forward<bf16, bf16> : type == UPCAST ? forward<bf16, float> : forward<float, float>)(s, strides, x, mask, lse, scale, threads);
 }
 
 // x: gradient of out, q, k, v, then the gradients of q, k, v, which are written.
 int lm_runner_attention_backward(
-    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int is_bf16, int threads) {
+    const int64_t* shape, const int64_t* strides, const void* const* x, const uint8_t* mask, const float* lse, float scale, int type, int threads) {
   const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4]};
-  return (is_bf16 ? backward<bf16> : backward<float>)(s, strides, x, mask, lse, scale, threads);
+  return (type == BF16 ? backward<bf16, bf16> : type == UPCAST ? backward<bf16, float> : backward<float, float>)(s, strides, x, mask, lse, scale, threads);
 }
 }

@@ -3,7 +3,7 @@
 A mask of another kind, e.g. with sliding windows, is computed with all scores at once: as exact, and slow.
 
 Scores are products of the input's precision summed in fp32; softmax is computed in fp32; probabilities are rounded to the input's precision for the
-next product. Results do not depend on the number of threads.
+next product, unless products in bf16 are computed in fp32 (`upcast_products`). Results do not depend on the number of threads.
 
 Shapes: B rows, T tokens, N query heads, K key/value heads, H head width.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from models.layers.cpu_kernels.library import call_kernel
+from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.ops import custom_op
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16)
@@ -90,9 +91,14 @@ def _call(name: str, q: Tensor, k: Tensor, tensors: list[Tensor], mask: Tensor |
         ctypes.c_void_p(None if mask is None else mask.data_ptr()),
         ctypes.c_void_p(lse.data_ptr()),
         ctypes.c_float(H**-0.5),
-        ctypes.c_int(q.dtype == torch.bfloat16),
+        ctypes.c_int(_kernel_type(q.dtype)),
         ctypes.c_int(torch.get_num_threads()),
     )
+
+
+def _kernel_type(dtype: torch.dtype) -> int:
+    """Return the `Type` of attention.cpp."""
+    return 0 if dtype == torch.float32 else 2 if are_products_upcast() else 1
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from models.layers.cpu_kernels.fused_attention import LANES
 from models.layers.cpu_kernels.library import call_kernel
+from models.layers.cpu_kernels.upcast_products import are_products_upcast, multiply, projection_gradients_upcast
 from models.layers.ops import custom_op, join_weights, projection_gradients, register_projection
 
 ROWS_MULTIPLE = 32
@@ -37,7 +38,11 @@ def kernel_projection_backward(g: Tensor, x: Tensor, weights: list[Tensor], need
     """g: (..., sum of O_i), gradient of the output -> gradients of x and, with `needs_weights`, of each weight in its type."""
     if not needs_weights or not supports_gradients(g, x, weights):
         return projection_gradients(g, x, weights, needs_weights)
-    gradients = weight_gradients(g.flatten(0, -2), x.flatten(0, -2), [len(weight) for weight in weights])
+    sizes = [len(weight) for weight in weights]
+    if are_products_upcast():
+        dx, dw = projection_gradients_upcast(g.flatten(0, -2), x.flatten(0, -2), join_weights(weights, g.dtype), sizes)
+        return [dx.view_as(x), *dw]
+    gradients = weight_gradients(g.flatten(0, -2), x.flatten(0, -2), sizes)
     return [*projection_gradients(g, x, weights, False), *gradients]
 
 
@@ -52,9 +57,11 @@ def supports_gradients(g: Tensor, x: Tensor, weights: Sequence[Tensor]) -> bool:
 
 def weight_gradients(g: Tensor, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """g: (n, sum of sizes), x: (n, D), bf16 -> g[:, part].T @ x of each part, (size, D) in fp32: the sums are not rounded to bf16."""
+    gradients = [x.new_empty(size, x.shape[1], dtype=torch.float32) for size in sizes]
+    if are_products_upcast():
+        return [multiply(part.t(), x, gradient) for part, gradient in zip(g.split([*sizes], dim=1), gradients, strict=True)]
     g, x = g.contiguous(), x.contiguous()
     rows, width = x.shape
-    gradients = [x.new_empty(size, width, dtype=torch.float32) for size in sizes]
     packed = x.new_empty(-(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE * width)
     addresses = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (g, x, packed))
     outputs = (ctypes.c_void_p * len(sizes))(*(gradient.data_ptr() for gradient in gradients))

@@ -30,6 +30,7 @@ class CompileDecision:
     mode: str  # off, or a mode of torch.compile
     reason: str  # for the header of the log
     is_long_run: bool = False  # long enough to compile, whether or not the model can be compiled
+    planned_flops: float = 0.0
 
 
 def resolve_compile_mode(requested: str, planned_flops: float, device: torch.device, threads: int, has_experts: bool) -> CompileDecision:
@@ -38,15 +39,15 @@ def resolve_compile_mode(requested: str, planned_flops: float, device: torch.dev
     if device.type == "mps":
         return CompileDecision("off", "off (auto: compiled layers are not used on mps)" if requested == "auto" else "off")
     if requested != "auto":
-        return CompileDecision(requested, requested, is_long_run=requested != "off")
+        return CompileDecision(requested, requested, requested != "off", planned_flops)
     break_even = BREAK_EVEN_FLOPS["cuda"] if device.type == "cuda" else BREAK_EVEN_FLOPS["cpu"] * threads
     is_long = planned_flops >= break_even
     if has_experts:
-        return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long)
+        return CompileDecision("off", "off (auto: the number of tokens per expert varies)", is_long, planned_flops)
     if not has_cpp_compiler():
-        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long)
+        return CompileDecision("off", "off (auto: no C++ compiler, neither g++ nor CXX)", is_long, planned_flops)
     mode = "default" if is_long else "off"
-    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})", is_long)
+    return CompileDecision(mode, f"{mode} (auto: {planned_flops:.1e} FLOPs planned, worthwhile from {break_even:.0e})", is_long, planned_flops)
 
 
 def check_compile_mode(requested: str, device_type: str) -> None:

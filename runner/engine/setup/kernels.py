@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
+from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.mlp import MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
 from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
@@ -23,6 +25,7 @@ from runner.engine.device.cpu.attention_choice import AttentionShape, attention_
 from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice
 from runner.engine.device.cpu.loss_choice import LossShape, loss_choice
 from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
+from runner.engine.device.cpu.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
@@ -70,15 +73,15 @@ def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compil
 
 
 def choose_cpu_kernels(
-    choices: Iterable[MeasuredChoice], is_long_run: bool, dist: DistributedContext, saved: dict[str, Any] | None, stop: StopRequests
+    choices: Iterable[MeasuredChoice], decision: CompileDecision, dist: DistributedContext, saved: dict[str, Any] | None, stop: StopRequests
 ) -> ChosenKernels:
-    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long, those of its checkpoint (`saved`: its state) if it has one.
+    """Make the `choices` of a run, the same on all ranks: the fastest kernels if it is long enough, those of its checkpoint (`saved`: its state) if it has one.
 
     Raises StopRequested if some rank is asked to stop.
     """
     facts, reasons = {}, {}
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, is_long_run, saved, dist.size))
+        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size))
         chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -88,17 +91,20 @@ def choose_cpu_kernels(
     return ChosenKernels(facts, reasons)
 
 
-def _choose(choice: MeasuredChoice, is_long_run: bool, saved: dict[str, Any] | None, ranks: int) -> ChosenKernel:
+def _choose(choice: MeasuredChoice, decision: CompileDecision, saved: dict[str, Any] | None, ranks: int) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return repeated_kernel(choice, kernel, set_inductor_cache())
-    if not is_long_run:
+    if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
         return ChosenKernel(choice.default, "", (choice.default,))
     return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks))
 
 
-def measured_facts(ranks: int = 1, threads: int | None = None) -> dict[str, Any]:
-    """Return what the speed of a kernel depends on besides its shapes. `threads`: of each rank, by default those of this process."""
+def measured_facts(ranks: int = 1, threads: int | None = None, is_upcast: bool | None = None) -> dict[str, Any]:
+    """Return what the speed of a kernel depends on besides its shapes.
+
+    `threads`: of each rank; `is_upcast`: whether products in 16 bits are computed in fp32; None: as in this process.
+    """
     return {
         "ranks": ranks,
         "code": code_fingerprint(),
@@ -106,6 +112,7 @@ def measured_facts(ranks: int = 1, threads: int | None = None) -> dict[str, Any]
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "threads": threads or torch.get_num_threads(),
+        "upcast": are_products_upcast() if is_upcast is None else is_upcast,
         **numeric_variables(os.environ),
     }
 
@@ -115,6 +122,7 @@ def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: Optimi
     if precision.device.type != "cpu":
         return
     for find in (
+        partial(_products, cfg, models[0], precision),
         partial(_attention, cfg, models, loader, precision),
         partial(_experts, cfg, models, precision),
         partial(_loss, cfg, models[0], precision),
@@ -122,6 +130,26 @@ def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: Optimi
     ):
         if choice := find():
             yield choice
+
+
+def _products(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
+    """Return the choice of how 16-bit matrices are multiplied; None in other precisions."""
+    shape = product_shape(cfg, main_linear(model), _dtype_name(precision))
+    return product_choice(shape) if shape else None
+
+
+def main_linear(model: nn.Module) -> tuple[int, int] | None:
+    """Return (outputs, inputs) of those linear layers that have most weights together; None without any."""
+    weights: Counter[tuple[int, int]] = Counter()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weights[module.out_features, module.in_features] += module.out_features * module.in_features
+    return max(weights, key=lambda shape: weights[shape], default=None)
+
+
+def product_shape(cfg: Config, linear: tuple[int, int] | None, dtype: str) -> ProductShape | None:
+    """Return the products for which a run chooses; None if it has none in 16 bits. linear: of `main_linear`."""
+    return ProductShape(micro_batch_rows(cfg) * cfg.data.max_length, *linear, dtype) if linear and dtype in PRODUCT_DTYPES else None
 
 
 def _attention(cfg: Config, models: Sequence[LanguageModel], loader: StepLoader, precision: Precision) -> MeasuredChoice | None:

@@ -44,6 +44,7 @@ class ModelSizes:
     vocab: int  # V
     layer: LayerSizes
     attention_sizes: tuple[int, int, int] | None  # query heads, key heads, head width, where a kernel of the CPU is chosen for them
+    main_linear: tuple[int, int] | None  # of `runner.engine.setup.kernels.main_linear`
     optimizer_known: bool  # False: the state of this optimizer is taken to be that of AdamW
 
     def optimizer_numbers(self, optimizer: OptimizerConfig) -> int:
@@ -57,6 +58,7 @@ def model_facts(cfg: Config) -> ModelSizes:
 
     from models.language_model import create_model
     from runner.engine.objectives.config import prepare_stage
+    from runner.engine.setup.kernels import main_linear
 
     with torch.device("meta"):
         model = create_model(cfg.model)
@@ -80,6 +82,7 @@ def model_facts(cfg: Config) -> ModelSizes:
         vocab=cfg.model.vocab_size,
         layer=layer_sizes(cfg.model),
         attention_sizes=model.attention_sizes,
+        main_linear=main_linear(model),
         optimizer_known=cfg.optimizer.name in OPTIMIZER_NUMBERS,
     )
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
+DEFAULT_TRIM_THRESHOLD = 1 << 17  # bytes
 MAX_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT = 1 << 30, 1 << 25  # bytes; older glibc accepts only the second
 LARGE_BLOCK = 1 << 20  # bytes
 POOL_SOURCE = Path(__file__).parent / "memory_pool.cpp"
@@ -37,9 +39,27 @@ def keep_freed_memory() -> None:
     glibc returns freed memory to the system, which clears each page before the next step gets it back: up to half of a step's time.
     """
     if mallopt := _glibc_mallopt():
-        mallopt(M_TRIM_THRESHOLD, -1)  # never
-        if not mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD):
-            mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT)
+        _keep_all(mallopt)
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Keep freed memory meanwhile, then return it: what is measured before the first step has the memory of later steps."""
+    mallopt = _glibc_mallopt()
+    if mallopt:
+        _keep_all(mallopt)
+    try:
+        yield
+    finally:
+        if mallopt:
+            mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
+            mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
+
+
+def _keep_all(mallopt: Callable[[int, int], int]) -> None:
+    mallopt(M_TRIM_THRESHOLD, -1)  # never
+    if not mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD):
+        mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT)
 
 
 _pool: ctypes.CDLL | None = None  # of this process, once it is used

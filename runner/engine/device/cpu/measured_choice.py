@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from runner.engine.device.cpu.allocator import freed_memory_kept
+
 WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
 MAX_CHOICE_BYTES = 10_000
@@ -37,6 +39,7 @@ class MeasuredChoice:
     smaller: tuple[str, ...] = ()  # those that need less memory: taken if they are faster at all
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
+    min_run_flops: float = math.inf  # planned operations from which on a run measures it that is too short for the others
     load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
 
     def label(self, kernel: str) -> str:
@@ -62,7 +65,8 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
     file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
-        measured = _confirmed_times(choice, names)
+        with freed_memory_kept():
+            measured = _confirmed_times(choice, names)
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
     kernel = _fastest(choice, times)

@@ -1,0 +1,93 @@
+"""Whether products of 16-bit matrices are computed with instructions for 16 bits or in fp32: without AMX, the former may take many times as long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_times
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NATIVE, UPCAST = "native", "fp32"
+PRODUCT_DTYPES = ("bfloat16", "float16")
+MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
+PRODUCT_TURNS, PRODUCT_PASSES = 3, 1
+MAX_PRODUCT_FLOPS = 1e10  # of the three products that are measured
+MAX_PRODUCT_TOKENS, MIN_PRODUCT_TOKENS = 2_048, 64
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A linear layer in one micro-batch."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    dtype: str  # of torch: bfloat16 or float16
+
+
+def product_choice(shape: ProductShape) -> MeasuredChoice:
+    """Return the choice of how torch multiplies 16-bit matrices in this process."""
+    from models.layers.cpu_kernels.upcast_products import upcast_products
+
+    return MeasuredChoice(
+        fact="products",
+        default=NATIVE,
+        others=(UPCAST,),
+        workload=asdict(shape),
+        measure=partial(measure_products, shape),
+        apply=lambda kernel: upcast_products(kernel == UPCAST),
+        unit="ms a linear layer",
+        labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32, rounded once"},
+        load=load_products,
+        min_run_flops=MIN_RUN_FLOPS,
+    )
+
+
+def load_products(kernel: str, folder: Path) -> None:
+    """Raise KernelsUnavailableError if this torch does not let its products be replaced."""
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+    from models.layers.cpu_kernels.upcast_products import can_upcast
+
+    if not can_upcast():
+        raise KernelsUnavailableError("torch.library.get_kernel is missing")
+
+
+def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, float]:
+    """Return kernel -> the shortest time of the forward and backward products of the layer, seconds. The choice made before does not matter."""
+    import torch
+
+    from models.layers.cpu_kernels.upcast_products import are_products_upcast, upcast_products
+
+    dtype = getattr(torch, shape.dtype)
+    fitting = int(MAX_PRODUCT_FLOPS / (6 * shape.outputs * shape.inputs))
+    tokens = min(shape.tokens, MAX_PRODUCT_TOKENS, max(MIN_PRODUCT_TOKENS, fitting))
+    x, g = torch.ones(tokens, shape.inputs, dtype=dtype), torch.ones(tokens, shape.outputs, dtype=dtype)
+    weight = torch.ones(shape.outputs, shape.inputs, dtype=dtype)
+    runs: dict[str, Callable[[], object]] = {NATIVE: partial(_native, x, g, weight), UPCAST: partial(_upcast, x, g, weight)}
+    before = are_products_upcast()
+    upcast_products(False)
+    try:
+        return shortest_times({kernel: runs[kernel] for kernel in kernels}, PRODUCT_TURNS, PRODUCT_PASSES)
+    finally:
+        upcast_products(before)
+
+
+def _native(x: Tensor, g: Tensor, weight: Tensor) -> None:
+    x @ weight.t()
+    g @ weight
+    (g.t() @ x).float()
+
+
+def _upcast(x: Tensor, g: Tensor, weight: Tensor) -> None:
+    from models.layers.cpu_kernels.upcast_products import multiply
+
+    (n, inputs), outputs = x.shape, len(weight)
+    multiply(x, weight.t(), x.new_empty(n, outputs))
+    multiply(g, weight, x.new_empty(n, inputs))
+    multiply(g.t(), x, weight.new_empty(outputs, inputs)).float()
