@@ -77,6 +77,7 @@ def results(cases: list[CaseProcess], precision: str) -> Iterator[dict[str, Any]
             "case": case.name,
             "setting": case.setting,
             "environment": case.facts,
+            "kernels": case.steps[-1].get("kernels", ""),  # that our engine has chosen by measuring
             "useful_tokens_per_second": case.median(tokens_per_second) * case.fill_ratio,
             "raw_tokens_per_second": case.median(tokens_per_second),
             "useful_share": case.fill_ratio,
@@ -96,7 +97,9 @@ def table(lines: list[dict[str, Any]]) -> str:
         f"{line['useful_against_first']:.2f} | {line['share_of_peak_cpu']:.1%} | {line['useful_against_first_cpu']:.2f} |"
         for line in lines
     ]
-    processes = [f"- {line['case']}, {line['setting']}: {describe_facts(line['environment'])}" for line in lines]
+    processes = [
+        f"- {line['case']}, {line['setting']}: {describe_facts(line['environment'])}" + (f"; {line['kernels']}" if line["kernels"] else "") for line in lines
+    ]
     return "\n".join([HEAD, *rows, "", "What each process had:", "", *processes])
 
 

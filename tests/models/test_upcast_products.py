@@ -112,8 +112,9 @@ def test_products_of_other_types_and_of_few_rows_are_torchs_own(upcast: None) ->
         lambda a: torch.mm(a, a, out=a.new_empty(64, 64, dtype=torch.float32)),
         lambda a: torch.bmm(a.expand(2, -1, -1), a.expand(3, -1, -1)),
         lambda a: torch.addmm(a[:, :5], a, a),
+        lambda a: torch.addmm(a.float(), a, a),
     ],
-    ids=["types", "sizes", "type of the output", "batches", "added"],
+    ids=["types", "sizes", "type of the output", "batches", "added", "type of the added"],
 )
 def test_errors_of_torch_stay(wrong: Callable[[Tensor], Tensor], upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAST_ELEMENTS", 1)  # blocks of the sizes of both fit together
@@ -134,6 +135,19 @@ def test_autocast_and_inference_multiply_in_fp32(upcast: None) -> None:
         y = linear(x)
     x, weight, bias = (value.detach().bfloat16().float() for value in (x, linear.weight, linear.bias))
     same(y, F.linear(x, weight, bias), torch.bfloat16)
+
+
+def test_operators_called_by_others_under_autocast_are_not_cast_back(upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Custom operators run with autocast enabled, and autocast leaves `out=` alone: the product in fp32 would come back as one in bf16."""
+    calls = []
+    monkeypatch.setattr(module, "multiply", lambda *arguments: calls.append(arguments) or multiply(*arguments))
+    a, b = numbers(64, 64), numbers(64, 64, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.mm(a, b, out=torch.empty_like(a))
+        total = multiply(a, b, torch.empty(64, 64))
+    assert len(calls) == 1
+    same(y, a.float() @ b.float(), torch.bfloat16)
+    torch.testing.assert_close(total, a.float() @ b.float())
 
 
 def test_kernel_of_weight_gradients_is_not_needed(upcast: None) -> None:

@@ -60,7 +60,7 @@ def _upcast_kernel(name: str, kernel: Any) -> Callable[..., Tensor]:
     def compute(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         a, b = args[-2:]
         out = args[0] if is_in_place else kwargs.get("out")
-        if not _is_upcast(a, b, out):
+        if not _is_upcast(a, b, out) or args[0].dtype != a.dtype:
             result: Tensor = kernel.call_boxed(keys, *args, **kwargs)
             return result
         if out is None:
@@ -100,7 +100,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
         if out.dtype == torch.float32:
             out[block].addmm_(a[block].float(), b, beta=int(add))
         else:
-            out[block] = a[block].float() @ b
+            _product_into(out[block], a[block].float(), b)
     return out
 
 
@@ -113,7 +113,7 @@ def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Seq
     weight = weight.float()
     for block in _blocks(len(g), g.shape[1] + x.shape[1]):
         g_block, x_block = g[block].float(), x[block].float()
-        dx[block] = g_block @ weight
+        _product_into(dx[block], g_block, weight)
         for gradient, part in zip(dw, g_block.split([*sizes], dim=1), strict=True):
             gradient.addmm_(part.t(), x_block, beta=int(block.start > 0))
     return dx, dw
@@ -122,7 +122,7 @@ def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Seq
 def _multiply_batch(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a: (S, M, K), b: (S, K, N) -> out (S, M, N)."""
     for block in _blocks(len(a), a[0].numel() + b[0].numel() + out[0].numel() if len(a) else 1):
-        out[block] = a[block].float() @ b[block].float()
+        _product_into(out[block], a[block].float(), b[block].float())
     return out
 
 
@@ -133,8 +133,14 @@ def _multiply_add(c: Tensor, a: Tensor, b: Tensor, out: Tensor, beta: float, alp
     per_row = a[0].numel() + 2 * out[0].numel() + b[0].numel() * is_batch if len(a) else 1
     for block in _blocks(len(a), per_row):
         operands = c[block].float(), a[block].float(), b[block].float() if is_batch else b
-        out[block] = (torch.baddbmm if is_batch else torch.addmm)(*operands, beta=beta, alpha=alpha)
+        total = torch.empty_like(out[block], dtype=torch.float32)
+        out[block] = (torch.baddbmm if is_batch else torch.addmm)(*operands, beta=beta, alpha=alpha, out=total)
     return out
+
+
+def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, computed in the type of a and b. Autocast, which would cast them back, leaves calls with `out=` alone."""
+    out.copy_((torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=torch.empty_like(out, dtype=a.dtype)))
 
 
 def _blocks(size: int, elements: int) -> Iterator[slice]:
