@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_products_are_measured_beside_torchs_own_and_leave_the_choice() -> None:
     upcast_products(True)
     times = measure_products(shape, ["native", "fp32"])
     assert are_products_upcast() and set(times) == {"native", "fp32"} and all(seconds > 0 for seconds in times.values())
+
+
+def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.1 GFLOP/s without instructions for 16 bits: matrices of all sizes would take longer than the limit, and none would be compared."""
+    native = product_choice_module._native
+
+    def slow(x: torch.Tensor, g: torch.Tensor, weight: torch.Tensor) -> None:
+        clock[0] += 6 * len(x) * weight.numel() / 1e8
+        native(x, g, weight)
+
+    clock = [0.0]
+    monkeypatch.setattr(product_choice_module, "_native", slow)
+    monkeypatch.setattr("runner.engine.device.cpu.measured_choice.time.perf_counter", lambda: clock[0] + time.monotonic())
+    times = measure_products(ProductShape(tokens=8_192, outputs=11_008, inputs=1_024, dtype="bfloat16"), ["native", "fp32"])
+    assert times["fp32"] < times["native"] < 1
 
 
 def test_products_are_measured_on_the_linear_layers_with_most_weights() -> None:

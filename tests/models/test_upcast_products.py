@@ -108,7 +108,7 @@ def test_products_of_other_types_and_of_few_rows_are_torchs_own(upcast: None) ->
     "wrong",
     [
         lambda a: a @ a.float(),
-        lambda a: torch.mm(a[:40], torch.cat([a, a[:32]])[:, :40]),
+        lambda a: torch.mm(torch.cat([a, a], 1)[:40], torch.cat([a, a, a[:32]])[:, :40]),
         lambda a: torch.mm(a, a, out=a.new_empty(64, 64, dtype=torch.float32)),
         lambda a: torch.bmm(a.expand(2, -1, -1), a.expand(3, -1, -1)),
         lambda a: torch.addmm(a[:, :5], a, a),

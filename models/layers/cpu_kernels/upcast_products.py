@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 UPCAST_DTYPES = (torch.bfloat16, torch.float16)
-MIN_SIDE = 32  # of M and N
+MIN_SIDE = 8  # of M and N
+MIN_BLOCK = 64  # rows of a block
 CAST_ELEMENTS = 1 << 21  # cast at a time, besides an operand that all blocks share: 8 MiB in fp32
 PRODUCTS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")  # of aten
 
@@ -145,5 +146,5 @@ def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _blocks(size: int, elements: int) -> Iterator[slice]:
     """Cut `size` rows into blocks of at most CAST_ELEMENTS; `elements`: of one row."""
-    step = max(MIN_SIDE, CAST_ELEMENTS // max(1, elements))
+    step = max(MIN_BLOCK, CAST_ELEMENTS // max(1, elements))
     yield from (slice(start, start + step) for start in range(0, size, step))

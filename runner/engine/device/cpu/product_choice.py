@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_times
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 NATIVE, UPCAST = "native", "fp32"
 PRODUCT_DTYPES = ("bfloat16", "float16")
 MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
 PRODUCT_TURNS, PRODUCT_PASSES = 3, 1
-MAX_PRODUCT_FLOPS = 1e10  # of the three products that are measured
-MAX_PRODUCT_TOKENS, MIN_PRODUCT_TOKENS = 2_048, 64
+PRODUCT_SIDES = (128, 512, 2_048)  # largest sides of matrices, measured in this order until the next would take longer than PRODUCT_SECONDS:
+PRODUCT_SECONDS = 0.3  # without instructions for 16 bits torch's own products may take a thousand times as long as with them
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,27 @@ def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, f
 
     from models.layers.cpu_kernels.upcast_products import are_products_upcast, upcast_products
 
-    dtype = getattr(torch, shape.dtype)
-    fitting = int(MAX_PRODUCT_FLOPS / (6 * shape.outputs * shape.inputs))
-    tokens = min(shape.tokens, MAX_PRODUCT_TOKENS, max(MIN_PRODUCT_TOKENS, fitting))
-    x, g = torch.ones(tokens, shape.inputs, dtype=dtype), torch.ones(tokens, shape.outputs, dtype=dtype)
-    weight = torch.ones(shape.outputs, shape.inputs, dtype=dtype)
-    runs: dict[str, Callable[[], object]] = {NATIVE: partial(_native, x, g, weight), UPCAST: partial(_upcast, x, g, weight)}
     before = are_products_upcast()
     upcast_products(False)
     try:
-        return shortest_times({kernel: runs[kernel] for kernel in kernels}, PRODUCT_TURNS, PRODUCT_PASSES)
+        times, flops = dict[str, float](), 0.0
+        for largest in PRODUCT_SIDES:
+            tokens, outputs, inputs = (min(size, largest) for size in (shape.tokens, shape.outputs, shape.inputs))
+            larger = float(tokens * outputs * inputs)
+            if times and times[NATIVE] * larger / flops > PRODUCT_SECONDS:
+                break
+            times, flops = _time_products(tokens, outputs, inputs, getattr(torch, shape.dtype), kernels), larger
+        return times
     finally:
         upcast_products(before)
+
+
+def _time_products(tokens: int, outputs: int, inputs: int, dtype: torch.dtype, kernels: Sequence[str]) -> dict[str, float]:
+    import torch
+
+    x, g, weight = (torch.ones(*sizes, dtype=dtype) for sizes in ((tokens, inputs), (tokens, outputs), (outputs, inputs)))
+    runs: dict[str, Callable[[], object]] = {NATIVE: partial(_native, x, g, weight), UPCAST: partial(_upcast, x, g, weight)}
+    return shortest_times({kernel: runs[kernel] for kernel in kernels}, PRODUCT_TURNS, PRODUCT_PASSES)
 
 
 def _native(x: Tensor, g: Tensor, weight: Tensor) -> None:
