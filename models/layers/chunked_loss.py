@@ -188,7 +188,7 @@ def _add_weight_grad(dw: Tensor, p: Tensor, x: Tensor) -> None:
     if p.dtype == dw.dtype:
         dw.addmm_(p.t(), x)
         return
-    if not dw.is_cuda and are_products_upcast():
+    if dw.device.type == "cpu" and are_products_upcast():
         multiply(p.t(), x, dw, add=True)
         return
     size = len(dw) if dw.is_cuda else WEIGHT_ROWS_PER_BLOCK

@@ -47,6 +47,7 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     """
     dist = init_distributed(cfg.distributed, cfg.device)
     saved = read_newest_state(run_dir)
+    upcast_products(False)  # an earlier run in this process may have chosen otherwise
     thread_reason = prepare_cpu(saved) if dist.device.type == "cpu" else None
     precision = Precision(cfg.precision, dist.device)
     check_machine(cfg, dist.device, precision)
@@ -100,7 +101,6 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
 def prepare_cpu(saved: dict[str, Any] | None) -> str | None:
     """Set up this process for training on a CPU, as for the checkpoint `saved`; return why it has not torch's own number of threads."""
     separate_large_blocks()
-    upcast_products(False)  # an earlier run in this process may have chosen otherwise
     threads = recorded_environment(saved["compatibility"]).get("threads") if saved else None
     return choose_threads(threads if isinstance(threads, int) and threads > 0 else None)
 

@@ -15,9 +15,18 @@ from models.layers.cpu_kernels.upcast_products import MIN_SIDE, UPCAST_DTYPES, a
 
 
 @pytest.fixture
-def upcast() -> Iterator[None]:
+def upcast(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Products are upcast. Yield whether each that was computed was: the numbers alone do not show it where torch, too, rounds once."""
+    answers: list[bool] = []
+
+    def spy(*arguments: object) -> bool:
+        answers.append(is_upcast(*arguments))
+        return answers[-1]
+
+    is_upcast = module._is_upcast
+    monkeypatch.setattr(module, "_is_upcast", spy)
     upcast_products(True)
-    yield
+    yield answers
     upcast_products(False)
 
 
@@ -32,6 +41,7 @@ def same(y: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (y != expected.to(dtype)).float().mean() < 0.01
 
 
+BLOCKS = module._blocks
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mm": lambda c, a, b: torch.mm(a, b),
     "mm.out": lambda c, a, b: torch.mm(a, b, out=torch.empty_like(c)),
@@ -52,7 +62,9 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", UPCAST_DTYPES, ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_operators_multiply_in_fp32_and_round_once(name: str, transposed: bool, dtype: torch.dtype, upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_multiply_in_fp32_and_round_once(
+    name: str, transposed: bool, dtype: torch.dtype, upcast: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one block and in many."""
     c, a, b = numbers(70, 90, dtype=dtype), numbers(70, 50, dtype=dtype, seed=1), numbers(50, 90, dtype=dtype, seed=2)
     if transposed:
@@ -60,7 +72,9 @@ def test_operators_multiply_in_fp32_and_round_once(name: str, transposed: bool, 
     expected = OPERATORS[name](c.float(), a.float(), b.float())
     for elements in (module.CAST_ELEMENTS, 1):
         monkeypatch.setattr(module, "CAST_ELEMENTS", elements)
+        upcast.clear()
         same(OPERATORS[name](c, a, b), expected, dtype)
+        assert any(upcast)
 
 
 @pytest.mark.parametrize("shape", [(64, 300, 40), (300, 64, 40), (40, 64, 300), (1, 1, 1), (0, 5, 4), (4, 5, 0)], ids=str)
@@ -80,7 +94,9 @@ def test_product_is_computed_in_blocks_of_its_longest_side(shape: tuple[int, int
 
 
 def test_product_without_inner_numbers_is_zero(upcast: None) -> None:
-    assert torch.equal(numbers(40, 0) @ numbers(0, 40), torch.zeros(40, 40, dtype=torch.bfloat16))
+    a, b, c = numbers(40, 0), numbers(0, 40), numbers(40, 40)
+    assert torch.equal(a @ b, torch.zeros_like(c)) and torch.equal(torch.addmm(c, a, b, beta=0.5), 0.5 * c)
+    assert torch.equal(torch.baddbmm(c[None], a[None], b[None], beta=0.5), 0.5 * c[None])
 
 
 def test_products_are_torchs_own_again_afterwards() -> None:
@@ -113,26 +129,56 @@ def test_products_of_other_types_and_of_few_rows_are_torchs_own(upcast: None) ->
         lambda a: torch.bmm(a.expand(2, -1, -1), a.expand(3, -1, -1)),
         lambda a: torch.addmm(a[:, :5], a, a),
         lambda a: torch.addmm(a.float(), a, a),
+        lambda a: torch.mm(a[None], a[None]),
+        lambda a: torch.bmm(a, a),
+        lambda a: torch.baddbmm(a, a, a),
+        lambda a: torch.mm(a, a[0]),
+        lambda a: a[:1].addmm_(a, a),
     ],
-    ids=["types", "sizes", "type of the output", "batches", "added", "type of the added"],
+    ids=[
+        "types",
+        "sizes",
+        "type of the output",
+        "batches",
+        "added",
+        "type of the added",
+        "3 dimensions",
+        "2 dimensions",
+        "2 dimensions, added",
+        "a vector",
+        "shape to overwrite",
+    ],
 )
 def test_errors_of_torch_stay(wrong: Callable[[Tensor], Tensor], upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CAST_ELEMENTS", 1)  # blocks of the sizes of both fit together
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, IndexError)):
         wrong(numbers(64, 64))
 
 
-def test_gradients_are_those_of_fp32_rounded(upcast: None) -> None:
+def test_batches_of_large_matrices_are_cast_one_by_one(upcast: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CAST_ELEMENTS", 1)
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        module, "_blocks", lambda *arguments, **settings: [block for block in BLOCKS(*arguments, **settings) if not sizes.append(block.stop - block.start)]
+    )
+    a = numbers(3, 40, 40)
+    torch.baddbmm(a @ a, a, a)
+    assert sizes == [1] * 6
+
+
+def test_gradients_are_those_of_fp32_rounded(upcast: list[bool]) -> None:
     x, weight, g = numbers(2, 40, 64).requires_grad_(), numbers(96, 64, seed=1).requires_grad_(), numbers(2, 40, 96, seed=2)
     dx, dw = torch.autograd.grad(F.linear(x, weight), (x, weight), g)
     same(dx, g.float() @ weight.detach().float(), torch.bfloat16)
     same(dw, g.flatten(0, 1).float().t() @ x.detach().flatten(0, 1).float(), torch.bfloat16)
+    assert upcast.count(True) == 3
 
 
-def test_autocast_and_inference_multiply_in_fp32(upcast: None) -> None:
+def test_autocast_and_inference_multiply_in_fp32(upcast: list[bool]) -> None:
     x, linear = torch.randn(40, 64), torch.nn.Linear(64, 96)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         y = linear(x)
+        assert any(upcast)
     x, weight, bias = (value.detach().bfloat16().float() for value in (x, linear.weight, linear.bias))
     same(y, F.linear(x, weight, bias), torch.bfloat16)
 
@@ -140,14 +186,15 @@ def test_autocast_and_inference_multiply_in_fp32(upcast: None) -> None:
 def test_operators_called_by_others_under_autocast_are_not_cast_back(upcast: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Custom operators run with autocast enabled, and autocast leaves `out=` alone: the product in fp32 would come back as one in bf16."""
     calls = []
-    monkeypatch.setattr(module, "multiply", lambda *arguments: calls.append(arguments) or multiply(*arguments))
+    monkeypatch.setattr(module, "multiply", lambda *arguments, **settings: calls.append(arguments) or multiply(*arguments, **settings))
     a, b = numbers(64, 64), numbers(64, 64, seed=1)
     with torch.autocast("cpu", torch.bfloat16):
         y = torch.mm(a, b, out=torch.empty_like(a))
-        total = multiply(a, b, torch.empty(64, 64))
-    assert len(calls) == 1
+        assert len(calls) == 1
+        total = multiply(a[:48], b, torch.empty(48, 64))  # calls itself for the transposed product
+        assert torch.is_autocast_enabled("cpu")
     same(y, a.float() @ b.float(), torch.bfloat16)
-    torch.testing.assert_close(total, a.float() @ b.float())
+    torch.testing.assert_close(total, a[:48].float() @ b.float())
 
 
 def test_kernel_of_weight_gradients_is_not_needed(upcast: None) -> None:

@@ -22,10 +22,11 @@ from models.lora import add_lora
 from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.engine.device.compile import set_inductor_cache
-from runner.engine.device.cpu import attention_choice
+from runner.engine.device.cpu import attention_choice, product_choice
 from runner.engine.device.cpu.measured_choice import measured_kernel
+from runner.engine.device.precision import PrecisionConfig
 from runner.engine.optim.groups import build_optimizer
-from runner.engine.setup.kernels import attention_shape, measured_facts
+from runner.engine.setup.kernels import attention_shape, measured_facts, product_shape
 from runner.engine.state import TrainState
 from runner.planning.activations import saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
@@ -229,6 +230,21 @@ def test_attention_buffers_of_a_long_document_are_those_that_were_measured(tiny_
     facts = dataclasses.replace(tiny_plan.model, attention_sizes=(8, 2, 64))
     assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="fused", threads=2)) == 136 << 20
     assert attention_buffers(facts, 32_768, 2, CpuExecution(attention="blocks-32", threads=2)) == 0
+    upcast = CpuExecution(attention="fused", threads=2, is_upcast=True)
+    assert attention_buffers(facts, 32_768, 2, upcast) == attention_buffers(facts, 32_768, 4, CpuExecution(attention="fused", threads=2))
+
+
+def test_products_are_those_that_this_machine_has_measured(tiny_plan: RunPlan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Or those of the checkpoint."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    cfg, facts = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig("bf16")), tiny_plan.model
+    data = dataclasses.replace(tiny_plan.data, steps=1_000_000)
+    shape = product_shape(cfg, facts.main_linear, "bfloat16")
+    assert shape is not None and not cpu_execution(cfg, facts, data, 1).is_upcast
+    monkeypatch.setattr(product_choice, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": 0.5})
+    measured_kernel(product_choice.product_choice(shape), tmp_path, measured_facts())
+    assert cpu_execution(cfg, facts, data, 1).is_upcast and not cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast
+    assert not cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native"}).is_upcast
 
 
 def test_plan_says_that_the_attention_kernel_is_not_known(tiny_plan: RunPlan) -> None:

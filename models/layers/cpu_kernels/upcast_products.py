@@ -4,26 +4,30 @@ oneDNN, too, sums products of 16-bit numbers in fp32 and rounds the sum, with in
 product in fp32, and with those of AVX-512 it may still take longer; a run measures it. Numbers of 16 bits are exact in fp32, and so are their products.
 
 The kernels of torch are replaced by those in Python that call them with operands in fp32 (torch.library.get_kernel), so that all layers, compiled or not,
-adapters, attention and models of transformers are computed so. Products that are small on one side, as those of single tokens in generation, stay as they
-are: to cast the weight would take longer.
+adapters, attention and models of transformers are computed so. Products with a side of less than MIN_SIDE, as those of single tokens in generation, stay as
+they are: to cast the weight would take longer. So does torch's own fused attention, which calls none of these operators.
 
 Shapes: (M, K) @ (K, N), and S of such products at once.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 UPCAST_DTYPES = (torch.bfloat16, torch.float16)
 MIN_SIDE = 8  # of M and N
 MIN_BLOCK = 64  # rows of a block
 CAST_ELEMENTS = 1 << 21  # cast at a time, besides an operand that all blocks share: 8 MiB in fp32
-PRODUCTS = ("mm", "mm.out", "addmm", "addmm_", "addmm.out", "bmm", "bmm.out", "baddbmm", "baddbmm_", "baddbmm.out")  # of aten
+DIMENSIONS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}  # operator of aten -> dimensions of its matrices
 
 _overrides: torch.library.Library | None = None
 
@@ -46,41 +50,80 @@ def upcast_products(enabled: bool) -> None:
         _overrides._destroy()
         _overrides = None
         return
-    kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in PRODUCTS}
-    _overrides = torch.library.Library("aten", "IMPL")
+    kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in DIMENSIONS}
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns of every kernel that is replaced
         for name, kernel in kernels.items():
-            _overrides.impl(name, _upcast_kernel(name, kernel), "CPU", with_keyset=True)
+            compute = _upcast_kernel(kernel, DIMENSIONS[name])
+            library.impl(name, compute, "CPU", with_keyset=True)
+            library.impl(f"{name}.out", _with_output(compute), "CPU", with_keyset=True)
+            if name.startswith(("add", "badd")):
+                library.impl(f"{name}_", _in_place(compute), "CPU", with_keyset=True)
+    _overrides = library
 
 
-def _upcast_kernel(name: str, kernel: Any) -> Callable[..., Tensor]:
-    """Return the function that replaces `kernel`, the one of torch for aten::`name`."""
-    is_in_place = name.endswith("_")
+def _without_autocast(function: Callable[P, T]) -> Callable[P, T]:
+    """Disable autocast meanwhile. It is on where an operator of `custom_op` calls one of torch, and would cast operands back to 16 bits."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.autocast("cpu", enabled=False):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _upcast_kernel(kernel: Any, dimensions: int) -> Callable[..., Tensor]:
+    """Return the function that replaces `kernel`, one of torch that returns a new tensor."""
 
     def compute(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         a, b = args[-2:]
-        out = args[0] if is_in_place else kwargs.get("out")
-        if not _is_upcast(a, b, out) or args[0].dtype != a.dtype:
+        if args[0].dtype != a.dtype or not _is_upcast(a, b, dimensions):
             result: Tensor = kernel.call_boxed(keys, *args, **kwargs)
             return result
-        if out is None:
-            out = a.new_empty(*a.shape[:-1], b.shape[-1])
+        out = a.new_empty(*a.shape[:-1], b.shape[-1])
         if len(args) == 2:
-            return multiply(a, b, out) if a.dim() == 2 else _multiply_batch(a, b, out)
+            return multiply(a, b, out) if dimensions == 2 else _multiply_batch(a, b, out)
         return _multiply_add(args[0], a, b, out, kwargs.get("beta", 1), kwargs.get("alpha", 1))
 
     return compute
 
 
-def _is_upcast(a: Tensor, b: Tensor, out: Tensor | None) -> bool:
+def _with_output(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `compute` for the variant with `out=`. Torch's own kernel of it is not called: `call_boxed` of it has damaged memory (torch 2.13)."""
+
+    def compute_into(keys: Any, *args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        result = compute(keys, *args, **kwargs)
+        if out.dtype != result.dtype:
+            raise RuntimeError(f"Expected out tensor to have dtype {result.dtype}, but got {out.dtype} instead")
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return compute_into
+
+
+def _in_place(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `compute` for the variant that overwrites its first argument."""
+
+    def overwrite(keys: Any, c: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = compute(keys, c, *args, **kwargs)
+        if c.shape != result.shape:
+            raise RuntimeError(f"The result has the shape {tuple(result.shape)}, and the tensor to overwrite {tuple(c.shape)}")
+        return c.copy_(result)
+
+    return overwrite
+
+
+def _is_upcast(a: Tensor, b: Tensor, dimensions: int) -> bool:
     """Return whether a @ b is computed in fp32; no for what torch refuses."""
-    if a.dtype not in UPCAST_DTYPES or b.dtype != a.dtype or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+    if a.dtype not in UPCAST_DTYPES or b.dtype != a.dtype or not a.dim() == b.dim() == dimensions:
         return False
-    shape = (*a.shape[:-1], b.shape[-1])
-    return min(shape[-2:]) >= MIN_SIDE and (out is None or (out.dtype == a.dtype and out.shape == shape))
+    return a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2] and min(a.shape[-2], b.shape[-1]) >= MIN_SIDE
 
 
+@_without_autocast
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     """a: (M, K), b: (K, N), 16 bits -> out (M, N) = a @ b, in 16 bits or fp32. `add`: out += a @ b, in fp32.
 
@@ -89,62 +132,68 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     (M, K), N = a.shape, b.shape[1]
     assert not add or out.dtype == torch.float32
     if max(M, N) < K:
-        total = out if out.dtype == torch.float32 else out.new_empty(M, N, dtype=torch.float32)
+        total = out if add else None
         for block in _blocks(K, M + N):
-            total.addmm_(a[:, block].float(), b[block].float(), beta=int(add or block.start > 0))
-        return out if total is out else out.copy_(total)
+            total = _multiply_fp32(a[:, block].float(), b[block].float(), total)
+        assert total is not None
+        return out.copy_(total)
     if M < N:
         multiply(b.t(), a.t(), out.t(), add=add)
         return out
     b = b.float()
     for block in _blocks(M, K + N):
-        if out.dtype == torch.float32:
-            out[block].addmm_(a[block].float(), b, beta=int(add))
-        else:
-            _product_into(out[block], a[block].float(), b)
+        out[block] = _multiply_fp32(a[block].float(), b, out[block] if add else None)
     return out
 
 
+@_without_autocast
 def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of x (n, D) and, in fp32, of each part of `weight` (sum of sizes, D), from that of the output, g (n, sum of sizes).
 
     The same numbers as those of `multiply`, but each number of g is cast once.
     """
-    dx, dw = torch.empty_like(x), [x.new_empty(size, x.shape[1], dtype=torch.float32) for size in sizes]
-    weight = weight.float()
+    dx, weight = x.new_empty(x.shape), weight.float()
+    dw: list[Tensor | None] = [None] * len(sizes)
     for block in _blocks(len(g), g.shape[1] + x.shape[1]):
         g_block, x_block = g[block].float(), x[block].float()
-        _product_into(dx[block], g_block, weight)
-        for gradient, part in zip(dw, g_block.split([*sizes], dim=1), strict=True):
-            gradient.addmm_(part.t(), x_block, beta=int(block.start > 0))
-    return dx, dw
+        dx[block] = g_block @ weight
+        dw = [_multiply_fp32(part.t(), x_block, total) for part, total in zip(g_block.split([*sizes], dim=1), dw, strict=True)]
+    return dx, [x.new_zeros(size, x.shape[1], dtype=torch.float32) if total is None else total for size, total in zip(sizes, dw, strict=True)]
 
 
+def _multiply_fp32(a: Tensor, b: Tensor, total: Tensor | None) -> Tensor:
+    """Return a @ b, or total + a @ b."""
+    return a @ b if total is None else torch.addmm(total, a, b)
+
+
+@_without_autocast
 def _multiply_batch(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a: (S, M, K), b: (S, K, N) -> out (S, M, N)."""
-    for block in _blocks(len(a), a[0].numel() + b[0].numel() + out[0].numel() if len(a) else 1):
-        _product_into(out[block], a[block].float(), b[block].float())
+    for block in _blocks(len(a), _numbers(a) + _numbers(b) + _numbers(out), smallest=1):
+        out[block] = a[block].float() @ b[block].float()
     return out
 
 
+@_without_autocast
 def _multiply_add(c: Tensor, a: Tensor, b: Tensor, out: Tensor, beta: float, alpha: float) -> Tensor:
-    """a: (M, K), b: (K, N), or S of each -> out (M, N) = beta * c + alpha * a @ b; c: anything that broadcasts to out, or out itself."""
+    """a: (M, K), b: (K, N), or S of each -> out (M, N) = beta * c + alpha * a @ b; c: anything that broadcasts to out."""
     c, is_batch = c.expand(out.shape), a.dim() == 3
-    b = b if is_batch else b.float()
-    per_row = a[0].numel() + 2 * out[0].numel() + b[0].numel() * is_batch if len(a) else 1
-    for block in _blocks(len(a), per_row):
-        operands = c[block].float(), a[block].float(), b[block].float() if is_batch else b
-        total = torch.empty_like(out[block], dtype=torch.float32)
-        out[block] = (torch.baddbmm if is_batch else torch.addmm)(*operands, beta=beta, alpha=alpha, out=total)
+    if is_batch:
+        for block in _blocks(len(a), _numbers(a) + _numbers(b) + 2 * _numbers(out), smallest=1):
+            out[block] = torch.baddbmm(c[block].float(), a[block].float(), b[block].float(), beta=beta, alpha=alpha)
+        return out
+    b = b.float()
+    for block in _blocks(len(a), _numbers(a) + 2 * _numbers(out)):
+        out[block] = torch.addmm(c[block].float(), a[block].float(), b, beta=beta, alpha=alpha)
     return out
 
 
-def _product_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b, computed in the type of a and b. Autocast, which would cast them back, leaves calls with `out=` alone."""
-    out.copy_((torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=torch.empty_like(out, dtype=a.dtype)))
+def _numbers(x: Tensor) -> int:
+    """Return how many numbers a row of x has, or one of its matrices."""
+    return math.prod(x.shape[1:])
 
 
-def _blocks(size: int, elements: int) -> Iterator[slice]:
-    """Cut `size` rows into blocks of at most CAST_ELEMENTS; `elements`: of one row."""
-    step = max(MIN_BLOCK, CAST_ELEMENTS // max(1, elements))
+def _blocks(size: int, numbers: int, smallest: int = MIN_BLOCK) -> Iterator[slice]:
+    """Cut `size` rows into blocks of at most CAST_ELEMENTS numbers, and at least `smallest` rows; `numbers`: of one row."""
+    step = max(smallest, CAST_ELEMENTS // max(1, numbers))
     yield from (slice(start, start + step) for start in range(0, size, step))

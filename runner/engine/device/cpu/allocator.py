@@ -44,7 +44,7 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory meanwhile, then return it: what is measured before the first step has the memory of later steps."""
+    """Keep freed memory meanwhile, then return it to the system: what is measured before the first step has memory as later steps have it."""
     mallopt = _glibc_mallopt()
     if mallopt:
         _keep_all(mallopt)
@@ -54,6 +54,7 @@ def freed_memory_kept() -> Iterator[None]:
         if mallopt:
             mallopt(M_TRIM_THRESHOLD, DEFAULT_TRIM_THRESHOLD)
             mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _keep_all(mallopt: Callable[[int, int], int]) -> None:

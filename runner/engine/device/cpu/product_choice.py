@@ -44,7 +44,7 @@ def product_choice(shape: ProductShape) -> MeasuredChoice:
         measure=partial(measure_products, shape),
         apply=lambda kernel: upcast_products(kernel == UPCAST),
         unit="ms a linear layer",
-        labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32, rounded once"},
+        labels={NATIVE: f"in {shape.dtype}", UPCAST: "in float32 and rounded"},
         load=load_products,
         min_run_flops=MIN_RUN_FLOPS,
     )
