@@ -27,7 +27,7 @@ class CpuExecution:
     attention: str | None = DEFAULT_KERNEL  # kernel; None: this machine has not measured yet which one is the fastest
     threads: int = 1
     is_long: bool = False  # long enough to choose kernels by measuring
-    is_upcast: bool = False  # products in 16 bits are computed in fp32
+    is_upcast: bool | None = False  # products in 16 bits are computed in fp32; None: this machine has not measured yet whether that is faster
 
 
 def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved: Mapping[str, str] | None = None) -> CpuExecution:
@@ -38,23 +38,24 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
     tokens = data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
     decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
     kernel: str | None = DEFAULT_KERNEL
-    is_upcast = (saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)) == UPCAST
+    products = saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)
+    is_upcast = products == UPCAST if products else None
     if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
         if saved is not None:
             kernel = saved["attention"]
         elif decision.is_long_run:
-            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast)
+            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast or False)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
     return CpuExecution(decision.mode != "off", has_pool, kernel, threads, decision.is_long_run, is_upcast)
 
 
 def known_products(cfg: Config, facts: ModelSizes, ranks: int, threads: int, decision: CompileDecision) -> str | None:
-    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if none has measured it, or this run will not."""
+    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if this run will measure it."""
     from runner.engine.setup.kernels import product_shape
 
     shape = product_shape(cfg, facts.main_linear, PRECISIONS[cfg.precision.name].dtype)
     if shape is None or not (decision.is_long_run or decision.planned_flops >= MIN_RUN_FLOPS):
-        return None
+        return NATIVE
     return known_choice(product_choice(shape), ranks, threads, is_upcast=False)
 
 
@@ -111,12 +112,12 @@ def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
     """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys, values, and in the backward pass all scores.
 
-    `width`: bytes of a number; operands of upcast products are fp32. A thread computes one document of one key head at a time, and its buffers stay until it ends.
+    `width`: bytes of a number; operands of upcast products are fp32, and where it is not known whether they are upcast. A thread computes one document of one key head at a time, and its buffers stay until it ends.
     """
     if cpu.attention != FUSED or facts.attention_sizes is None:
         return 0
     heads, key_heads, head_width = facts.attention_sizes
-    width = 4 if cpu.is_upcast else width
+    width = width if cpu.is_upcast is False else 4
     shared = heads // key_heads
     rows = shared * max(16, min(64, 128 // shared // 16 * 16))  # of a block of queries
     keys = -(-tokens // 64) * 64
