@@ -11,9 +11,9 @@ from data.types import sequences_per_row
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
-from runner.engine.device.cpu.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
-from runner.engine.device.cpu.measured_choice import MeasuredChoice, known_kernel
-from runner.engine.device.cpu.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
+from runner.engine.device.cpu.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
+from runner.engine.device.cpu.choices.measured_choice import MeasuredChoice, known_kernel
+from runner.engine.device.cpu.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.device.cpu.threads import THREAD_VARIABLES, cpu_limit, threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts.data import DataFacts
