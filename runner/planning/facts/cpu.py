@@ -12,6 +12,7 @@ from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
 from runner.engine.device.cpu.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
+from runner.engine.device.cpu.choices.compile_choice import COMPILED, UNCOMPILED
 from runner.engine.device.cpu.choices.measured_choice import MeasuredChoice, known_kernel
 from runner.engine.device.cpu.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.device.cpu.threads import THREAD_VARIABLES, cpu_limit, threads_per_rank
@@ -46,7 +47,8 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
         elif decision.is_long_run:
             kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast or False)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
-    return CpuExecution(decision.mode != "off", has_pool, kernel, threads, decision.is_long_run, is_upcast)
+    is_compiled = decision.mode != "off" and not (saved and cfg.train.compile == "auto" and saved["compiled"] == UNCOMPILED)
+    return CpuExecution(is_compiled, has_pool, kernel, threads, decision.is_long_run, is_upcast)
 
 
 def known_products(cfg: Config, facts: ModelSizes, ranks: int, threads: int, decision: CompileDecision) -> str | None:
@@ -98,7 +100,7 @@ def known_choice(choice: MeasuredChoice, ranks: int, threads: int, is_upcast: bo
 
 
 def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
-    """Return the kernels of attention and products of the newest checkpoint, which a resumed run repeats; None without one."""
+    """Return the kernels of attention and products of the newest checkpoint, and whether layers are compiled, which a resumed run repeats; None without one."""
     from runner.checkpoint.compatibility import recorded_environment
     from runner.checkpoint.format import read_newest_state
 
@@ -106,7 +108,7 @@ def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
     if state is None:
         return None
     environment = recorded_environment(state["compatibility"])
-    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE))}
+    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), ("compiled", COMPILED))}
 
 
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
