@@ -19,7 +19,7 @@ HEAD = "| network | tokens | weights | joined | separate | separate relative to 
 def table(rounds: int) -> str:
     from models.families.decoder import DecoderConfig
     from runner.config.compose import compose_config
-    from runner.engine.device.cpu.choices.projection_choice import JOINED, SEPARATE, ProjectionShape, measure_projections
+    from runner.engine.choices.projection_choice import JOINED, SEPARATE, ProjectionShape, measure_projections
 
     model = compose_config(["model=minimind_26m", "stage=pretrain"]).model
     assert isinstance(model, DecoderConfig)

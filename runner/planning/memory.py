@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runner.engine.choices.attention_choice import FUSED
 from runner.engine.config import Config
-from runner.engine.device.cpu.choices.attention_choice import FUSED
 from runner.engine.device.precision import PRECISIONS
 from runner.engine.optim.orthogonalize import BATCH_NUMBERS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from common.errors import Interrupted, TrainingError
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
 from runner.engine.setup.summary import run_summary

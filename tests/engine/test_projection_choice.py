@@ -11,8 +11,8 @@ import torch
 
 from common.errors import Interrupted
 from models.families.decoder import DecoderConfig
+from runner.engine.choices.projection_choice import JOINED, SEPARATE, ProjectionShape, measure_projections
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu.choices.projection_choice import JOINED, SEPARATE, ProjectionShape, measure_projections
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
 from runner.engine.setup.summary import run_summary
@@ -34,7 +34,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float
             return {JOINED: 1.0, SEPARATE: separate}
 
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{separate}"))  # where times are kept
-        monkeypatch.setattr("runner.engine.device.cpu.choices.projection_choice.measure_projections", measure)
+        monkeypatch.setattr("runner.engine.choices.projection_choice.measure_projections", measure)
         return shapes
 
     return measured

@@ -23,8 +23,8 @@ from models.formats.save import save_model
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
 from models.transformers_adapter.attention import IMPLEMENTATION
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import resolve_compile_mode
-from runner.engine.device.cpu.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 
 FAST = ("gemma2", "mistral_window")
 LENGTHS = (23, 5, 40)  # longer than the windows of the models

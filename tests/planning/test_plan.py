@@ -20,10 +20,10 @@ from models.language_model import create_model
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
+from runner.engine.choices import attention_choice, product_choice
+from runner.engine.choices.measured_choice import measured_kernel
 from runner.engine.config import Config
 from runner.engine.device.compile import set_inductor_cache
-from runner.engine.device.cpu.choices import attention_choice, product_choice
-from runner.engine.device.cpu.choices.measured_choice import measured_kernel
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.setup.kernels import attention_shape, measured_facts, product_shape

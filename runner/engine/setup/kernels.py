@@ -20,15 +20,15 @@ from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
 from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
+from runner.engine.choices.attention_choice import AttentionShape, attention_choice
+from runner.engine.choices.compile_choice import COMPILED, COMPILED_FACT, compile_choice, compiled_layers, find_layer_call, measure_layers
+from runner.engine.choices.expert_choice import ExpertShape, expert_choice
+from runner.engine.choices.loss_choice import LossShape, loss_choice
+from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
+from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
+from runner.engine.choices.projection_choice import JOINED, ProjectionShape, projection_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
-from runner.engine.device.cpu.choices.attention_choice import AttentionShape, attention_choice
-from runner.engine.device.cpu.choices.compile_choice import COMPILED, COMPILED_FACT, compile_choice, compiled_layers, find_layer_call, measure_layers
-from runner.engine.device.cpu.choices.expert_choice import ExpertShape, expert_choice
-from runner.engine.device.cpu.choices.loss_choice import LossShape, loss_choice
-from runner.engine.device.cpu.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
-from runner.engine.device.cpu.choices.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
-from runner.engine.device.cpu.choices.projection_choice import JOINED, ProjectionShape, projection_choice
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision

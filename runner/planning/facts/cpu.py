@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.types import sequences_per_row
+from runner.engine.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED
+from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
+from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
-from runner.engine.device.cpu.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
-from runner.engine.device.cpu.choices.compile_choice import COMPILED, UNCOMPILED
-from runner.engine.device.cpu.choices.measured_choice import MeasuredChoice, known_kernel
-from runner.engine.device.cpu.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.device.cpu.threads import THREAD_VARIABLES, cpu_limit, threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts.data import DataFacts

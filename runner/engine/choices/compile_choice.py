@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common.errors import TrainingError
+from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
 from runner.engine.device.compile import describe_compile_error, is_compile_error
-from runner.engine.device.cpu.choices.measured_choice import MeasuredChoice, shortest_times
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
