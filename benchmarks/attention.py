@@ -23,8 +23,8 @@ HEAD = "| shape | type | " + " | ".join(KERNELS.values()) + " |\n" + "|---" * (2
 
 def table(rounds: int) -> str:
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+    from runner.engine.choices.attention_choice import AttentionShape, measure_attention
     from runner.engine.device.compile import set_inductor_cache
-    from runner.engine.device.cpu.attention_choice import AttentionShape, measure_attention
 
     kernels, message = list(KERNELS), ""
     try:

@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, S documents (several per row when packed, else one per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,6 +102,14 @@ class Decoder(LanguageModel):
             if isinstance(layer.mlp, MoE):
                 layer.mlp.exclude_from_compile()
             layer.compiled = torch.compile(layer.body, dynamic=True, fullgraph=not self.cfg.num_experts, **options)
+
+    def uncompile_layers(self) -> None:
+        for layer in self.layers:
+            vars(layer)["compiled"] = None
+
+    @property
+    def compiled_layers(self) -> Sequence[nn.Module]:
+        return list(self.layers)
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> KVCache:
         return KVCache(self.cfg, rows, max_length, self.frequencies.device, dtype)

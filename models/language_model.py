@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -70,6 +71,11 @@ class LanguageModel(nn.Module):
         for module in self.modules():
             vars(module)["attention_kernel"] = kernel
 
+    def join_projections(self, joined: bool) -> None:
+        """Compute linear layers with the same input by one product, or each by its own. Layers of another library ignore it."""
+        for module in self.modules():
+            vars(module)["joins_projections"] = joined
+
     @property
     def loss_heads(self) -> list[LMHead]:
         """Output layers that compute the loss in chunks of tokens, without adapters."""
@@ -87,6 +93,15 @@ class LanguageModel(nn.Module):
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         """Train with compiled layers. single_row: batches have one row; options: those of torch.compile."""
+        raise NotImplementedError
+
+    def uncompile_layers(self) -> None:
+        """Undo `compile_layers`."""
+        raise NotImplementedError
+
+    @property
+    def compiled_layers(self) -> Sequence[nn.Module]:
+        """Layers that `compile_layers` compiles, in order."""
         raise NotImplementedError
 
     def generates_in_batches(self, max_length: int) -> bool:

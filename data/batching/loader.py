@@ -48,6 +48,11 @@ class StepLoader:
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
+    def first_batch(self) -> Batch:
+        """Return the first micro-batch of this rank, or a dummy if it has none."""
+        first = self._batch_indices(0)[:1]
+        return self.collate([self.sequences[i] for i in first[0]]) if first else self._dummy
+
     def iter_epoch(self, epoch: int, skip: int = 0, stop_requested: Callable[[], bool] = never) -> Generator[list[Batch]]:
         """Yield the steps of one epoch from step `skip` on. Close the generator if it is not exhausted: this ends its workers."""
         return self.iter_steps(epoch * self.steps_per_epoch + skip, (epoch + 1) * self.steps_per_epoch, stop_requested)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from models.families.decoder import DecoderConfig
 from models.layers.attention import FUSED_KERNEL
 from models.layers.cpu_kernels.fused_mlp import supports_width, swiglu_output
-from models.layers.cpu_kernels.fused_projection import kernel_projection
+from models.layers.cpu_kernels.fused_projection import kernel_projection, project
 from models.layers.cpu_kernels.grouped_experts import grouped_experts
-from models.layers.ops import compute_dtype, fused_projection, pad_tokens, padded_count
+from models.layers.ops import compute_dtype, pad_tokens, padded_count
 
 # How the tokens of a batch reach their experts: expert by expert, or by one operator for all of them. Experts with biases, adapters or weights in
 # 4 bits are always called one by one.
@@ -43,7 +43,9 @@ class MLP(nn.Module):
 
     def __init__(self, cfg: DecoderConfig, width: int) -> None:
         super().__init__()
+        self.cfg = cfg
         self.attention_kernel = "auto"  # FUSED_KERNEL: this network, too, is computed by the C++ kernel
+        self.joins_projections = True  # one product for gate and up
         self.gate_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.up_proj = nn.Linear(cfg.hidden_size, width, bias=cfg.mlp_bias)
         self.down_proj = nn.Linear(width, cfg.hidden_size, bias=cfg.mlp_bias)
@@ -51,9 +53,15 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
         if self.attention_kernel == FUSED_KERNEL and self.is_plain() and supports_width(x.dtype, self.gate_proj.out_features):
-            return swiglu_output(kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None), self.down_proj.weight)
-        gate, up = fused_projection(x, self.gate_proj, self.up_proj)  # (..., F)
+            return swiglu_output(self._gate_up(x), self.down_proj.weight)
+        gate, up = project(x, (self.gate_proj, self.up_proj), joined=self.joins_projections, uses_kernel=False)  # (..., F)
         return self.down_proj(SwiGLU.apply(gate, up))
+
+    def _gate_up(self, x: Tensor) -> Tensor:
+        """x: (..., D) -> (..., 2F), gate and up side by side, by the C++ kernel."""
+        if self.joins_projections:
+            return kernel_projection(x, [self.gate_proj.weight, self.up_proj.weight], None)
+        return torch.cat(project(x, (self.gate_proj, self.up_proj), joined=False, uses_kernel=True), dim=-1)
 
     def is_plain(self) -> bool:
         """Return whether there are no biases and no adapters."""

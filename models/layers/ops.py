@@ -89,7 +89,9 @@ def projection_gradients(g: Tensor, x: Tensor, weights: list[Tensor], needs_weig
 
 
 def join_weights(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied."""
+    """Return the weights (O_i, D) as one (sum of O_i, D) in `dtype`, cast while they are copied. One weight that has this type is not copied."""
+    if len(weights) == 1:
+        return weights[0].to(dtype)
     joined = weights[0].new_empty((sum(weight.shape[0] for weight in weights), weights[0].shape[1]), dtype=dtype)
     start = 0
     for weight in weights:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -173,10 +174,18 @@ class TransformersModel(LanguageModel):
 
     def compile_layers(self, *, single_row: bool, **options: Any) -> None:
         recompute_cheap_inputs()
-        for layer in self._blocks() or [self.hf.base_model]:
+        for layer in self.compiled_layers:
             vars(layer)["forward"] = partial(
                 _forward, layer, layer.forward, torch.compile(layer.forward, dynamic=True, **options), single_row
             )  # hooks of FSDP stay outside
+
+    def uncompile_layers(self) -> None:
+        for layer in self.compiled_layers:
+            vars(layer)["forward"] = vars(layer)["forward"].args[1]
+
+    @property
+    def compiled_layers(self) -> Sequence[nn.Module]:
+        return self._blocks() or [self.hf.base_model]
 
     def new_cache(self, rows: int, max_length: int, dtype: torch.dtype) -> TransformersCache:
         return TransformersCache(self.hf.config, self._generation().has_cache)

@@ -69,9 +69,9 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
     if compile_decision.is_long_run and dist.device.type == "cpu":
         use_memory_pool(set_inductor_cache())
     optimizers = build_optimizer(cfg.optimizer, model, cfg.model.num_hidden_layers)
-    choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision)
+    choices = cpu_choices(cfg, (model, *objective.extra_models), optimizers, loader, precision, compile_decision)
     kernels = choose_cpu_kernels(choices, compile_decision, dist, saved, stop)
-    compatibility |= kernel_facts(cfg, model, dist.device, compile_decision.mode, kernels)
+    compatibility |= kernel_facts(cfg, model, dist.device, kernels)
     compatibility |= environment_facts(rank_differences(dist.gather(recorded_environment(compatibility))))
     logger = open_logger(cfg, run_dir, model, dist)
     return TrainState(
@@ -80,8 +80,8 @@ def build_run(cfg: Config, run_dir: Path, attempt: int, update_metadata: Callabl
         dist=dist,
         tokenizer=tokenizer,
         model=model,
-        compile_decision=compile_decision,
-        wrapped=wrap_model(model, cfg, dist, precision, compile_decision.mode),
+        compile_decision=kernels.compilation,
+        wrapped=wrap_model(model, cfg, dist, precision, kernels.compilation.mode),
         objective=objective,
         pipeline=pipeline,
         loader=loader,

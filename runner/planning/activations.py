@@ -30,6 +30,7 @@ class Computation:
     rank: int  # of the adapters
     is_compiled: bool = False
     has_fused_attention: bool = False  # the C++ kernel of the CPU, which saves no probabilities
+    is_upcast: bool = False  # products in 16 bits are computed in fp32
 
 
 def saved_per_layer(layer: LayerSizes, shape: BatchShape, how: Computation) -> int:
@@ -74,6 +75,7 @@ def layer_workspace(layer: LayerSizes, shape: BatchShape, how: Computation) -> i
     gradients = n * (2 * layer.hidden * FP32 + k * 5 * layer.mlp * c)  # of the residual stream; of gate, up, both together, and a product
     weights = 3 * layer.hidden * layer.mlp * FP32 if how.trains_all else 0  # gradients of the joined product, before they are split
     weights += 2 * layer.hidden * layer.mlp * c * layer.is_exact  # the weights of that product, joined
+    weights += 2 * layer.hidden * layer.mlp * FP32 * how.is_upcast  # and in fp32
     plain = dataclasses.replace(how, checkpointing="none")
     again = saved_per_layer(layer, shape, plain) if how.checkpointing != "none" else 0
     return gradients + weights + again

@@ -143,6 +143,10 @@ def notes_of(plan: RunPlan) -> list[str]:
         notes.append("the layers will be compiled: activations need less than estimated, what of these layers is saved is not known")
     if plan.cpu.attention is None:
         notes.append("the attention kernel is measured when the run starts: counted is the one that saves probabilities, the fused kernel saves none")
+    if plan.cpu.is_upcast is None:
+        notes.append(
+            "whether 16-bit products are faster in fp32 is measured when the run starts: counted are those in fp32, which need copies of a layer's weights"
+        )
     if plan.fits_memory and plan.needed_memory > machine.available:
         notes.append(f"other programs use the memory now: {machine.available / 2**30:.2f} GiB are available")
     if cfg.data.num_workers:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runner.engine.choices.attention_choice import FUSED
 from runner.engine.config import Config
-from runner.engine.device.cpu.attention_choice import FUSED
 from runner.engine.device.precision import PRECISIONS
 from runner.engine.optim.orthogonalize import BATCH_NUMBERS
 from runner.planning.activations import FP32, Computation, layer_workspace, saved_per_layer
@@ -51,7 +51,7 @@ class MemoryEstimate:
 
 def computation(cfg: Config, facts: ModelSizes, device: str, cpu: CpuExecution = PLAIN) -> Computation:
     width, on_cpu = DTYPE_BYTES[PRECISIONS[cfg.precision.name].dtype], device == "cpu"
-    kernels = (on_cpu and cpu.is_compiled, on_cpu and cpu.attention == FUSED)
+    kernels = (on_cpu and cpu.is_compiled, on_cpu and cpu.attention == FUSED, on_cpu and width < FP32 and cpu.is_upcast is not False)
     return Computation(width, on_cpu, cfg.train.activation_checkpointing, cfg.stage.lora is None, facts.adapted, facts.adapter_rank, *kernels)
 
 
@@ -60,7 +60,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """`steps`: of the run; `process`: bytes of this program with its data before the model is created, on a CPU; `device`: cpu or cuda; `cpu`: how it computes.
 
-    Where the attention kernel is not known, that is counted which needs more.
+    Where the kernels of attention or of 16-bit products are not known, those are counted which need more.
     """
     how = computation(cfg, facts, device, cpu)
     shards = ranks if cfg.distributed.name == "fsdp" else 1

@@ -15,6 +15,7 @@ from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
 from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
+from runner.engine.setup import kernels
 from runner.engine.setup.summary import run_summary
 
 CPU = torch.device("cpu")
@@ -26,10 +27,11 @@ def unset_cache_dir(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
 
 
-def test_compile_auto_compiles_long_runs_only(make_run):
+def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
+    monkeypatch.setattr(kernels, "measure_layers", lambda *_: {"default": 0.5, "off": 1.0})
     short, long = make_run("pretrain", "train.compile=auto"), make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long")
     assert short.compile_decision.mode == "off" and run_summary(short)["compile"].startswith("off (auto: ")
-    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("default (auto: ")
+    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("default (measured, ")
     assert short.model.layers[0].compiled is None and long.model.layers[0].compiled is not None
 
 
@@ -126,10 +128,14 @@ def test_stop_signal_that_also_ends_the_compiler_interrupts_the_run(make_run, mo
 
 
 def test_compiled_programs_are_those_of_this_code(make_run, monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "", raising=False)  # torch hides a setting that another test has removed
+    config = torch.compiler.config
+    before, config.cache_key_tag = getattr(config, "cache_key_tag", ""), ""
     monkeypatch.delenv("TORCH_COMPILE_CACHE_KEY_TAG", raising=False)
-    make_run("pretrain", "train.compile=default")
-    assert torch.compiler.config.cache_key_tag == code_fingerprint()
+    try:
+        make_run("pretrain", "train.compile=default")
+        assert config.cache_key_tag == code_fingerprint()
+    finally:
+        config.cache_key_tag = before  # monkeypatch may delete it, and torch then compiles nothing
 
 
 TAG_IN_THREADS = """

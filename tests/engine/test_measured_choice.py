@@ -19,13 +19,13 @@ from models.layers.attention import CPU_KERNELS
 from models.layers.cpu_kernels import fused_attention, library
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.mlp import EXPERT_DISPATCHES
+from runner.engine.choices import attention_choice, measured_choice
+from runner.engine.choices import loss_choice as loss_choice_module
+from runner.engine.choices.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
+from runner.engine.choices.expert_choice import ExpertShape, expert_choice, measure_experts
+from runner.engine.choices.loss_choice import LossShape, loss_choice, measure_loss
+from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel, shortest_times
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu import attention_choice, measured_choice
-from runner.engine.device.cpu import loss_choice as loss_choice_module
-from runner.engine.device.cpu.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
-from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice, measure_experts
-from runner.engine.device.cpu.loss_choice import LossShape, loss_choice, measure_loss
-from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel, shortest_times
 from runner.engine.device.stop import StopRequests
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
@@ -246,8 +246,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EXPERTS = ["model.num_experts=4", "model.num_experts_per_tok=2", "model.moe_intermediate_size=16"]
 CHOICES = [  # fact, overrides, function that measures, kernel, another one, kernels that a run computes with, start of the line in the log
-    ("loss_chunk_tokens", [], "device.cpu.loss_choice.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
-    ("expert_dispatch", EXPERTS, "device.cpu.expert_choice.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
+    ("loss_chunk_tokens", [], "choices.loss_choice.measure_loss", "16", "32", lambda state: {str(chunks_of(state))}, "16 (measured, ms a micro-batch: 24 1000.0, 16 500.0"),
+    ("expert_dispatch", EXPERTS, "choices.expert_choice.measure_experts", "grouped", "index_select", lambda state: {layer.mlp.dispatch for layer in state.model.layers},
      "grouped (measured, ms a layer: index_select 1000.0, grouped 500.0)"),
     ("orthogonalization", ["optimizer=muon"], "optim.orthogonalize.measure_orthogonalization", "fp32", "bf16-batched", lambda state: {state.optimizers.parts[0].orthogonalization},
      "fp32 (measured, ms an update: bf16 1000.0, bf16-batched 1000.0, fp32 500.0"),

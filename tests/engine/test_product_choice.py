@@ -12,9 +12,9 @@ import torch
 from common.errors import Interrupted
 from models.layers.cpu_kernels.library import KernelsUnavailableError
 from models.layers.cpu_kernels.upcast_products import are_products_upcast, upcast_products
+from runner.engine.choices import product_choice as product_choice_module
+from runner.engine.choices.product_choice import MIN_RUN_FLOPS, ProductShape, load_products, measure_products, product_choice
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.cpu import product_choice as product_choice_module
-from runner.engine.device.cpu.product_choice import MIN_RUN_FLOPS, ProductShape, load_products, measure_products, product_choice
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
 from runner.engine.setup.kernels import main_linear, measured_facts
@@ -117,7 +117,7 @@ def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: p
 
     clock = [0.0]
     monkeypatch.setattr(product_choice_module, "_native", slow)
-    monkeypatch.setattr("runner.engine.device.cpu.measured_choice.time.perf_counter", lambda: clock[0] + time.monotonic())
+    monkeypatch.setattr("runner.engine.choices.measured_choice.time.perf_counter", lambda: clock[0] + time.monotonic())
     times = measure_products(ProductShape(tokens=8_192, outputs=11_008, inputs=1_024, dtype="bfloat16"), ["native", "fp32"])
     assert times["fp32"] < times["native"] < 1
 

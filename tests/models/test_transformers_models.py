@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from models.formats.save import save_model
 from models.generate import generate
 from models.language_model import LanguageModel, create_model
 from models.transformers_adapter.attention import IMPLEMENTATION
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import resolve_compile_mode
 
 FAST = ("gemma2", "mistral_window")
@@ -151,6 +155,23 @@ def test_field_of_config_json_that_the_class_computes_itself_is_not_warned_of() 
     mamba = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
     for width, count in ((64, 0), (48, 1)):
         assert len(TransformersConfig.from_hf_config(mamba | {"intermediate_size": width}, Path("config.json")).training_warnings()) == count
+
+
+@pytest.mark.parametrize("name", ["gemma2"])
+def test_layer_of_transformers_model_is_measured_compiled_and_uncompiled(name: str, folder: Path) -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        return lambda *values: calls.append(1) or graph(*values)
+
+    calls: list[int] = []
+    model, ids = trained_model(folder, is_packed=False), torch.full((2, 16), 5)
+    plain = [layer.forward for layer in model.compiled_layers]
+    call = find_layer_call(model.compiled_layers[0], lambda: model(ids, ids))
+    assert call is not None and call.args[0].shape[:2] == ids.shape
+    compiled = partial(compiled_layers, partial(model.compile_layers, single_row=False, backend=backend), model.uncompile_layers)
+    times = measure_layers(call, compiled, nullcontext, [COMPILED, UNCOMPILED])
+    assert set(times) == {COMPILED, UNCOMPILED} and calls and [layer.forward for layer in model.compiled_layers] == plain
+    calls.clear()
+    assert model(ids, ids).nll.shape == ids.shape and not calls
 
 
 def test_experts_of_transformers_are_not_compiled_by_auto() -> None:

@@ -20,15 +20,15 @@ from models.language_model import create_model
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
+from runner.engine.choices import attention_choice, product_choice
+from runner.engine.choices.measured_choice import measured_kernel
 from runner.engine.config import Config
 from runner.engine.device.compile import set_inductor_cache
-from runner.engine.device.cpu import attention_choice, product_choice
-from runner.engine.device.cpu.measured_choice import measured_kernel
 from runner.engine.device.precision import PrecisionConfig
 from runner.engine.optim.groups import build_optimizer
 from runner.engine.setup.kernels import attention_shape, measured_facts, product_shape
 from runner.engine.state import TrainState
-from runner.planning.activations import saved_per_layer
+from runner.planning.activations import layer_workspace, saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, shared_settings
 from runner.planning.estimate import RunPlan
@@ -185,7 +185,8 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
     long = cpu_execution(cfg, facts, data, 1)
     assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
     assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
-    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native"}).attention == "blocks-32"
+    resumed = cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "compiled": "off"})
+    assert (resumed.is_compiled, resumed.attention) == (False, "blocks-32")
     shape = planned_attention_shape(cfg, facts, data)
     assert shape is not None
     monkeypatch.setattr(attention_choice, "load_attention", lambda shape, kernel, folder: None)
@@ -240,11 +241,30 @@ def test_products_are_those_that_this_machine_has_measured(tiny_plan: RunPlan, m
     cfg, facts = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig("bf16")), tiny_plan.model
     data = dataclasses.replace(tiny_plan.data, steps=1_000_000)
     shape = product_shape(cfg, facts.main_linear, "bfloat16")
-    assert shape is not None and not cpu_execution(cfg, facts, data, 1).is_upcast
+    assert shape is not None and cpu_execution(cfg, facts, data, 1).is_upcast is None
+    assert cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False  # a short run does not measure
     monkeypatch.setattr(product_choice, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": 0.5})
     measured_kernel(product_choice.product_choice(shape), tmp_path, measured_facts())
-    assert cpu_execution(cfg, facts, data, 1).is_upcast and not cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast
-    assert not cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native"}).is_upcast
+    assert cpu_execution(cfg, facts, data, 1).is_upcast is True and cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False
+    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "compiled": "default"}).is_upcast is False
+    assert cpu_execution(tiny_plan.run.config, facts, data, 1).is_upcast is False  # fp32
+
+
+def test_products_in_fp32_need_copies_of_a_layers_weights(tiny_plan: RunPlan) -> None:
+    """Counted, too, where it is not known how they are computed."""
+
+    def workspace(is_upcast: bool | None, precision: str) -> int:
+        cfg = dataclasses.replace(tiny_plan.run.config, precision=PrecisionConfig(precision))
+        return layer_workspace(layer, BatchShape(16, 256, True), computation(cfg, tiny_plan.model, "cpu", CpuExecution(is_upcast=is_upcast)))
+
+    layer = tiny_plan.model.layer
+    assert workspace(True, "bf16") == workspace(None, "bf16") == workspace(False, "bf16") + 2 * layer.hidden * layer.mlp * FP32
+    assert workspace(True, "fp32") == workspace(False, "fp32")
+
+
+def test_plan_says_that_products_are_not_known(tiny_plan: RunPlan) -> None:
+    unknown = dataclasses.replace(tiny_plan, cpu=CpuExecution(is_upcast=None))
+    assert any("16-bit products" in note for note in notes_of(unknown)) and not any("16-bit products" in note for note in notes_of(tiny_plan))
 
 
 def test_plan_says_that_the_attention_kernel_is_not_known(tiny_plan: RunPlan) -> None:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from runner.engine.device.cpu.measured_choice import MeasuredChoice
+from runner.engine.choices.measured_choice import MeasuredChoice
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,16 +17,18 @@ from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
-from models.layers.mlp import MoE
+from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
 from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
+from runner.engine.choices.attention_choice import AttentionShape, attention_choice
+from runner.engine.choices.compile_choice import COMPILED, COMPILED_FACT, compile_choice, compiled_layers, find_layer_call, measure_layers
+from runner.engine.choices.expert_choice import ExpertShape, expert_choice
+from runner.engine.choices.loss_choice import LossShape, loss_choice
+from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
+from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
+from runner.engine.choices.projection_choice import JOINED, ProjectionShape, projection_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
-from runner.engine.device.cpu.attention_choice import AttentionShape, attention_choice
-from runner.engine.device.cpu.expert_choice import ExpertShape, expert_choice
-from runner.engine.device.cpu.loss_choice import LossShape, loss_choice
-from runner.engine.device.cpu.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
-from runner.engine.device.cpu.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.kernels import describe_kernels
 from runner.engine.device.precision import Precision
@@ -40,6 +43,7 @@ class ChosenKernels(NamedTuple):
 
     facts: dict[str, str]  # choice -> kernel, of those that are not the default: facts of the environment
     reasons: dict[str, str]  # title -> text for the header of the log
+    compilation: CompileDecision
 
 
 def decide_compilation(cfg: Config, model: LanguageModel, loader: StepLoader, device: torch.device) -> CompileDecision:
@@ -56,19 +60,23 @@ def estimate_flops(cfg: Config, model: LanguageModel, loader: StepLoader) -> flo
     return 6.0 * tokens * sum(p.numel() for p in model.parameters())
 
 
+def compile_model(model: LanguageModel, cfg: Config, mode: str) -> None:
+    set_inductor_cache()
+    tag_compiled_programs(code_fingerprint())
+    model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=mode)
+
+
 def wrap_model(model: LanguageModel, cfg: Config, dist: DistributedContext, precision: Precision, compile_mode: str) -> nn.Module:
     """Compile the layers and wrap the model for DDP, as far as the settings ask for it."""
     if compile_mode != "off":
-        set_inductor_cache()
-        tag_compiled_programs(code_fingerprint())
-        model.compile_layers(single_row=micro_batch_rows(cfg) == 1, mode=compile_mode)
+        compile_model(model, cfg, compile_mode)
     with precision.autocast():
         return dist.wrap(model)
 
 
-def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, compile_mode: str, chosen: ChosenKernels) -> dict[str, Any]:
+def kernel_facts(cfg: Config, model: LanguageModel, device: torch.device, chosen: ChosenKernels) -> dict[str, Any]:
     """Return the facts about the kernels that compute the model, for the environment that a resume compares."""
-    facts = describe_kernels(device, compile_mode, cfg.model.has_dynamic_shapes) | chosen.facts
+    facts = describe_kernels(device, chosen.compilation.mode, cfg.model.has_dynamic_shapes) | chosen.facts
     return environment_facts(facts | ({"model_kernels": model.kernels_description} if model.kernels_description else {}))
 
 
@@ -79,16 +87,19 @@ def choose_cpu_kernels(
 
     Raises StopRequested if some rank is asked to stop.
     """
-    facts, reasons = {}, {}
+    facts, reasons, compilation = {}, {}, decision
     for choice in choices:
         mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size))
         chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
+        if choice.fact == COMPILED_FACT:
+            compilation = replace(decision, mode=chosen.kernel, reason=chosen.reason or decision.reason)
+            continue
         if chosen.kernel != choice.default:
             facts[choice.fact] = chosen.kernel
         if chosen.reason:
             reasons[choice.fact.replace("_", " ")] = chosen.reason
-    return ChosenKernels(facts, reasons)
+    return ChosenKernels(facts, reasons, compilation)
 
 
 def _choose(choice: MeasuredChoice, decision: CompileDecision, saved: dict[str, Any] | None, ranks: int) -> ChosenKernel:
@@ -117,16 +128,20 @@ def measured_facts(ranks: int = 1, threads: int | None = None, is_upcast: bool |
     }
 
 
-def cpu_choices(cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision) -> Iterator[MeasuredChoice]:
+def cpu_choices(
+    cfg: Config, models: Sequence[LanguageModel], optimizers: OptimizerGroup, loader: StepLoader, precision: Precision, decision: CompileDecision
+) -> Iterator[MeasuredChoice]:
     """Yield the choices of a run on the CPU, each when those before it are made. `models`: the trained one first, then those that the objective reads."""
     if precision.device.type != "cpu":
         return
     for find in (
         partial(_products, cfg, models[0], precision),
         partial(_attention, cfg, models, loader, precision),
+        partial(_projections, cfg, models, precision),
         partial(_experts, cfg, models, precision),
         partial(_loss, cfg, models[0], precision),
         partial(_orthogonalization, optimizers),
+        partial(_compilation, cfg, models[0], loader, precision, decision),
     ):
         if choice := find():
             yield choice
@@ -172,6 +187,23 @@ def attention_shape(cfg: Config, model: LanguageModel, loader: StepLoader, preci
     return AttentionShape(micro_batch_rows(cfg), cfg.data.max_length, documents, *sizes, _dtype_name(precision))
 
 
+def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
+    """Return the choice of how gate and up, and queries, keys and values, are computed; None without plain networks of the decoder."""
+    networks = [module for module in models[0].modules() if isinstance(module, MLP) and type(module.gate_proj) is type(module.up_proj) is nn.Linear]
+    if not networks:
+        return None
+    decoder, gate = networks[0].cfg, networks[0].gate_proj
+    tokens = micro_batch_rows(cfg) * cfg.data.max_length
+    tokens = -(-tokens * decoder.num_experts_per_tok // decoder.num_experts) if decoder.num_experts else tokens
+    kinds = (_dtype_name(precision), networks[0].attention_kernel, decoder.mlp_bias, gate.weight.requires_grad)
+
+    def apply(kernel: str) -> None:
+        for model in models:
+            model.join_projections(kernel == JOINED)
+
+    return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kinds), apply)
+
+
 def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
     """Return the choice of how tokens get to the experts of the decoder; None without any, and where adapters or biases leave only one way."""
     layers = [module for model in models for module in model.modules() if isinstance(module, MoE)]
@@ -208,6 +240,26 @@ def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
             part.orthogonalization = kernel
 
     return orthogonalization_choice(shapes, apply) if shapes else None
+
+
+def _compilation(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision) -> MeasuredChoice | None:
+    """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed alone: recomputed, or shared by ranks."""
+    if cfg.train.compile != "auto" or decision.mode != COMPILED or cfg.train.activation_checkpointing != "none" or cfg.distributed.name == "fsdp":
+        return None
+    layer = model.compiled_layers[0]
+
+    def forward() -> None:
+        with precision.autocast():
+            model(**loader.first_batch().inputs)
+
+    if (call := find_layer_call(layer, forward)) is None:
+        return None
+    inputs = [micro_batch_rows(cfg), cfg.data.max_length, cfg.data.packing, _dtype_name(precision)]
+    kernels = [vars(layer).get("attention_kernel"), vars(layer).get("joins_projections")]
+    weights = [[name, list(p.shape), p.requires_grad] for name, p in layer.named_parameters()]
+    compiled = partial(compiled_layers, partial(compile_model, model, cfg, COMPILED), model.uncompile_layers)
+    measure = partial(measure_layers, call, compiled, precision.autocast)
+    return compile_choice({"layer": type(layer).__name__, "inputs": inputs, "kernels": kernels, "weights": weights}, measure)
 
 
 def micro_batch_rows(cfg: Config) -> int:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.types import sequences_per_row
+from runner.engine.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED
+from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
+from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
-from runner.engine.device.cpu.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
-from runner.engine.device.cpu.measured_choice import MeasuredChoice, known_kernel
-from runner.engine.device.cpu.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.device.cpu.threads import THREAD_VARIABLES, cpu_limit, threads_per_rank
 from runner.engine.device.precision import PRECISIONS
 from runner.planning.facts.data import DataFacts
@@ -27,7 +28,7 @@ class CpuExecution:
     attention: str | None = DEFAULT_KERNEL  # kernel; None: this machine has not measured yet which one is the fastest
     threads: int = 1
     is_long: bool = False  # long enough to choose kernels by measuring
-    is_upcast: bool = False  # products in 16 bits are computed in fp32
+    is_upcast: bool | None = False  # products in 16 bits are computed in fp32; None: this machine has not measured yet whether that is faster
 
 
 def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, saved: Mapping[str, str] | None = None) -> CpuExecution:
@@ -38,23 +39,25 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
     tokens = data.steps * data.sequences_per_step / ranks * cfg.data.max_length * sequences_per_row(cfg.stage.data_format)
     decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
     kernel: str | None = DEFAULT_KERNEL
-    is_upcast = (saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)) == UPCAST
+    products = saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)
+    is_upcast = products == UPCAST if products else None
     if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
         if saved is not None:
             kernel = saved["attention"]
         elif decision.is_long_run:
-            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast)
+            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast or False)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
-    return CpuExecution(decision.mode != "off", has_pool, kernel, threads, decision.is_long_run, is_upcast)
+    is_compiled = decision.mode != "off" and not (saved and cfg.train.compile == "auto" and saved["compiled"] == UNCOMPILED)
+    return CpuExecution(is_compiled, has_pool, kernel, threads, decision.is_long_run, is_upcast)
 
 
 def known_products(cfg: Config, facts: ModelSizes, ranks: int, threads: int, decision: CompileDecision) -> str | None:
-    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if none has measured it, or this run will not."""
+    """Return how a run or a trial on this machine has found products of 16-bit matrices to be fastest; None if this run will measure it."""
     from runner.engine.setup.kernels import product_shape
 
     shape = product_shape(cfg, facts.main_linear, PRECISIONS[cfg.precision.name].dtype)
     if shape is None or not (decision.is_long_run or decision.planned_flops >= MIN_RUN_FLOPS):
-        return None
+        return NATIVE
     return known_choice(product_choice(shape), ranks, threads, is_upcast=False)
 
 
@@ -97,7 +100,7 @@ def known_choice(choice: MeasuredChoice, ranks: int, threads: int, is_upcast: bo
 
 
 def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
-    """Return the kernels of attention and products of the newest checkpoint, which a resumed run repeats; None without one."""
+    """Return the kernels of attention and products of the newest checkpoint, and whether layers are compiled, which a resumed run repeats; None without one."""
     from runner.checkpoint.compatibility import recorded_environment
     from runner.checkpoint.format import read_newest_state
 
@@ -105,18 +108,18 @@ def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
     if state is None:
         return None
     environment = recorded_environment(state["compatibility"])
-    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE))}
+    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), ("compiled", COMPILED))}
 
 
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
     """Return the bytes that the fused kernel keeps in its threads for a document of `tokens` (attention.cpp): keys, values, and in the backward pass all scores.
 
-    `width`: bytes of a number; operands of upcast products are fp32. A thread computes one document of one key head at a time, and its buffers stay until it ends.
+    `width`: bytes of a number; operands of upcast products are fp32, and where it is not known whether they are upcast. A thread computes one document of one key head at a time, and its buffers stay until it ends.
     """
     if cpu.attention != FUSED or facts.attention_sizes is None:
         return 0
     heads, key_heads, head_width = facts.attention_sizes
-    width = 4 if cpu.is_upcast else width
+    width = width if cpu.is_upcast is False else 4
     shared = heads // key_heads
     rows = shared * max(16, min(64, 128 // shared // 16 * 16))  # of a block of queries
     keys = -(-tokens // 64) * 64

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
 
 if TYPE_CHECKING:
     from models.layers.chunked_loss import LMHead

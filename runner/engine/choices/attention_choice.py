@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.engine.device.cpu.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
 
 if TYPE_CHECKING:
     import torch

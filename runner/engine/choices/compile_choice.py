@@ -1,0 +1,108 @@
+"""Whether a long run compiles its layers, where `train.compile=auto` would: the first layer is timed in both ways, on the first micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from common.errors import TrainingError
+from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
+from runner.engine.device.compile import describe_compile_error, is_compile_error
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+COMPILED_FACT = "compiled"
+COMPILED, UNCOMPILED = "default", "off"  # values of train.compile
+LAYER_TURNS, LAYER_PASSES = 3, 2
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a layer. The first positional one is its input, (B, T, D)."""
+
+    layer: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class _LayerCalledError(Exception):
+    """Ends a forward pass when its first layer is called."""
+
+
+def compile_choice(workload: Mapping[str, Any], measure: Callable[[Sequence[str]], dict[str, float]]) -> MeasuredChoice:
+    """`measure`: of `measure_layers`."""
+    return MeasuredChoice(
+        fact=COMPILED_FACT, default=COMPILED, others=(UNCOMPILED,), workload=workload, measure=measure, apply=lambda kernel: None, unit="ms a layer"
+    )
+
+
+def find_layer_call(layer: nn.Module, forward: Callable[[], object]) -> LayerCall | None:
+    """Return how `forward` calls `layer`, whose input becomes a tensor that needs a gradient; None for an input that cannot have one. Nothing after the layer is computed."""
+    import torch
+
+    calls: list[LayerCall] = []
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(LayerCall(layer, args, kwargs))
+        raise _LayerCalledError
+
+    hook = layer.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.random.fork_rng(devices=[]), suppress(_LayerCalledError):
+        try:
+            forward()
+        finally:
+            hook.remove()
+    if not calls or not calls[0].args or not calls[0].args[0].is_floating_point():
+        return None
+    x, *others = calls[0].args
+    return LayerCall(layer, (x.detach().requires_grad_(), *others), calls[0].kwargs)
+
+
+def measure_layers(
+    call: LayerCall,
+    compiled: Callable[[], AbstractContextManager[object]],
+    autocast: Callable[[], AbstractContextManager[object]],
+    modes: Sequence[str],
+) -> dict[str, float]:
+    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()`: in which layers are compiled.
+
+    Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other programs. Raises TrainingError if
+    the compiler fails.
+    """
+    import torch
+
+    with torch.random.fork_rng(devices=[]), compiled():
+        runs = {mode: partial(_compute, call, mode, autocast) for mode in modes}
+        try:
+            for run in (runs[COMPILED], runs[COMPILED]):  # compile
+                run()
+            return shortest_times(runs, LAYER_TURNS, LAYER_PASSES)
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            raise TrainingError(describe_compile_error(error)) from error
+        finally:
+            torch.compiler.reset()
+
+
+@contextmanager
+def compiled_layers(compile_layers: Callable[[], object], uncompile_layers: Callable[[], object]) -> Iterator[None]:
+    compile_layers()
+    try:
+        yield
+    finally:
+        uncompile_layers()
+
+
+def _compute(call: LayerCall, mode: str, autocast: Callable[[], AbstractContextManager[object]]) -> None:
+    import torch
+
+    with torch.compiler.set_stance("force_eager" if mode == UNCOMPILED else "default"), autocast():
+        out = call.layer(*call.args, **call.kwargs)
+    y: Tensor = out[0] if isinstance(out, tuple) else out
+    trained = [call.args[0], *(p for p in call.layer.parameters() if p.requires_grad)]
+    torch.autograd.grad(y, trained, y.detach(), allow_unused=True)  # a layer may have experts without tokens

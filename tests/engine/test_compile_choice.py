@@ -1,0 +1,157 @@
+"""Whether a long run compiles its layers: the faster of both ways, the same after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from common.errors import Interrupted, TrainingError
+from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
+from runner.engine.device.compile import CompileDecision
+from runner.engine.loop import train
+from runner.engine.setup import kernels as kernels_of_run
+from runner.engine.setup.summary import run_summary
+from runner.engine.verify_resume import diff_run_dirs
+
+AUTO = ["train.compile=auto", "train.max_steps=4", "train.save_every=2"]
+BOTH = [COMPILED, UNCOMPILED]
+
+
+@pytest.fixture(autouse=True)
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[str]]:
+    """`measured(0.5)`: a layer that is not compiled takes that time, and a compiled one 1.0; returns what is measured. All runs are long."""
+    monkeypatch.setattr(
+        kernels_of_run, "resolve_compile_mode", lambda mode, *_: CompileDecision("default" if mode == "auto" else mode, "auto", is_long_run=True)
+    )
+
+    def measured(uncompiled: float) -> list[str]:
+        modes = list[str]()
+
+        def measure(call: object, compiled: object, autocast: object, names: list[str]) -> dict[str, float]:
+            modes.extend(names)
+            return {COMPILED: 1.0, UNCOMPILED: uncompiled}
+
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{uncompiled}"))  # where times are kept
+        monkeypatch.setattr(kernels_of_run, "measure_layers", measure)
+        return modes
+
+    return measured
+
+
+def is_compiled(state) -> bool:
+    return any(layer.compiled is not None for layer in state.model.layers)
+
+
+@pytest.mark.parametrize("uncompiled, mode", [(0.5, "off"), (0.95, "default")], ids=["slower", "little slower"])
+def test_layers_are_not_compiled_where_that_is_clearly_slower(uncompiled: float, mode: str, make_run: Callable, measured: Callable) -> None:
+    modes = measured(uncompiled)
+    state = make_run("pretrain", *AUTO)
+    assert {*modes} == {*BOTH} and is_compiled(state) == (mode == "default")
+    assert state.compile_decision.mode == state.compatibility["environment.compiled"] == mode
+    assert run_summary(state)["compile"].startswith(f"{mode} (measured, ms a layer: default 1000.0")
+
+
+@pytest.mark.parametrize("overrides", [["train.compile=default"], ["train.activation_checkpointing=full"]], ids=["set", "recomputed"])
+def test_layers_are_not_measured_where_settings_decide(overrides: list[str], make_run: Callable, measured: Callable) -> None:
+    modes = measured(0.5)
+    assert is_compiled(make_run("pretrain", *AUTO, *overrides)) and not modes
+
+
+def test_resume_stays_uncompiled_bitwise_equal(make_run: Callable, measured: Callable) -> None:
+    measured(0.5)
+    whole = make_run("sft", *AUTO, folder="whole")
+    train(whole)
+    stopped = make_run("sft", *AUTO, folder="stopped")
+    with pytest.raises(Interrupted):
+        train(stopped, stop_requested=lambda: stopped.progress.step == 2)
+    modes = measured(2.0)
+    resumed = make_run("sft", *AUTO, folder="stopped", attempt=2)
+    assert not modes and not is_compiled(resumed) and run_summary(resumed)["compile"] == "off, as its checkpoint"
+    train(resumed)
+    for state in (whole, resumed):
+        state.logger.finish("completed", {})
+    assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
+
+
+@pytest.mark.slow
+def test_run_that_has_measured_has_the_bits_of_one_that_has_not(make_run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was compiled to measure is not left in the process."""
+    settings = ["data.packing=best_fit", "precision=bf16", "train.batch_size=1", "model.dropout=0.1", "model.num_hidden_layers=1"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setattr(kernels_of_run, "measure_layers", lambda *arguments: measure_layers(*arguments) | {UNCOMPILED: 2.0, COMPILED: 1.0})
+    measuring = make_run("sft", *AUTO, *settings, folder="measuring")
+    assert is_compiled(measuring) and "measured" in run_summary(measuring)["compile"]
+    train(measuring)
+    torch._dynamo.reset()  # as in another process
+    monkeypatch.setattr(kernels_of_run, "measure_layers", lambda *_: pytest.fail("measured again"))
+    knowing = make_run("sft", *AUTO, *settings, folder="knowing")
+    train(knowing)
+    for state in (measuring, knowing):
+        state.logger.finish("completed", {})
+    assert diff_run_dirs(measuring.run_dir, knowing.run_dir) == []
+
+
+def call_of(state, layer: nn.Module):
+    return find_layer_call(layer, lambda: state.model(**state.loader.first_batch().inputs))
+
+
+def test_first_layer_is_called_with_the_input_of_the_first_batch(make_run: Callable) -> None:
+    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2", "model.dropout=0.1")
+    before = torch.get_rng_state()
+    call = call_of(state, state.model.layers[0])
+    batch = state.loader.first_batch().input_ids
+    assert call.args[0].shape == (*batch.shape, state.cfg.model.hidden_size) and call.args[0].requires_grad and call.args[0].is_leaf
+    assert torch.equal(batch, next(iter(state.loader.iter_epoch(0)))[0].input_ids)
+    assert torch.equal(before, torch.get_rng_state())
+    state.model(batch)  # no hook is left
+
+
+def test_layer_whose_input_is_tokens_is_not_measured(make_run: Callable) -> None:
+    state = make_run("pretrain", "train.max_steps=1")
+    assert call_of(state, state.model.model.embed_tokens) is None
+    assert find_layer_call(nn.Linear(1, 1), lambda: None) is None  # never called
+
+
+def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) -> None:
+    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    compiled_calls = []
+
+    def backend(graph, inputs):
+        return lambda *values: compiled_calls.append(1) or graph(*values)
+
+    compiled = partial(compiled_layers, partial(state.model.compile_layers, single_row=False, backend=backend), state.model.uncompile_layers)
+    times = measure_layers(call_of(state, state.model.layers[0]), compiled, nullcontext, BOTH)
+    assert set(times) == {*BOTH} and all(seconds > 0 for seconds in times.values())
+    assert len(compiled_calls) > 2 and not is_compiled(state) and all(p.grad is None for p in state.model.parameters())
+
+
+def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> None:
+    def backend(graph, inputs):
+        programs.append(graph)
+        return graph
+
+    programs: list[object] = []
+    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    compiled = partial(compiled_layers, partial(state.model.compile_layers, single_row=False, backend=backend), state.model.uncompile_layers)
+    for _ in range(2):
+        measure_layers(call_of(state, state.model.layers[0]), compiled, nullcontext, [COMPILED])
+    assert len(programs) == 2
+
+
+def test_compiler_that_fails_is_named_with_the_way_without_it(make_run: Callable) -> None:
+    from torch._inductor.exc import CppCompileError
+
+    def fail() -> None:
+        raise CppCompileError(["g++", "-O3"], "main.cpp:7:3: error: killed")
+
+    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    call = call_of(state, state.model.layers[0])
+    call.layer.register_forward_pre_hook(lambda *_: fail())
+    with pytest.raises(TrainingError, match="main.cpp:7:3: error: killed; train without it: train.compile=off"):
+        measure_layers(call, nullcontext, nullcontext, BOTH)
