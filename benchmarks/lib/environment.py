@@ -11,7 +11,7 @@ from typing import Any
 
 OWN = "as its users run it"  # the environment of the benchmark, to which nothing is added
 THREADS = ("OMP_", "GOMP_", "KMP_", "MKL_NUM")  # variables that a setting replaces
-LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # emulate an older processor
+LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")  # emulate an older processor
 PACKAGES = ("common", "data", "models", "runner")  # of the project
 RECORDED = (*THREADS, "MKL_", "ONEDNN_", "DNNL_", "ATEN_", "MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 

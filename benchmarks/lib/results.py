@@ -78,7 +78,7 @@ def machine_name(facts: dict[str, Any]) -> str:
     processor = re.sub(r"\((R|TM|r|tm)\)|\b(Processor|CPU)\b|@.*", " ", facts["processor"])
     sets = " ".join(facts.get("instruction_sets", ()))
     highest = next((name for name in ("amx", "avx512", "avx2", "sve", "asimd") if name in sets), "")
-    limits = [f"as {facts['variables'][name]}" for name in LIMITS if name in facts.get("variables", {})]
+    limits = dict.fromkeys(f"as {facts['variables'][name].upper()}" for name in LIMITS if name in facts.get("variables", {}))
     return " ".join(f"{processor} {highest} {facts['cores']} cores {' '.join(limits)}".split())
 
 

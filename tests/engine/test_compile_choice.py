@@ -20,6 +20,7 @@ from runner.engine.setup.summary import run_summary
 from runner.engine.verify_resume import diff_run_dirs
 
 AUTO = ["train.compile=auto", "train.max_steps=4", "train.save_every=2"]
+UNCOMPILED_RUN = ["train.compile=off", "train.max_steps=1"]
 BOTH = [COMPILED, UNCOMPILED]
 
 
@@ -102,7 +103,7 @@ def call_of(state, layer: nn.Module):
 
 
 def test_first_layer_is_called_with_the_input_of_the_first_batch(make_run: Callable) -> None:
-    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2", "model.dropout=0.1")
+    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2", "model.dropout=0.1")
     before = torch.get_rng_state()
     call = call_of(state, state.model.layers[0])
     batch = state.loader.first_batch().input_ids
@@ -113,13 +114,13 @@ def test_first_layer_is_called_with_the_input_of_the_first_batch(make_run: Calla
 
 
 def test_layer_whose_input_is_tokens_is_not_measured(make_run: Callable) -> None:
-    state = make_run("pretrain", "train.max_steps=1")
+    state = make_run("pretrain", *UNCOMPILED_RUN)
     assert call_of(state, state.model.model.embed_tokens) is None
     assert find_layer_call(nn.Linear(1, 1), lambda: None) is None  # never called
 
 
 def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) -> None:
-    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     compiled_calls = []
 
     def backend(graph, inputs):
@@ -137,7 +138,7 @@ def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> Non
         return graph
 
     programs: list[object] = []
-    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     compiled = partial(compiled_layers, partial(state.model.compile_layers, single_row=False, backend=backend), state.model.uncompile_layers)
     for _ in range(2):
         measure_layers(call_of(state, state.model.layers[0]), compiled, nullcontext, [COMPILED])
@@ -150,7 +151,7 @@ def test_compiler_that_fails_is_named_with_the_way_without_it(make_run: Callable
     def fail() -> None:
         raise CppCompileError(["g++", "-O3"], "main.cpp:7:3: error: killed")
 
-    state = make_run("pretrain", "train.max_steps=1", "train.batch_size=2")
+    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
     call = call_of(state, state.model.layers[0])
     call.layer.register_forward_pre_hook(lambda *_: fail())
     with pytest.raises(TrainingError, match="main.cpp:7:3: error: killed; train without it: train.compile=off"):

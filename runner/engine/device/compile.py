@@ -1,4 +1,4 @@
-"""torch.compile: whether and in which mode the layers are compiled. `train.compile=auto` decides from settings only, so a resumed run decides the same."""
+"""torch.compile: whether and in which mode the layers are compiled. `train.compile=auto` decides from settings; a long run on a CPU measures, too (choices/)."""
 
 from __future__ import annotations
 
