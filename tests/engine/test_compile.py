@@ -28,10 +28,10 @@ def unset_cache_dir(monkeypatch):
 
 
 def test_compile_auto_compiles_long_runs_only(make_run, monkeypatch):
-    monkeypatch.setattr(kernels, "measure_layers", lambda *_: {"default": 0.5, "off": 1.0})
+    monkeypatch.setattr(kernels, "measure_layers", lambda *_: {"compiled": 0.5, "uncompiled": 1.0})
     short, long = make_run("pretrain", "train.compile=auto"), make_run("pretrain", "train.compile=auto", "train.max_steps=10000000", folder="long")
     assert short.compile_decision.mode == "off" and run_summary(short)["compile"].startswith("off (auto: ")
-    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("default (measured, ")
+    assert long.compile_decision.mode == "default" and run_summary(long)["compile"].startswith("compiled (measured, ")
     assert short.model.layers[0].compiled is None and long.model.layers[0].compiled is not None
 
 

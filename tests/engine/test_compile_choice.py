@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.errors import Interrupted, TrainingError
+from common.errors import Interrupted
 from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED, compiled_layers, find_layer_call, measure_layers
 from runner.engine.device.compile import CompileDecision
 from runner.engine.loop import train
@@ -55,7 +55,9 @@ def test_layers_are_not_compiled_where_that_is_clearly_slower(uncompiled: float,
     state = make_run("pretrain", *AUTO)
     assert {*modes} == {*BOTH} and is_compiled(state) == (mode == "default")
     assert state.compile_decision.mode == state.compatibility["environment.compiled"] == mode
-    assert run_summary(state)["compile"].startswith(f"{mode} (measured, ms a layer: default 1000.0")
+    kernel = COMPILED if mode == "default" else UNCOMPILED
+    assert run_summary(state)["compile"].startswith(f"{kernel} (measured, ms a layer: compiled 1000.0")
+    assert state.compatibility.get("environment.layers") == (None if kernel == COMPILED else kernel)
 
 
 @pytest.mark.parametrize("overrides", [["train.compile=default"], ["train.activation_checkpointing=full"]], ids=["set", "recomputed"])
@@ -73,7 +75,7 @@ def test_resume_stays_uncompiled_bitwise_equal(make_run: Callable, measured: Cal
         train(stopped, stop_requested=lambda: stopped.progress.step == 2)
     modes = measured(2.0)
     resumed = make_run("sft", *AUTO, folder="stopped", attempt=2)
-    assert not modes and not is_compiled(resumed) and run_summary(resumed)["compile"] == "off, as its checkpoint"
+    assert not modes and not is_compiled(resumed) and run_summary(resumed)["compile"] == "uncompiled, as its checkpoint"
     train(resumed)
     for state in (whole, resumed):
         state.logger.finish("completed", {})
@@ -132,6 +134,33 @@ def test_both_ways_are_measured_and_no_layer_stays_compiled(make_run: Callable) 
     assert len(compiled_calls) > 2 and not is_compiled(state) and all(p.grad is None for p in state.model.parameters())
 
 
+def test_uncompiled_layer_is_timed_without_its_program(make_run: Callable) -> None:
+    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
+    call, calls = call_of(state, state.model.layers[0]), []
+    compile_layers = partial(state.model.compile_layers, single_row=False, backend=lambda graph, _: lambda *values: calls.append(1) or graph(*values))
+    for mode, is_called in ((UNCOMPILED, False), (COMPILED, True)):
+        measure_layers(call, partial(compiled_layers, compile_layers, state.model.uncompile_layers), nullcontext, [mode])
+        assert bool(calls) == is_called
+
+
+@pytest.mark.parametrize("override", ["model.dropout=0.1", "model.attention=flash", "train.batch_size=2", "data.max_length=32"])
+def test_times_are_kept_for_the_settings_of_the_layer_and_its_input(override: str, make_run: Callable, measured: Callable) -> None:
+    modes = measured(0.5)
+    for folder, overrides in (("first", []), ("same", []), ("other", [override])):
+        make_run("pretrain", *AUTO, "data.packing=best_fit", "data.max_length=64", "train.batch_size=1", *overrides, folder=folder)
+    assert len(modes) == 8  # two settings, each confirmed
+
+
+def test_short_run_that_is_continued_as_a_long_one_is_compiled(make_run: Callable, measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resume is not exact, which it says: train.compile=off keeps it so."""
+    modes = measured(0.5)
+    with monkeypatch.context() as short:
+        short.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off (auto: too short)"))
+        train(make_run("pretrain", *AUTO))
+    resumed = make_run("pretrain", "train.compile=auto", "train.max_steps=6", "train.save_every=2", attempt=2)
+    assert is_compiled(resumed) and not modes and resumed.compatibility["environment.compiled"] == "default"
+
+
 def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> None:
     def backend(graph, inputs):
         programs.append(graph)
@@ -145,14 +174,17 @@ def test_compiled_programs_do_not_stay_in_the_process(make_run: Callable) -> Non
     assert len(programs) == 2
 
 
-def test_compiler_that_fails_is_named_with_the_way_without_it(make_run: Callable) -> None:
+def test_compiler_that_fails_leaves_the_choice_to_the_settings(make_run: Callable, monkeypatch: pytest.MonkeyPatch, measured: Callable) -> None:
+    """The first step reports it; nothing is kept for later runs."""
     from torch._inductor.exc import CppCompileError
 
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise CppCompileError(["g++", "-O3"], "main.cpp:7:3: error: killed")
 
-    state = make_run("pretrain", *UNCOMPILED_RUN, "train.batch_size=2")
-    call = call_of(state, state.model.layers[0])
-    call.layer.register_forward_pre_hook(lambda *_: fail())
-    with pytest.raises(TrainingError, match="main.cpp:7:3: error: killed; train without it: train.compile=off"):
-        measure_layers(call, nullcontext, nullcontext, BOTH)
+    modes = measured(0.5)
+    with monkeypatch.context() as failing:
+        failing.setattr(kernels_of_run, "measure_layers", measure_layers)
+        failing.setattr("runner.engine.choices.compile_choice._compute", fail)
+        state = make_run("pretrain", *AUTO, folder="failing")
+        assert is_compiled(state) and "compiled (not measured: torch.compile failed: main.cpp:7:3: error: killed;" in run_summary(state)["compile"]
+    assert not is_compiled(make_run("pretrain", *AUTO)) and modes

@@ -185,7 +185,7 @@ def test_long_runs_are_compiled_and_have_a_pool_by_the_rules_of_the_engine(tiny_
     long = cpu_execution(cfg, facts, data, 1)
     assert cpu_execution(cfg, facts, tiny_plan.data, 1) == CpuExecution(threads=long.threads)
     assert (long.is_compiled, long.has_pool, long.attention) == (True, sys.platform == "linux", None)
-    resumed = cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "compiled": "off"})
+    resumed = cpu_execution(cfg, facts, data, 1, saved={"attention": "blocks-32", "products": "native", "layers": "uncompiled"})
     assert (resumed.is_compiled, resumed.attention) == (False, "blocks-32")
     shape = planned_attention_shape(cfg, facts, data)
     assert shape is not None
@@ -246,7 +246,7 @@ def test_products_are_those_that_this_machine_has_measured(tiny_plan: RunPlan, m
     monkeypatch.setattr(product_choice, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": 0.5})
     measured_kernel(product_choice.product_choice(shape), tmp_path, measured_facts())
     assert cpu_execution(cfg, facts, data, 1).is_upcast is True and cpu_execution(cfg, facts, tiny_plan.data, 1).is_upcast is False
-    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "compiled": "default"}).is_upcast is False
+    assert cpu_execution(cfg, facts, data, 1, saved={"attention": "auto", "products": "native", "layers": "compiled"}).is_upcast is False
     assert cpu_execution(tiny_plan.run.config, facts, data, 1).is_upcast is False  # fp32
 
 

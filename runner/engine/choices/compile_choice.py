@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common.errors import TrainingError
+from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COMPILED_FACT = "compiled"
-COMPILED, UNCOMPILED = "default", "off"  # values of train.compile
+LAYERS_FACT = "layers"  # whether they are compiled because of a measurement: the fact `compiled` is the mode, whatever has decided it
+COMPILED, UNCOMPILED = "compiled", "uncompiled"
 LAYER_TURNS, LAYER_PASSES = 3, 2
 
 
@@ -34,9 +34,9 @@ class _LayerCalledError(Exception):
 
 
 def compile_choice(workload: Mapping[str, Any], measure: Callable[[Sequence[str]], dict[str, float]]) -> MeasuredChoice:
-    """`measure`: of `measure_layers`."""
+    """`measure`: a call of `measure_layers` that lacks the modes."""
     return MeasuredChoice(
-        fact=COMPILED_FACT, default=COMPILED, others=(UNCOMPILED,), workload=workload, measure=measure, apply=lambda kernel: None, unit="ms a layer"
+        fact=LAYERS_FACT, default=COMPILED, others=(UNCOMPILED,), workload=workload, measure=measure, apply=lambda kernel: None, unit="ms a layer"
     )
 
 
@@ -68,23 +68,23 @@ def measure_layers(
     autocast: Callable[[], AbstractContextManager[object]],
     modes: Sequence[str],
 ) -> dict[str, float]:
-    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()`: in which layers are compiled.
+    """Return mode -> the shortest time of a forward and a backward pass of the layer, seconds. `compiled()` returns a context in which layers are compiled.
 
-    Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other programs. Raises TrainingError if
-    the compiler fails.
+    Nothing that is compiled stays in the process: a resumed run, which does not measure, would otherwise have other programs. Raises
+    KernelsUnavailableError if the compiler fails: it will fail in the first step, too, which reports it.
     """
     import torch
 
     with torch.random.fork_rng(devices=[]), compiled():
         runs = {mode: partial(_compute, call, mode, autocast) for mode in modes}
         try:
-            for run in (runs[COMPILED], runs[COMPILED]):  # compile
-                run()
+            if COMPILED in runs:
+                runs[COMPILED]()  # compiles, which is not timed
             return shortest_times(runs, LAYER_TURNS, LAYER_PASSES)
         except Exception as error:
             if not is_compile_error(error):
                 raise
-            raise TrainingError(describe_compile_error(error)) from error
+            raise KernelsUnavailableError(describe_compile_error(error)) from error
         finally:
             torch.compiler.reset()
 

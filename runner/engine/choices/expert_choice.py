@@ -28,6 +28,7 @@ class ExpertShape:
     dtype: str  # of torch: that of the products
     kernel: str  # one of `models.layers.attention.CPU_KERNELS`: the fused one has kernels for experts, too
     is_trained: bool = True  # the weights of the experts get gradients
+    joins_projections: bool = True  # one product for gate and up of an expert, where experts are called one by one
 
 
 def expert_choice(cfg: DecoderConfig, shape: ExpertShape, apply: Callable[[str], None]) -> MeasuredChoice | None:
@@ -61,7 +62,7 @@ def measure_experts(cfg: DecoderConfig, shape: ExpertShape, dispatches: Sequence
         x = torch.randn(1, shape.tokens, shape.hidden).to(dtype).requires_grad_()
     layer.attention_kernel = shape.kernel
     for expert in layer.experts:
-        vars(expert)["attention_kernel"] = shape.kernel
+        vars(expert).update(attention_kernel=shape.kernel, joins_projections=shape.joins_projections)
     inputs = [x, *(p for p in layer.parameters() if shape.is_trained)]
 
     def compute(dispatch: str) -> None:

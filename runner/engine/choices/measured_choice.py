@@ -60,13 +60,18 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
     `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the processor, the libraries and all
     else that the times depend on.
     """
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
     missing = _load_all(choice, folder)
     names = [name for name in (choice.default, *choice.others) if name not in missing]
     file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
-        with freed_memory_kept():
-            measured = _confirmed_times(choice, names)
+        try:
+            with freed_memory_kept():
+                measured = _confirmed_times(choice, names)
+        except KernelsUnavailableError as error:
+            return ChosenKernel(choice.default, f"{choice.label(choice.default)} (not measured: {error})", tuple(names))
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
     kernel = _fastest(choice, times)

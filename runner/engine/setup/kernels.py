@@ -19,9 +19,9 @@ from models.language_model import LanguageModel
 from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
-from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
+from runner.checkpoint.environment import code_fingerprint, compiler_version, cpu_model, numeric_variables
 from runner.engine.choices.attention_choice import AttentionShape, attention_choice
-from runner.engine.choices.compile_choice import COMPILED, COMPILED_FACT, compile_choice, compiled_layers, find_layer_call, measure_layers
+from runner.engine.choices.compile_choice import LAYERS_FACT, UNCOMPILED, compile_choice, compiled_layers, find_layer_call, measure_layers
 from runner.engine.choices.expert_choice import ExpertShape, expert_choice
 from runner.engine.choices.loss_choice import LossShape, loss_choice
 from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
@@ -92,12 +92,12 @@ def choose_cpu_kernels(
         mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size))
         chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
-        if choice.fact == COMPILED_FACT:
-            compilation = replace(decision, mode=chosen.kernel, reason=chosen.reason or decision.reason)
-            continue
         if chosen.kernel != choice.default:
             facts[choice.fact] = chosen.kernel
-        if chosen.reason:
+        if choice.fact == LAYERS_FACT:
+            mode = "off" if chosen.kernel == UNCOMPILED else decision.mode
+            compilation = replace(decision, mode=mode, reason=chosen.reason or decision.reason)
+        elif chosen.reason:
             reasons[choice.fact.replace("_", " ")] = chosen.reason
     return ChosenKernels(facts, reasons, compilation)
 
@@ -195,13 +195,13 @@ def _projections(cfg: Config, models: Sequence[LanguageModel], precision: Precis
     decoder, gate = networks[0].cfg, networks[0].gate_proj
     tokens = micro_batch_rows(cfg) * cfg.data.max_length
     tokens = -(-tokens * decoder.num_experts_per_tok // decoder.num_experts) if decoder.num_experts else tokens
-    kinds = (_dtype_name(precision), networks[0].attention_kernel, decoder.mlp_bias, gate.weight.requires_grad)
+    kind = (_dtype_name(precision), networks[0].attention_kernel, decoder.mlp_bias, gate.weight.requires_grad)
 
     def apply(kernel: str) -> None:
         for model in models:
             model.join_projections(kernel == JOINED)
 
-    return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kinds), apply)
+    return projection_choice(decoder, ProjectionShape(tokens, gate.in_features, gate.out_features, *kind), apply)
 
 
 def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision) -> MeasuredChoice | None:
@@ -212,12 +212,13 @@ def _experts(cfg: Config, models: Sequence[LanguageModel], precision: Precision)
     decoder, tokens = layers[0].cfg, micro_batch_rows(cfg) * cfg.data.max_length
     sizes = (decoder.hidden_size, decoder.moe_intermediate_size, decoder.num_experts, decoder.num_experts_per_tok)
     is_trained = any(p.requires_grad for p in layers[0].parameters())
+    joins = all(expert.joins_projections for expert in layers[0].experts)
 
     def apply(kernel: str) -> None:
         for layer in layers:
             layer.dispatch = kernel
 
-    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained), apply)
+    return expert_choice(decoder, ExpertShape(tokens, *sizes, _dtype_name(precision), layers[0].attention_kernel, is_trained, joins), apply)
 
 
 def _loss(cfg: Config, model: LanguageModel, precision: Precision) -> MeasuredChoice | None:
@@ -244,22 +245,27 @@ def _orthogonalization(optimizers: OptimizerGroup) -> MeasuredChoice | None:
 
 def _compilation(cfg: Config, model: LanguageModel, loader: StepLoader, precision: Precision, decision: CompileDecision) -> MeasuredChoice | None:
     """Return the choice whether layers are compiled; None where settings decide, and where a layer cannot be computed alone: recomputed, or shared by ranks."""
-    if cfg.train.compile != "auto" or decision.mode != COMPILED or cfg.train.activation_checkpointing != "none" or cfg.distributed.name == "fsdp":
+    if cfg.train.compile != "auto" or decision.mode == "off" or cfg.train.activation_checkpointing != "none" or cfg.distributed.name == "fsdp":
         return None
-    layer = model.compiled_layers[0]
+    layers = model.compiled_layers
+    if not layers:
+        return None
 
     def forward() -> None:
         with precision.autocast():
             model(**loader.first_batch().inputs)
 
-    if (call := find_layer_call(layer, forward)) is None:
+    if (call := find_layer_call(layers[0], forward)) is None:
         return None
-    inputs = [micro_batch_rows(cfg), cfg.data.max_length, cfg.data.packing, _dtype_name(precision)]
-    kernels = [vars(layer).get("attention_kernel"), vars(layer).get("joins_projections")]
-    weights = [[name, list(p.shape), p.requires_grad] for name, p in layer.named_parameters()]
-    compiled = partial(compiled_layers, partial(compile_model, model, cfg, COMPILED), model.uncompile_layers)
-    measure = partial(measure_layers, call, compiled, precision.autocast)
-    return compile_choice({"layer": type(layer).__name__, "inputs": inputs, "kernels": kernels, "weights": weights}, measure)
+    module = vars(layers[0])
+    workload = {
+        "settings": [repr(cfg.model), repr(cfg.stage.lora), cfg.data.packing, _dtype_name(precision), compiler_version()],
+        "input": list(call.args[0].shape),
+        "kernels": [module.get("attention_kernel"), module.get("joins_projections"), micro_batch_rows(cfg) == 1],
+        "weights": [[name, list(p.shape), p.requires_grad] for name, p in layers[0].named_parameters()],
+    }
+    compiled = partial(compiled_layers, partial(compile_model, model, cfg, decision.mode), model.uncompile_layers)
+    return compile_choice(workload, partial(measure_layers, call, compiled, precision.autocast))
 
 
 def micro_batch_rows(cfg: Config) -> int:

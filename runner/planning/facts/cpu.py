@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data.types import sequences_per_row
 from runner.engine.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
-from runner.engine.choices.compile_choice import COMPILED, UNCOMPILED
+from runner.engine.choices.compile_choice import COMPILED, LAYERS_FACT, UNCOMPILED
 from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
 from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
 from runner.engine.config import Config
@@ -47,7 +47,8 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
         elif decision.is_long_run:
             kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast or False)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
-    is_compiled = decision.mode != "off" and not (saved and cfg.train.compile == "auto" and saved["compiled"] == UNCOMPILED)
+    can_measure = cfg.train.compile == "auto" and cfg.train.activation_checkpointing == "none" and cfg.distributed.name != "fsdp"
+    is_compiled = decision.mode != "off" and not (saved and can_measure and saved[LAYERS_FACT] == UNCOMPILED)
     return CpuExecution(is_compiled, has_pool, kernel, threads, decision.is_long_run, is_upcast)
 
 
@@ -108,7 +109,7 @@ def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:
     if state is None:
         return None
     environment = recorded_environment(state["compatibility"])
-    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), ("compiled", COMPILED))}
+    return {name: str(environment.get(name, default)) for name, default in (("attention", DEFAULT_KERNEL), ("products", NATIVE), (LAYERS_FACT, COMPILED))}
 
 
 def attention_buffers(facts: ModelSizes, tokens: int, width: int, cpu: CpuExecution) -> int:
