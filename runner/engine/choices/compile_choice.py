@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from models.layers.cpu_kernels.library import KernelsUnavailableError
 from runner.engine.choices.measured_choice import MeasuredChoice, shortest_times
 from runner.engine.device.compile import describe_compile_error, is_compile_error
 
@@ -74,6 +73,8 @@ def measure_layers(
     KernelsUnavailableError if the compiler fails: it will fail in the first step, too, which reports it.
     """
     import torch
+
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
 
     with torch.random.fork_rng(devices=[]), compiled():
         runs = {mode: partial(_compute, call, mode, autocast) for mode in modes}
