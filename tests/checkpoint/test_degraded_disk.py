@@ -160,6 +160,7 @@ def test_run_loses_nothing_while_the_disk_is_full_for_some_steps(tmp_path: Path)
         def step(state, *args):
             result = step_with_retries(state, *args)
             if state.progress.step == 5:
+                state.checkpoints.wait_for_save()  # a save that ends later deletes an old checkpoint: the disk has space again
                 fill_completely(folder / "small" / "filler")
             if state.progress.step == 9:
                 (folder / "while full").write_text(json.dumps([saved_steps(state.run_dir), temp_files(state.run_dir), last_logged_step(state.run_dir)]))
