@@ -97,7 +97,7 @@ class LanguageModel(nn.Module):
 
     def uncompile_layers(self) -> None:
         """Train with uncompiled layers again."""
-        raise NotImplementedError
+        raise NotImplementedError  # called only for models that name `compiled_layers`
 
     @property
     def compiled_layers(self) -> Sequence[nn.Module]:
