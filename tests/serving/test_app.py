@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import queue as threads
+import socket
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -195,3 +200,29 @@ def test_serve_answers_503_when_too_many_wait_and_hides_the_cause_of_failures(qu
     monkeypatch.setattr(queue, "submit", lambda works: (_ for _ in ()).throw(generation.QueueFullError))
     answer = http.post(COMPLETIONS, json={"prompt": "a", "stream": True})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_serve_cancels_the_answers_of_a_client_that_goes_away(queue: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool) -> None:
+    import uvicorn
+
+    from runner.serving.app import create_app
+    from runner.serving.header_deadline import HeaderDeadlineProtocol
+
+    submitted: threads.Queue[list[Any]] = threads.Queue()
+    monkeypatch.setattr(queue, "submit", submitted.put)  # nothing is computed
+    server = uvicorn.Server(uvicorn.Config(create_app(queue, "small", 16, None), http=HeaderDeadlineProtocol, ws="none", log_level="error"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            client = http.client.HTTPConnection(*listener.getsockname())
+            client.request("POST", COMPLETIONS, json.dumps({"prompt": "Tolo", "n": 3, "stream": is_stream}), {"Content-Type": "application/json"})
+            answers = submitted.get(timeout=60)
+            assert len(answers) == 3 and not any(answer.is_cancelled for answer in answers)
+            client.close()
+            while not all(answer.is_cancelled for answer in answers):  # the time limit of the test ends it
+                time.sleep(0.01)
+        finally:
+            server.should_exit = True
+            thread.join(60)

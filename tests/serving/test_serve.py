@@ -1,4 +1,4 @@
-"""The command serve.py: OpenAI's client and lm-evaluation-harness talk to it, Ctrl-C and clients that go away end its work, unsafe addresses are refused."""
+"""The command serve.py: OpenAI's client and lm-evaluation-harness talk to it, Ctrl-C ends its work, unsafe addresses are refused."""
 
 from __future__ import annotations
 
@@ -115,27 +115,12 @@ def test_serve_gives_lm_eval_the_score_that_it_has_in_process(port: int, served_
 
 
 @pytest.mark.slow
-def test_serve_ends_the_work_of_clients_that_go_away_and_itself_at_ctrl_c(served_folder: Path) -> None:
+def test_serve_ends_answers_and_itself_at_ctrl_c(served_folder: Path) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     with started(served_folder, "max_batch=1", "max_waiting=128") as (process, port):
-
-        def post(answers: int, tokens: int, stream: bool) -> http.client.HTTPConnection:
-            connection = http.client.HTTPConnection("127.0.0.1", port)
-            body = {"prompt": "Tolo", "max_tokens": tokens, "n": answers, "temperature": 1, "stream": stream}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            return connection
-
-        def status() -> int:
-            return post(2, 1, stream=False).getresponse().status
-
-        for is_stream in (True, False):
-            client = post(128, 200, is_stream)  # 127 answers wait
-            while status() != 503:
-                pass
-            client.close()
-            while status() != 200:  # once the server has forgotten them
-                pass
-        client = post(128, 200, stream=True)
+        client = http.client.HTTPConnection("127.0.0.1", port)
+        body = {"prompt": "Tolo", "max_tokens": 200, "n": 128, "temperature": 1, "stream": True}
+        client.request("POST", "/v1/completions", json.dumps(body), headers)
         assert client.getresponse().readline().startswith(b"data: {")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == INTERRUPTED_BY_USER
