@@ -38,7 +38,19 @@ LEFT_OUT = shutil.ignore_patterns(".*", "outputs", "multirun", "build", "dist", 
 # Exceptions of a mutant that is no silent fault
 LOUD = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "ModuleNotFoundError", "SyntaxError"}
 PROFILE = "mutation"  # of hypothesis
-PYTEST_OPTIONS = ("-q", "--tb=line", "-m", "not slow", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}")
+PYTEST_OPTIONS = (
+    "-q",
+    "--tb=line",
+    "-m",
+    "not slow",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "pytest_timeout",
+    "-p",
+    "_hypothesis_pytestplugin",
+    f"--hypothesis-profile={PROFILE}",
+)
 TIME_LIMIT = 120  # seconds of one pytest run; a mutant may loop forever
 LOG_LINES = 20  # of pytest, if it neither passes nor fails
 

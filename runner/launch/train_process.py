@@ -181,7 +181,8 @@ def _memory_errors(state: TrainState) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # that of PyTorch is a RuntimeError
-        from runner.planning.out_of_memory import describe_out_of_memory, is_out_of_memory
+        from runner.engine.device.memory_errors import is_out_of_memory
+        from runner.planning.out_of_memory import describe_out_of_memory
 
         if not is_out_of_memory(error):
             raise

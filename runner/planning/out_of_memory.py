@@ -24,18 +24,9 @@ if TYPE_CHECKING:
 
     from runner.engine.state import TrainState
 
-OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")  # of a RuntimeError of PyTorch
 REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 MAX_ALTERNATIVES = 3
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    import torch
-
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(text in str(error).lower() for text in OUT_OF_MEMORY_TEXTS)
-    )
 
 
 def describe_out_of_memory(state: TrainState, error: BaseException) -> str:

@@ -19,8 +19,9 @@ from data.tokenize.block import RowStats
 from runner.diagnostics.row_checks import bad_labels, check_rows, few_labels, foreign_template, sample_examples
 from runner.diagnostics.symptoms import PAGE
 from runner.diagnostics.training_overlap import TrainingOverlap, training_overlap
+from runner.engine.device.memory_errors import is_out_of_memory
 from runner.engine.loop import train
-from runner.planning.out_of_memory import describe_out_of_memory, is_out_of_memory, measured_parts
+from runner.planning.out_of_memory import describe_out_of_memory, measured_parts
 
 ROOT = Path(__file__).parents[2]
 CHATML = (ROOT / "data" / "tokenize" / "chatml.jinja").read_text()

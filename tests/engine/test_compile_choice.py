@@ -82,7 +82,7 @@ def test_resume_stays_uncompiled_bitwise_equal(make_run: Callable, measured: Cal
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=True)
 def test_run_that_has_measured_has_the_bits_of_one_that_has_not(make_run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was compiled to measure is not left in the process."""
     settings = ["data.packing=best_fit", "precision=bf16", "train.batch_size=1", "model.dropout=0.1", "model.num_hidden_layers=1"]

@@ -26,7 +26,7 @@ from runner.engine.choices.expert_choice import ExpertShape, expert_choice, meas
 from runner.engine.choices.loss_choice import LossShape, loss_choice, measure_loss
 from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel, shortest_times
 from runner.engine.device.compile import CompileDecision
-from runner.engine.device.stop import StopRequests
+from runner.engine.device.stop import StopRequests, as_stop_requests
 from runner.engine.loop import train
 from runner.engine.setup import kernels as kernels_of_run
 from runner.engine.setup.summary import run_summary
@@ -347,6 +347,33 @@ def test_choice_is_kept_on_a_file_system_without_hard_links(monkeypatch: pytest.
     monkeypatch.setattr(os, "link", no_links)
     rounds = [{"a": 2.0, "b": 1.0}, {"a": 2.0, "b": 1.0}]
     assert [measured_kernel(choice_between(rounds), tmp_path, {}).kernel for _ in range(2)] == ["b", "b"] and not rounds
+
+
+def test_choice_is_the_default_where_measuring_has_no_memory_left(tmp_path: Path) -> None:
+    def measure(names: object) -> dict[str, float]:
+        raise RuntimeError(message)
+
+    choice, message = replace(choice_between([]), measure=measure), "DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"
+    assert measured_kernel(choice, tmp_path, {})[:2] == ("a", "a (not measured: out of memory)")
+    message = "shapes do not match"
+    with pytest.raises(RuntimeError, match=message):
+        measured_kernel(choice, tmp_path, {})
+
+
+def test_measuring_is_announced_once_and_not_where_times_are_known(
+    make_run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels_of_run, "set_inductor_cache", lambda: tmp_path)
+    decision, dist = CompileDecision("off", "auto", is_long_run=True), make_run("pretrain", "train.max_steps=1").dist
+
+    def choose(*rounds: dict[str, float]) -> str:
+        choices = [replace(choice_between([times]), workload={"number": i}) for i, times in enumerate(rounds)]
+        kernels_of_run.choose_cpu_kernels(choices, decision, dist, None, as_stop_requests(lambda: False))
+        return capsys.readouterr().err
+
+    rounds = [{"a": 1.0}, {"a": 2.0}]
+    assert choose(*rounds) == "measuring which kernels are fastest on this machine; the times are kept for later runs\n"
+    assert choose(*rounds) == ""
 
 
 def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice(tmp_path: Path) -> None:

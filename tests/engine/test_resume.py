@@ -86,13 +86,9 @@ def switch_cells():
     """Combinations in which every pair of values of two switches occurs; two are fast."""
     for number, values in enumerate(pairwise(*SWITCHES.values())):
         yield pytest.param(dict(zip(SWITCHES, values, strict=True)), id="-".join(map(str, values)), marks=[] if number in (1, 3) else [pytest.mark.slow])
-    for values in [
-        ("pretrain", "fp32", 1, 0, 0, "adamw"),
-        ("lora", "fp16", 1, 2, 0.1, "muon"),
-        ("dpo", "fp32", 3, 0, 0, "muon"),
-    ]:  # sft: with all speed settings
+    for values in [("lora", "fp16", 1, 2, 0.1, "muon"), ("dpo", "fp32", 3, 0, 0, "muon")]:  # sft: with all speed settings
         cell = dict(zip(SWITCHES, values, strict=True)) | {"train.compile": "default"}
-        yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow)
+        yield pytest.param(cell, id="-".join(map(str, values)) + "-compiled", marks=pytest.mark.slow(long=True))
 
 
 @pytest.mark.parametrize("cell", list(switch_cells()))

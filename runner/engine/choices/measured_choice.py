@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from runner.engine.device.cpu.allocator import freed_memory_kept
+from runner.engine.device.memory_errors import is_out_of_memory
 
 WORTHWHILE = 0.9  # another kernel than the default takes at most this share of its time: a choice by chance would change the bits of a run for nothing
 MAX_MEASURING_SECONDS, MIN_TURNS = 10.0, 2  # of measuring one choice once, and what is worth measuring at all
@@ -54,11 +55,11 @@ class ChosenKernel(NamedTuple):
     available: tuple[str, ...]  # kernels that this process can compute
 
 
-def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> ChosenKernel:
+def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], before_measuring: Callable[[], object] = lambda: None) -> ChosenKernel:
     """Return the fastest kernel.
 
     `folder`: a private one for compiled programs; times measured before are taken from it. `facts` (JSON values): the processor, the libraries and all
-    else that the times depend on.
+    else that the times depend on. `before_measuring` is called unless all times are known.
     """
     from models.layers.cpu_kernels.library import KernelsUnavailableError
 
@@ -67,11 +68,16 @@ def measured_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, An
     file = _times_file(choice, folder, facts, names)
     times = _read_times(file, choice)
     if times is None:
+        before_measuring()
         try:
             with freed_memory_kept():
                 measured = _confirmed_times(choice, names)
-        except KernelsUnavailableError as error:
-            return ChosenKernel(choice.default, f"{choice.label(choice.default)} (not measured: {error})", tuple(names))
+        except (KernelsUnavailableError, MemoryError, RuntimeError) as error:
+            is_unavailable = isinstance(error, KernelsUnavailableError)
+            if not is_unavailable and not is_out_of_memory(error):
+                raise
+            reason = error if is_unavailable else "out of memory"  # which the first step reports
+            return ChosenKernel(choice.default, f"{choice.label(choice.default)} (not measured: {reason})", tuple(names))
         _write_times(file, choice, measured)
         times = _read_times(file, choice) or measured  # those of another run that has measured at the same time
     kernel = _fastest(choice, times)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from common.errors import print_note
 from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
@@ -88,8 +89,9 @@ def choose_cpu_kernels(
     Raises StopRequested if some rank is asked to stop.
     """
     facts, reasons, compilation = {}, {}, decision
+    announce = cache(_announce_measuring) if dist.is_rank_zero else lambda: None
     for choice in choices:
-        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size))
+        mine = do_unless_stopped(dist, stop, "before the first step", partial(_choose, choice, decision, saved, dist.size, announce))
         chosen = common_kernel(choice, dist.gather(list(mine)))
         choice.apply(chosen.kernel)
         if chosen.kernel != choice.default:
@@ -102,13 +104,19 @@ def choose_cpu_kernels(
     return ChosenKernels(facts, reasons, compilation)
 
 
-def _choose(choice: MeasuredChoice, decision: CompileDecision, saved: dict[str, Any] | None, ranks: int) -> ChosenKernel:
+def _announce_measuring() -> None:
+    print_note("measuring which kernels are fastest on this machine; the times are kept for later runs")
+
+
+def _choose(
+    choice: MeasuredChoice, decision: CompileDecision, saved: dict[str, Any] | None, ranks: int, before_measuring: Callable[[], object]
+) -> ChosenKernel:
     if saved is not None:
         kernel = recorded_environment(saved["compatibility"]).get(choice.fact, choice.default)
         return repeated_kernel(choice, kernel, set_inductor_cache())
     if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
         return ChosenKernel(choice.default, "", (choice.default,))
-    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks))
+    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks), before_measuring)
 
 
 def measured_facts(ranks: int = 1, threads: int | None = None, is_upcast: bool | None = None) -> dict[str, Any]:
