@@ -14,7 +14,19 @@ from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, mu
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-SIZES = [(1, 1, 1), (12, 256, 32), (13, 257, 33), (5, 3, 2), (64, 300, 40), (300, 64, 40), (40, 64, 300), (24, 512, 1100), (37, 1025, 530), (700, 40, 11)]
+SIZES = [
+    (1, 1, 1),
+    (12, 256, 32),
+    (13, 257, 33),
+    (5, 3, 2),
+    (64, 300, 40),
+    (300, 64, 40),
+    (40, 64, 300),
+    (24, 512, 1100),
+    (37, 1025, 530),
+    (700, 40, 11),
+    (4100, 300, 20),
+]
 
 
 def matrix(rows: int, cols: int, seed: int, *, is_transposed: bool = False, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -13,15 +13,12 @@
 
 namespace {
 
-#ifdef __AVX512F__
-constexpr int64_t ROWS = 12, VECTORS = 2;  // of a tile, whose sums fill 24 of 32 registers
-#else
-constexpr int64_t ROWS = 6, VECTORS = 1;  // 12 of the 16 registers of AVX2
-#endif
+constexpr int64_t ROWS = 12, VECTORS = 2;  // of a tile, whose sums fill 24 of the 32 registers of AVX-512; with fewer registers the kernel is slow
 constexpr int64_t COLS = VECTORS * LANES;
 constexpr int64_t DEPTH = 256, WIDTH = 512;  // of a block of B in fp32: half a MiB
+constexpr int64_t HEIGHT = 2040;  // of a block of A: sums of a bf16 result take 4 MiB of each thread at most
 constexpr int64_t PITCH = DEPTH + LANES;  // between rows of A: not a power of two, which would map all rows to the same lines of the cache
-static_assert(WIDTH % COLS == 0 && DEPTH % LANES == 0);
+static_assert(WIDTH % COLS == 0 && DEPTH % LANES == 0 && HEIGHT % ROWS == 0);
 
 struct Operand {
   const bf16* data;
@@ -87,7 +84,7 @@ void pack_right(const Operand& b, int64_t depth, int64_t cols, float* to) {
   }
 }
 
-// (count, depth) of A -> (ROWS, depth) in rows of PITCH, or, where columns are contiguous, (depth, ROWS); zeros after the last row.
+// (count, depth) of A -> (ROWS, depth) in rows of PITCH, or, where columns are contiguous, (depth, ROWS); zeros after the last row. `readable`: rows of A from here.
 void pack_left(const Operand& a, int64_t count, int64_t depth, int64_t readable, float* to) {
   if (a.column == 1) {
     for (int64_t i = 0; i < ROWS; ++i)
@@ -142,9 +139,9 @@ void compute_tile(
   copy_tile(edge, COLS, rows, cols, out, ld);
 }
 
-// The work of one thread.
+// At most HEIGHT rows.
 template <typename T>
-void multiply(const Operand& a, const Operand& b, T* out, int64_t ld, int64_t M, int64_t N, int64_t K, bool adds, Workspace& workspace) {
+void multiply_rows(const Operand& a, const Operand& b, T* out, int64_t ld, int64_t M, int64_t N, int64_t K, bool adds, Workspace& workspace) {
   const bool is_by_row = a.column == 1, has_sums = !std::is_same_v<T, float> && K > DEPTH;
   float* left = workspace.left.get(ROWS * PITCH + LANES);
   float* right = workspace.right.get(DEPTH * WIDTH);
@@ -163,6 +160,12 @@ void multiply(const Operand& a, const Operand& b, T* out, int64_t ld, int64_t M,
       }
     }
   }
+}
+
+// The work of one thread.
+template <typename T>
+void multiply(const Operand& a, const Operand& b, T* out, int64_t ld, int64_t M, int64_t N, int64_t K, bool adds, Workspace& workspace) {
+  for (int64_t m = 0; m < M; m += HEIGHT) multiply_rows(a.at(m, 0), b, out + m * ld, ld, std::min(HEIGHT, M - m), N, K, adds, workspace);
 }
 
 // Equal parts of the longer side for all threads.

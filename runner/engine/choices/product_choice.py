@@ -64,8 +64,7 @@ def use_products(kernel: str) -> None:
 
 
 def load_products(kernel: str, folder: Path) -> None:
-    """Raise KernelsUnavailableError if this torch does not let its products be replaced, or for a C++ kernel that cannot be compiled, or only for newer
-    instructions than those that torch is limited to."""
+    """Raise KernelsUnavailableError if this torch does not let its products be replaced; for the C++ kernel, if it is not compiled or torch has no AVX-512."""
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
@@ -73,10 +72,11 @@ def load_products(kernel: str, folder: Path) -> None:
 
     if not can_upcast():
         raise KernelsUnavailableError("torch.library.get_kernel is missing")
-    if kernel == KERNEL:
-        load_kernels(folder)
-        if torch.cpu._is_avx512_supported() and not (capability := torch.backends.cpu.get_cpu_capability()).startswith("AVX512"):
-            raise KernelsUnavailableError(f"torch is limited to {capability}")
+    if kernel != KERNEL:
+        return
+    if not (capability := torch.backends.cpu.get_cpu_capability()).startswith("AVX512"):
+        raise KernelsUnavailableError(f"it needs AVX-512, and torch uses {capability}")
+    load_kernels(folder)
 
 
 def measure_products(shape: ProductShape, kernels: Sequence[str]) -> dict[str, float]:
