@@ -53,6 +53,7 @@ OPERATORS = {
         "mkldnn::_linear_pointwise",
         "mkl::_mkl_linear",
         "lm_runner_weight_gradients",
+        "lm_runner_multiply",
     ),
     COPIES: ("aten::copy_", "aten::_to_copy", "aten::cat", "aten::clone", "aten::contiguous", "aten::_foreach_copy_"),
     SWIGLU: ("lm_runner_swiglu_*", "lm_runner::swiglu_output*", "aten::silu", "aten::silu_backward"),

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,18 @@ def registered_combinations(warmup_steps: int):
         marks = [] if (objective, optimizer, schedule) in fast else [pytest.mark.slow]
         overrides = [f"optimizer={optimizer}", f"schedule={schedule}", f"schedule.warmup_steps={warmup_steps}", "optimizer.lr=1e-3"]
         yield pytest.param(STAGE_OF_OBJECTIVE.get(objective, objective), overrides, id=f"{objective}-{optimizer}-{schedule}", marks=marks)
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The C++ kernels, compiled once for all processes of the session."""
+    from models.layers.cpu_kernels.fused_attention import fused_attention
+    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
+
+    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
+    x = torch.randn(1, 1, 16, 16)
+    try:
+        load_kernels(shared / "kernels")
+        fused_attention(x, x, x, None)
+    except KernelsUnavailableError as error:
+        pytest.skip(f"no C++ kernels on this machine: {error}")

@@ -219,7 +219,9 @@ def test_benchmark_of_commits_finds_the_first_step_whose_loss_or_batch_differs(i
     [
         (["aten::mm", "aten::matmul", "lm_runner::joined_projection", "## Call CompiledFxGraph f2e7 ##"], "PRODUCTS"),
         (["lm_runner_weight_gradients", "lm_runner::swiglu_output_backward"], "PRODUCTS"),
+        (["lm_runner_multiply", "aten::mm", "lm_runner::kernel_projection"], "PRODUCTS"),
         (["aten::mm", "lm_runner::nll_sum"], "LOSS_PRODUCTS"),
+        (["lm_runner_multiply", "aten::mm", "lm_runner::nll_sum"], "LOSS_PRODUCTS"),
         (["aten::_log_softmax", "lm_runner::nll_sum", "GeneratedBackwardFor_lm_runner_nll_sum_default"], "LOSS"),
         (["aten::bmm", "aten::matmul", "lm_runner::attention"], "ATTENTION"),
         (["lm_runner_attention_backward", "lm_runner::fused_attention_backward"], "ATTENTION"),

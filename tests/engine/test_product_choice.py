@@ -11,7 +11,7 @@ import torch
 
 from common.errors import Interrupted
 from models.layers.cpu_kernels.library import KernelsUnavailableError
-from models.layers.cpu_kernels.upcast_products import are_products_upcast, upcast_products
+from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, are_products_upcast, upcast_products
 from runner.engine.choices import product_choice as product_choice_module
 from runner.engine.choices.product_choice import MIN_RUN_FLOPS, ProductShape, load_products, measure_products, product_choice
 from runner.engine.device.compile import CompileDecision
@@ -26,12 +26,19 @@ SETTINGS = ["precision=bf16", "train.max_steps=4", "train.save_every=2"]
 
 @pytest.fixture(autouse=True)
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`measured(fp32=0.5)`: products in fp32 take that time, and torch's own 1.0; by default 0.5. Runs are planned with MIN_RUN_FLOPS."""
+    """`measured(fp32=0.5)`: products in fp32 take that time, those of the C++ kernel half of it, and torch's own 1.0; by default 0.5.
+
+    Runs are planned with MIN_RUN_FLOPS, which is too short for the kernel.
+    """
     monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", planned_flops=MIN_RUN_FLOPS))
 
     def measured(fp32: float) -> None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / f"programs-{fp32}"))  # where times are kept
-        monkeypatch.setattr(product_choice_module, "measure_products", lambda shape, kernels: {"native": 1.0, "fp32": fp32})
+        monkeypatch.setattr(
+            product_choice_module,
+            "measure_products",
+            lambda shape, kernels: {name: seconds for name, seconds in {"native": 1.0, "fp32": fp32, "fp32_kernel": fp32 / 2}.items() if name in kernels},
+        )
 
     measured(fp32=0.5)
     yield measured
@@ -80,6 +87,38 @@ def test_resume_repeats_the_products_of_its_checkpoint_bitwise_equal(make_run: C
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
+@pytest.mark.slow
+def test_resume_of_a_long_run_repeats_the_kernel_of_its_checkpoint_bitwise_equal(
+    make_run: Callable, measured: Callable[..., None], kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels_of_run, "resolve_compile_mode", lambda *_: CompileDecision("off", "off", is_long_run=True))
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("the kernel needs AVX-512")
+    whole = make_run("sft", *SETTINGS, folder="whole")
+    assert whole.compatibility["environment.products"] == "fp32_kernel" and are_products_by_kernel()
+    assert run_summary(whole)["products"].startswith("by the C++ kernel (measured, ms a linear layer: in bfloat16 1000.0")
+    train(whole)
+    stopped = make_run("sft", *SETTINGS, folder="stopped")
+    with pytest.raises(Interrupted):
+        train(stopped, stop_requested=lambda: stopped.progress.step == 2)
+    measured(fp32=2.0)
+    resumed = make_run("sft", *SETTINGS, folder="stopped", attempt=2)
+    assert are_products_by_kernel() and run_summary(resumed)["products"] == "by the C++ kernel, as its checkpoint"
+    train(resumed)
+    for state in (whole, resumed):
+        state.logger.finish("completed", {})
+    assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
+
+
+def test_kernel_is_not_available_without_avx_512(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With fewer registers it is slow; and where ATEN_CPU_CAPABILITY emulates an older processor, it would still be compiled for this one."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    load_products("fp32", tmp_path)
+    with pytest.raises(KernelsUnavailableError, match="it needs AVX-512, and torch uses AVX2"):
+        load_products("fp32_kernel", tmp_path)
+    assert not list(tmp_path.iterdir())  # nothing was compiled
+
+
 def test_gradients_with_products_in_fp32_are_those_of_bf16_up_to_rounding(make_run: Callable, measured: Callable[..., None]) -> None:
     gradients = []
     for folder, fp32 in (("fp32", 0.5), ("native", 2.0)):
@@ -100,11 +139,11 @@ def test_torch_without_replaceable_kernels_keeps_its_products(monkeypatch: pytes
         load_products("fp32", tmp_path)
 
 
-def test_products_are_measured_beside_torchs_own_and_leave_the_choice() -> None:
+def test_products_are_measured_beside_torchs_own_and_leave_the_choice(kernels: None) -> None:
     shape = ProductShape(tokens=64, outputs=96, inputs=64, dtype="bfloat16")
-    upcast_products(True)
-    times = measure_products(shape, ["native", "fp32"])
-    assert are_products_upcast() and set(times) == {"native", "fp32"} and all(seconds > 0 for seconds in times.values())
+    upcast_products(True, by_kernel=True)
+    times = measure_products(shape, ["native", "fp32", "fp32_kernel"])
+    assert are_products_by_kernel() and set(times) == {"native", "fp32", "fp32_kernel"} and all(seconds > 0 for seconds in times.values())
 
 
 def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +171,6 @@ def test_other_kernels_are_measured_for_these_products() -> None:
     choice = product_choice(ProductShape(64, 96, 64, "bfloat16"))
     before = measured_facts()
     choice.apply("fp32")
-    assert measured_facts() != before and measured_facts(is_upcast=False) == before
+    assert measured_facts() != before and measured_facts(products="native") == before
     choice.apply("native")
     assert measured_facts() == before

@@ -33,17 +33,6 @@ SHAPES = {  # rows, query heads, key heads, tokens, head width, documents per ro
 }
 
 
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compile once for all processes of the session."""
-    shared = tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    try:
-        load_kernels(shared / "kernels")
-        run(torch.randn(1, 16, 1, 16).transpose(1, 2), torch.float32)
-    except KernelsUnavailableError as error:
-        pytest.skip(f"no fused kernel on this machine: {error}")
-
-
 def run(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     try:
         return fused_attention(x.to(dtype), x.to(dtype), x.to(dtype), None)[0]

@@ -20,7 +20,7 @@ import torch
 
 from common.filesystem import is_complete_program
 
-SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp"))
+SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp"))
 HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
 FLAGS = (
     "-std=c++20",

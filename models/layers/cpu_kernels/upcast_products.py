@@ -7,6 +7,8 @@ The kernels of torch are replaced by those in Python that call them with operand
 adapters, attention and models of transformers are computed so. Products with a side of less than MIN_SIDE, as those of single tokens in generation, stay as
 they are: to cast the weight would take longer. So does torch's own fused attention, which calls none of these operators.
 
+`upcast_products(True, by_kernel=True)` computes those in bf16, without a sum that is added, by the C++ kernel, which converts numbers where it packs them.
+
 Shapes: (M, K) @ (K, N), and S of such products at once.
 """
 
@@ -21,6 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
+
 P = ParamSpec("P")
 T = TypeVar("T")
 UPCAST_DTYPES = (torch.bfloat16, torch.float16)
@@ -30,10 +34,16 @@ CAST_ELEMENTS = 1 << 21  # cast at a time, besides an operand that all blocks sh
 DIMENSIONS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}  # operator of aten -> dimensions of its matrices
 
 _overrides: torch.library.Library | None = None
+_by_kernel = False
 
 
 def are_products_upcast() -> bool:
     return _overrides is not None
+
+
+def are_products_by_kernel() -> bool:
+    """Return whether those that are upcast are computed by the C++ kernel, where it supports them."""
+    return _by_kernel
 
 
 def can_upcast() -> bool:
@@ -41,9 +51,13 @@ def can_upcast() -> bool:
     return hasattr(torch.library, "get_kernel")
 
 
-def upcast_products(enabled: bool) -> None:
-    """Let torch compute products of 16-bit matrices on the CPU in fp32, or as it does by itself: in all of this process, until the next call."""
-    global _overrides
+def upcast_products(enabled: bool, *, by_kernel: bool = False) -> None:
+    """Let torch compute products of 16-bit matrices on the CPU in fp32, or as it does by itself: in all of this process, until the next call.
+
+    `by_kernel`: by the C++ kernel, which has been loaded.
+    """
+    global _overrides, _by_kernel
+    _by_kernel = enabled and by_kernel
     if enabled == are_products_upcast():
         return
     if _overrides is not None:
@@ -127,10 +141,12 @@ def _is_upcast(a: Tensor, b: Tensor, dimensions: int) -> bool:
 def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
     """a: (M, K), b: (K, N), 16 bits -> out (M, N) = a @ b, in 16 bits or fp32. `add`: out += a @ b, in fp32.
 
-    The longest side is computed in blocks, so that no copy in fp32 is larger than the shorter operand or CAST_ELEMENTS.
+    Without the kernel the longest side is computed in blocks, so that no copy in fp32 is larger than the shorter operand or CAST_ELEMENTS.
     """
     (M, K), N = a.shape, b.shape[1]
     assert not add or out.dtype == torch.float32
+    if _by_kernel and supports_product(a, b, out):
+        return multiply_by_kernel(a, b, out, add=add)
     if max(M, N) < K:
         total = out if add else None
         for block in _blocks(K, M + N):
@@ -152,6 +168,9 @@ def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Seq
 
     The same numbers as those of `multiply`, but each number of g is cast once.
     """
+    if _by_kernel:
+        parts = g.split([*sizes], dim=1)
+        return multiply(g, weight, x.new_empty(x.shape)), [multiply(part.t(), x, x.new_empty(part.shape[1], x.shape[1], dtype=torch.float32)) for part in parts]
     dx, weight = x.new_empty(x.shape), weight.float()
     dw: list[Tensor | None] = [None] * len(sizes)
     for block in _blocks(len(g), g.shape[1] + x.shape[1]):

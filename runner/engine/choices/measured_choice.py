@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +41,14 @@ class MeasuredChoice:
     unit: str = "ms"  # of the times in the log, with what they are times of
     labels: Mapping[str, str] = field(default_factory=dict)  # kernel -> name in the log, where it has another
     min_run_flops: float = math.inf  # planned operations from which on a run measures it that is too short for the others
+    long_only: tuple[str, ...] = ()  # those of `others` that only long runs measure: compiling them takes seconds
     load: Callable[[str, Path], None] = _always  # (kernel, folder for compiled programs); raises KernelsUnavailableError where this machine cannot compute it
 
     def label(self, kernel: str) -> str:
         return self.labels.get(kernel, kernel)
+
+    def for_short_runs(self) -> MeasuredChoice:
+        return replace(self, others=tuple(kernel for kernel in self.others if kernel not in self.long_only))
 
 
 class ChosenKernel(NamedTuple):

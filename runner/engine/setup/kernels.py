@@ -17,7 +17,6 @@ from data.batching.loader import StepLoader
 from data.batching.packing import PackedSequences
 from data.types import sequences_per_row
 from models.language_model import LanguageModel
-from models.layers.cpu_kernels.upcast_products import are_products_upcast
 from models.layers.mlp import MLP, MoE
 from runner.checkpoint.compatibility import environment_facts, recorded_environment
 from runner.checkpoint.environment import code_fingerprint, compiler_version, cpu_model, numeric_variables
@@ -26,7 +25,7 @@ from runner.engine.choices.compile_choice import LAYERS_FACT, UNCOMPILED, compil
 from runner.engine.choices.expert_choice import ExpertShape, expert_choice
 from runner.engine.choices.loss_choice import LossShape, loss_choice
 from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel
-from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, product_choice
+from runner.engine.choices.product_choice import PRODUCT_DTYPES, ProductShape, current_products, product_choice
 from runner.engine.choices.projection_choice import JOINED, ProjectionShape, projection_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, resolve_compile_mode, set_inductor_cache, tag_compiled_programs
@@ -116,13 +115,14 @@ def _choose(
         return repeated_kernel(choice, kernel, set_inductor_cache())
     if not decision.is_long_run and decision.planned_flops < choice.min_run_flops:
         return ChosenKernel(choice.default, "", (choice.default,))
-    return measured_kernel(choice, set_inductor_cache(), measured_facts(ranks), before_measuring)
+    measured = choice if decision.is_long_run else choice.for_short_runs()
+    return measured_kernel(measured, set_inductor_cache(), measured_facts(ranks), before_measuring)
 
 
-def measured_facts(ranks: int = 1, threads: int | None = None, is_upcast: bool | None = None) -> dict[str, Any]:
+def measured_facts(ranks: int = 1, threads: int | None = None, products: str | None = None) -> dict[str, Any]:
     """Return what the speed of a kernel depends on besides its shapes.
 
-    `threads`: of each rank; `is_upcast`: whether products in 16 bits are computed in fp32; None: as in this process.
+    `threads`: of each rank; `products`: how 16-bit matrices are multiplied, a kernel of `product_choice`; None: as in this process.
     """
     return {
         "ranks": ranks,
@@ -131,7 +131,7 @@ def measured_facts(ranks: int = 1, threads: int | None = None, is_upcast: bool |
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "threads": threads or torch.get_num_threads(),
-        "upcast": are_products_upcast() if is_upcast is None else is_upcast,
+        "products": products or current_products(),
         **numeric_variables(os.environ),
     }
 

@@ -11,7 +11,7 @@ from data.types import sequences_per_row
 from runner.engine.choices.attention_choice import DEFAULT_KERNEL, FUSED, AttentionShape, attention_choice
 from runner.engine.choices.compile_choice import COMPILED, LAYERS_FACT, UNCOMPILED
 from runner.engine.choices.measured_choice import MeasuredChoice, known_kernel
-from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, UPCAST, product_choice
+from runner.engine.choices.product_choice import MIN_RUN_FLOPS, NATIVE, product_choice
 from runner.engine.config import Config
 from runner.engine.device.compile import CompileDecision, has_cpp_compiler, resolve_compile_mode, set_inductor_cache
 from runner.engine.device.cpu.allocator import why_no_memory_pool
@@ -40,12 +40,12 @@ def cpu_execution(cfg: Config, facts: ModelSizes, data: DataFacts, ranks: int, s
     decision = resolve_compile_mode(cfg.train.compile, 6.0 * facts.parameters * tokens, torch.device("cpu"), threads, cfg.model.has_dynamic_shapes)
     kernel: str | None = DEFAULT_KERNEL
     products = saved["products"] if saved else known_products(cfg, facts, ranks, threads, decision)
-    is_upcast = products == UPCAST if products else None
+    is_upcast = products != NATIVE if products else None
     if (shape := planned_attention_shape(cfg, facts, data)) is not None and is_supported(shape):
         if saved is not None:
             kernel = saved["attention"]
         elif decision.is_long_run:
-            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, is_upcast or False)
+            kernel = known_choice(attention_choice(shape, lambda kernel: None), ranks, threads, products or NATIVE)
     has_pool = decision.is_long_run and has_cpp_compiler() and not why_no_memory_pool()
     can_measure = cfg.train.compile == "auto" and cfg.train.activation_checkpointing == "none" and cfg.distributed.name != "fsdp"
     is_compiled = decision.mode != "off" and not (saved and can_measure and saved[LAYERS_FACT] == UNCOMPILED)
@@ -59,7 +59,8 @@ def known_products(cfg: Config, facts: ModelSizes, ranks: int, threads: int, dec
     shape = product_shape(cfg, facts.main_linear, PRECISIONS[cfg.precision.name].dtype)
     if shape is None or not (decision.is_long_run or decision.planned_flops >= MIN_RUN_FLOPS):
         return NATIVE
-    return known_choice(product_choice(shape), ranks, threads, is_upcast=False)
+    choice = product_choice(shape)
+    return known_choice(choice if decision.is_long_run else choice.for_short_runs(), ranks, threads, NATIVE)
 
 
 def planned_attention_shape(cfg: Config, facts: ModelSizes, data: DataFacts) -> AttentionShape | None:
@@ -93,11 +94,11 @@ def planned_threads(ranks: int) -> int:
     return threads if limit is None or is_given else max(1, min(threads, int(limit)))
 
 
-def known_choice(choice: MeasuredChoice, ranks: int, threads: int, is_upcast: bool) -> str | None:
+def known_choice(choice: MeasuredChoice, ranks: int, threads: int, products: str) -> str | None:
     """Return the kernel that a run or a trial on this machine has measured as the fastest; None if none has."""
     from runner.engine.setup.kernels import measured_facts
 
-    return known_kernel(choice, set_inductor_cache(), measured_facts(ranks, threads, is_upcast))
+    return known_kernel(choice, set_inductor_cache(), measured_facts(ranks, threads, products))
 
 
 def saved_kernels(run_dir: Path | None) -> dict[str, str] | None:

@@ -1,0 +1,101 @@
+"""Operations per second of the instructions for products on this CPU, and of torch's products: python benchmarks/instruction_peak.py [--rounds 5] [--write].
+
+One thread a core repeats one instruction on registers: a bound for every product that is made of it. Those of AVX2 or AVX-512 (vfmadd231ps) and of AVX-512 BF16
+(vdpbf16ps) are measured, not those of AMX. Torch multiplies two square matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lib.results import report_result, result_parser
+
+SOURCE = Path(__file__).parent / "lib" / "instruction_peak.cpp"
+INSTRUCTIONS = {"multiply-add in fp32": "lm_runner_multiply_add_fp32", "sum of two products in bf16 (vdpbf16ps)": "lm_runner_multiply_add_bf16"}
+REPETITIONS = 80_000_000  # of the loop over one instruction: tenths of a second
+SIDE = 2048  # of the matrices
+HEAD = "| | GFLOP/s | relative to the instruction in fp32 |\n|---|---|---|"
+
+
+def instruction_rate(function: Callable[..., int], threads: int, repetitions: int) -> float:
+    """Return operations per second of all threads together; 0 if the processor lacks the instruction."""
+    operations: list[int] = []
+
+    def work() -> None:
+        operations.append(function(ctypes.c_int64(repetitions), ctypes.byref(ctypes.c_float())))
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]  # a call of ctypes does not hold the lock of the interpreter
+    started = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(operations) * repetitions / (time.perf_counter() - started)
+
+
+def product_rate(dtype: str, side: int) -> float:
+    """Return operations per second of the faster of two products of torch."""
+    import torch
+
+    a, b = (torch.randn(side, side).to(getattr(torch, dtype)) for _ in range(2))
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        a @ b
+        seconds.append(time.perf_counter() - started)
+    return 2 * side**3 / min(seconds)
+
+
+def table(rounds: int, repetitions: int = REPETITIONS, side: int = SIDE) -> str:
+    import torch
+
+    from models.layers.cpu_kernels.library import KernelsUnavailableError, load_library
+
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = load_library("instruction_peak", [SOURCE], [], Path(folder))
+        except KernelsUnavailableError as error:
+            raise SystemExit(f"no C++ compiler: {error}") from error
+    works: dict[str, Callable[[], float]] = {}
+    for name, symbol in INSTRUCTIONS.items():
+        function = getattr(library, symbol)
+        function.restype = ctypes.c_int64
+        works[name] = lambda function=function: instruction_rate(function, threads, repetitions)
+    for dtype in ("float32", "bfloat16"):
+        works[f"product of torch, [{side}, {side}] x [{side}, {side}], {dtype}"] = lambda dtype=dtype: product_rate(dtype, side)
+    rates: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(rounds):  # in turns: the clock of a shared machine changes
+        for name, work in works.items():
+            rates[name].append(work() / 1e9)
+    lines = [f"Medians of {rounds} rounds (smallest to largest), {threads} threads; the ratio is that of each round.\n", HEAD]
+    return "\n".join([*lines, *(table_row(name, values, next(iter(rates.values()))) for name, values in rates.items())])
+
+
+def table_row(name: str, rates: Sequence[float], peaks: Sequence[float]) -> str:
+    """`peaks`: of multiply-add in fp32 in the same rounds; 0 on a processor without the instruction."""
+    if not all(rates):
+        return f"| {name} | not on this processor | |"
+    ratio = f"{statistics.median(rate / peak for rate, peak in zip(rates, peaks, strict=True)):.2f}" if all(peaks) else ""
+    return f"| {name} | {statistics.median(rates):.0f} ({min(rates):.0f} to {max(rates):.0f}) | {ratio} |"
+
+
+def main(args: argparse.Namespace) -> None:
+    from runner.engine.device.cpu.spinning import set_wait_policy
+
+    set_wait_policy()  # as train.py does, before torch is imported
+    command = f"python benchmarks/instruction_peak.py --rounds {args.rounds} --write"
+    report_result("instruction_peak", "Peak of the instructions for products", command, table(args.rounds), args.write)
+
+
+if __name__ == "__main__":
+    parser = result_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="medians over this many (default: 5)")
+    main(parser.parse_args())
