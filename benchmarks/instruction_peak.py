@@ -1,18 +1,21 @@
-"""Operations per second of the instructions for products on this CPU, and of torch's products: python benchmarks/instruction_peak.py [--rounds 5] [--write].
+"""Operations per second of the instructions for products on this CPU, and of products: python benchmarks/instruction_peak.py [--rounds 5] [--write].
 
 One thread a core repeats one instruction on registers: a bound for every product that is made of it. Those of AVX2 or AVX-512 (vfmadd231ps) and of AVX-512 BF16
-(vdpbf16ps) are measured, not those of AMX. Torch multiplies two square matrices.
+(vdpbf16ps) are measured, not those of AMX. The products are those of a linear layer, forward and backward: torch's own, in bf16 with operands that are cast to
+fp32, and by the C++ kernel (`upcast_products.py`, `product.cpp`).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import math
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lib.results import report_result, result_parser
@@ -20,7 +23,7 @@ from lib.results import report_result, result_parser
 SOURCE = Path(__file__).parent / "lib" / "instruction_peak.cpp"
 INSTRUCTIONS = {"multiply-add in fp32": "lm_runner_multiply_add_fp32", "sum of two products in bf16 (vdpbf16ps)": "lm_runner_multiply_add_bf16"}
 REPETITIONS = 80_000_000  # of the loop over one instruction: tenths of a second
-SIDE = 2048  # of the matrices
+LAYER = {"tokens": 2048, "outputs": 2048, "inputs": 512}
 HEAD = "| | GFLOP/s | relative to the instruction in fp32 |\n|---|---|---|"
 
 
@@ -40,20 +43,25 @@ def instruction_rate(function: Callable[..., int], threads: int, repetitions: in
     return sum(operations) * repetitions / (time.perf_counter() - started)
 
 
-def product_rate(dtype: str, side: int) -> float:
-    """Return operations per second of the faster of two products of torch."""
-    import torch
+def product_rates(layer: dict[str, int]) -> dict[str, float]:
+    """Return name -> operations per second of the products of a linear layer, forward and backward."""
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+    from runner.engine.choices.product_choice import NATIVE, ProductShape, load_products, measure_products, product_choice
+    from runner.engine.device.compile import set_inductor_cache
 
-    a, b = (torch.randn(side, side).to(getattr(torch, dtype)) for _ in range(2))
-    seconds = []
-    for _ in range(2):
-        started = time.perf_counter()
-        a @ b
-        seconds.append(time.perf_counter() - started)
-    return 2 * side**3 / min(seconds)
+    plain, shape = ProductShape(**layer, dtype="float32"), ProductShape(**layer, dtype="bfloat16")
+    choice, kernels = product_choice(shape), [NATIVE]
+    for kernel in choice.others:
+        with suppress(KernelsUnavailableError):
+            load_products(kernel, set_inductor_cache())
+            kernels.append(kernel)
+    flops = 6.0 * math.prod(layer.values())
+    seconds = {"float32": measure_products(plain, [NATIVE])[NATIVE]}
+    seconds |= {f"bfloat16, {choice.label(kernel)}": value for kernel, value in measure_products(shape, kernels).items()}
+    return {f"products of a linear layer, {name}": flops / value for name, value in seconds.items()}
 
 
-def table(rounds: int, repetitions: int = REPETITIONS, side: int = SIDE) -> str:
+def table(rounds: int, repetitions: int, layer: dict[str, int]) -> str:
     import torch
 
     from models.layers.cpu_kernels.library import KernelsUnavailableError, load_library
@@ -64,18 +72,16 @@ def table(rounds: int, repetitions: int = REPETITIONS, side: int = SIDE) -> str:
             library = load_library("instruction_peak", [SOURCE], [], Path(folder))
         except KernelsUnavailableError as error:
             raise SystemExit(f"no C++ compiler: {error}") from error
-    works: dict[str, Callable[[], float]] = {}
-    for name, symbol in INSTRUCTIONS.items():
-        function = getattr(library, symbol)
-        function.restype = ctypes.c_int64
-        works[name] = lambda function=function: instruction_rate(function, threads, repetitions)
-    for dtype in ("float32", "bfloat16"):
-        works[f"product of torch, [{side}, {side}] x [{side}, {side}], {dtype}"] = lambda dtype=dtype: product_rate(dtype, side)
-    rates: dict[str, list[float]] = {name: [] for name in works}
+    rates: dict[str, list[float]] = {}
     for _ in range(rounds):  # in turns: the clock of a shared machine changes
-        for name, work in works.items():
-            rates[name].append(work() / 1e9)
-    lines = [f"Medians of {rounds} rounds (smallest to largest), {threads} threads; the ratio is that of each round.\n", HEAD]
+        for name, symbol in INSTRUCTIONS.items():
+            function = getattr(library, symbol)
+            function.restype = ctypes.c_int64
+            rates.setdefault(name, []).append(instruction_rate(function, threads, repetitions) / 1e9)
+        for name, rate in product_rates(layer).items():
+            rates.setdefault(name, []).append(rate / 1e9)
+    sizes = ", ".join(f"{value} {name}" for name, value in layer.items())
+    lines = [f"Medians of {rounds} rounds (smallest to largest), {threads} threads; the ratio is that of each round. The layer has {sizes}.\n", HEAD]
     return "\n".join([*lines, *(table_row(name, values, next(iter(rates.values()))) for name, values in rates.items())])
 
 
@@ -92,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
 
     set_wait_policy()  # as train.py does, before torch is imported
     command = f"python benchmarks/instruction_peak.py --rounds {args.rounds} --write"
-    report_result("instruction_peak", "Peak of the instructions for products", command, table(args.rounds), args.write)
+    report_result("instruction_peak", "Peak of the instructions for products", command, table(args.rounds, REPETITIONS, LAYER), args.write)
 
 
 if __name__ == "__main__":

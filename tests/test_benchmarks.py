@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,14 @@ def test_profile_table_has_every_kind_and_names_the_largest_other_operators(impo
     text = profile.table({"bf16": profile.Profile(seconds, list(other.items()), 8.0, 7.0)})
     assert "| other | 25.0% (2000 ms) |" in text and "`aten::topk` 25.0%" in text
     assert all(f"| {kind} |" in text for kind in seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_peak_of_instructions_and_rates_of_products_are_listed(import_benchmark):
+    table = import_benchmark("instruction_peak").table(1, 1000, {"tokens": 64, "outputs": 64, "inputs": 64})
+    assert "| multiply-add in fp32 | " in table and "64 tokens, 64 outputs, 64 inputs" in table
+    assert all(f"| products of a linear layer, {name} | " in table for name in ("float32", "bfloat16, in bfloat16", "bfloat16, in float32 and rounded"))
 
 
 @pytest.mark.slow
