@@ -24,7 +24,7 @@ from runner.engine.choices import loss_choice as loss_choice_module
 from runner.engine.choices.attention_choice import OTHER_KERNELS, AttentionShape, measure_attention
 from runner.engine.choices.expert_choice import ExpertShape, expert_choice, measure_experts
 from runner.engine.choices.loss_choice import LossShape, loss_choice, measure_loss
-from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, measured_kernel, repeated_kernel, shortest_times
+from runner.engine.choices.measured_choice import ChosenKernel, MeasuredChoice, common_kernel, known_kernel, measured_kernel, repeated_kernel, shortest_times
 from runner.engine.device.compile import CompileDecision
 from runner.engine.device.stop import StopRequests, as_stop_requests
 from runner.engine.loop import train
@@ -374,6 +374,20 @@ def test_measuring_is_announced_once_and_not_where_times_are_known(
     rounds = [{"a": 1.0}, {"a": 2.0}]
     assert choose(*rounds) == "measuring which kernels are fastest on this machine; the times are kept for later runs\n"
     assert choose(*rounds) == ""
+
+
+def test_known_kernel_is_the_one_that_a_run_would_take(tmp_path: Path) -> None:
+    """A short run has not measured what only long runs may take; kernels that this machine lacks may be several."""
+    choice = replace(choice_between([{"a": 1.0, "b": 0.5}] * 2), long_only=("c",))
+    assert known_kernel(choice, tmp_path, {}) is None
+    assert measured_kernel(choice.for_short_runs(), tmp_path, {}).kernel == "b"
+    assert known_kernel(choice.for_short_runs(), tmp_path, {}) == "b" and known_kernel(choice, tmp_path, {}) is None
+
+    def load(kernel: str, folder: Path) -> None:
+        raise KernelsUnavailableError("no compiler")
+
+    alone = replace(choice_between([{"a": 1.0}]), load=load)
+    assert measured_kernel(alone, tmp_path, {}).kernel == known_kernel(alone, tmp_path, {}) == "a"
 
 
 def test_pipe_in_place_of_the_file_of_a_choice_is_no_choice(tmp_path: Path) -> None:

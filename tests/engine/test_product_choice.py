@@ -37,7 +37,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         monkeypatch.setattr(
             product_choice_module,
             "measure_products",
-            lambda shape, kernels: {name: seconds for name, seconds in {"native": 1.0, "fp32": fp32, "fp32_kernel": fp32 / 2}.items() if name in kernels},
+            lambda shape, kernels: {name: seconds for name, seconds in {"native": 1.0, "fp32": fp32, "cpp": fp32 / 2}.items() if name in kernels},
         )
 
     measured(fp32=0.5)
@@ -95,7 +95,7 @@ def test_resume_of_a_long_run_repeats_the_kernel_of_its_checkpoint_bitwise_equal
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         pytest.skip("the kernel needs AVX-512")
     whole = make_run("sft", *SETTINGS, folder="whole")
-    assert whole.compatibility["environment.products"] == "fp32_kernel" and are_products_by_kernel()
+    assert whole.compatibility["environment.products"] == "cpp" and are_products_by_kernel()
     assert run_summary(whole)["products"].startswith("by the C++ kernel (measured, ms a linear layer: in bfloat16 1000.0")
     train(whole)
     stopped = make_run("sft", *SETTINGS, folder="stopped")
@@ -115,7 +115,7 @@ def test_kernel_is_not_available_without_avx_512(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     load_products("fp32", tmp_path)
     with pytest.raises(KernelsUnavailableError, match="it needs AVX-512, and torch uses AVX2"):
-        load_products("fp32_kernel", tmp_path)
+        load_products("cpp", tmp_path)
     assert not list(tmp_path.iterdir())  # nothing was compiled
 
 
@@ -142,8 +142,8 @@ def test_torch_without_replaceable_kernels_keeps_its_products(monkeypatch: pytes
 def test_products_are_measured_beside_torchs_own_and_leave_the_choice(kernels: None) -> None:
     shape = ProductShape(tokens=64, outputs=96, inputs=64, dtype="bfloat16")
     upcast_products(True, by_kernel=True)
-    times = measure_products(shape, ["native", "fp32", "fp32_kernel"])
-    assert are_products_by_kernel() and set(times) == {"native", "fp32", "fp32_kernel"} and all(seconds > 0 for seconds in times.values())
+    times = measure_products(shape, ["native", "fp32", "cpp"])
+    assert are_products_by_kernel() and set(times) == {"native", "fp32", "cpp"} and all(seconds > 0 for seconds in times.values())
 
 
 def test_products_are_measured_where_those_of_torch_are_very_slow(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from test_activation_checkpointing import OpCounter, all_equal, backward
-from test_fused_attention import kernels  # noqa: F401  (a fixture: pytest finds it by its name here)
 from test_mlp import ProductRows
 from tiny_models import lora_config, random_model, tokens
 from torch import Tensor

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers.cpu_kernels import upcast_products as upcast_products_module
 from models.layers.cpu_kernels.product_kernel import multiply_by_kernel, supports_product
 from models.layers.cpu_kernels.upcast_products import are_products_by_kernel, multiply, projection_gradients_upcast, upcast_products
 
@@ -81,7 +82,6 @@ def test_product_is_the_same_for_every_number_of_threads(is_transposed: bool) ->
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_value_that_is_not_finite_stays_in_its_row_and_column(value: float) -> None:
-    """Tiles at the edges are filled up with zeros."""
     a, b = matrix(13, 300, 1), matrix(300, 33, 2)
     a[12, 299] = value
     y = multiply_by_kernel(a, b, a.new_empty(13, 33))
@@ -97,7 +97,19 @@ def test_kernel_leaves_other_types_layouts_and_empty_matrices_to_torch() -> None
         assert not supports_product(*wrong)
 
 
-def test_products_of_torch_and_gradients_are_computed_by_the_kernel() -> None:
+def test_sums_of_many_products_are_as_exact_as_those_of_torch() -> None:
+    """Of numbers of one sign, one chain of additions would have an error of 5e-6."""
+    a, b = matrix(24, 16_384, 1).abs(), matrix(16_384, 32, 2).abs()
+    exact = a.double() @ b.double()
+    total = multiply_by_kernel(a, b, torch.zeros(24, 32), add=True)
+    assert ((total - exact) / exact).abs().max() < 1e-6
+
+
+def test_products_of_torch_and_gradients_are_computed_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Tensor] = []
+    monkeypatch.setattr(
+        upcast_products_module, "multiply_by_kernel", lambda *tensors, **settings: calls.append(multiply_by_kernel(*tensors, **settings)) or calls[-1]
+    )
     x, weight, g = matrix(70, 64, 1).requires_grad_(), matrix(96, 64, 2).requires_grad_(), matrix(70, 96, 3)
     upcast_products(True, by_kernel=True)
     try:
@@ -110,8 +122,9 @@ def test_products_of_torch_and_gradients_are_computed_by_the_kernel() -> None:
         dx, dw = projection_gradients_upcast(g, x, weight, [64, 32])
         assert torch.equal(dx, multiply_by_kernel(g, weight, torch.empty_like(x)))
         same(torch.cat(dw), g.double().t() @ x.double())
+        assert len(calls) == 6  # forward, two gradients; one for x and one for each part of the weight
         every_other = multiply(x[:, ::2], weight.t()[:32], g.new_empty(70, 96))
         same(every_other, x[:, ::2].double() @ weight.t()[:32].double())
     finally:
         upcast_products(False)
-    assert not are_products_by_kernel()
+    assert not are_products_by_kernel() and len(calls) == 6  # columns that are not contiguous are cast

@@ -213,7 +213,7 @@ def test_serve_cancels_the_answers_of_a_client_that_goes_away(queue: Any, monkey
     monkeypatch.setattr(queue, "submit", submitted.put)  # nothing is computed
     server = uvicorn.Server(uvicorn.Config(create_app(queue, "small", 16, None), http=HeaderDeadlineProtocol, ws="none", log_level="error"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
             client = http.client.HTTPConnection(*listener.getsockname())

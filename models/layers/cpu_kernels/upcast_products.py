@@ -166,7 +166,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
 def projection_gradients_upcast(g: Tensor, x: Tensor, weight: Tensor, sizes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """Return the gradients of x (n, D) and, in fp32, of each part of `weight` (sum of sizes, D), from that of the output, g (n, sum of sizes).
 
-    The same numbers as those of `multiply`, but each number of g is cast once.
+    The same numbers as those of `multiply`, but each number of g is cast once, unless the kernel converts them.
     """
     if _by_kernel:
         parts = g.split([*sizes], dim=1)

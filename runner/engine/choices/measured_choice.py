@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,8 +104,9 @@ def _confirmed_times(choice: MeasuredChoice, names: Sequence[str]) -> dict[str, 
 
 def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any]) -> str | None:
     """Return the kernel that `measured_kernel` would take without measuring, None if it would measure; nothing is compiled or loaded."""
-    for missing in (None, *choice.others):
-        names = [name for name in (choice.default, *choice.others) if name != missing]
+    subsets = (subset for count in range(len(choice.others), -1, -1) for subset in combinations(choice.others, count))  # some may be missing
+    for available in subsets:
+        names = [choice.default, *available]
         if times := _read_times(_times_file(choice, folder, facts, names), choice):
             return _fastest(choice, times)
     return None
@@ -112,7 +114,7 @@ def known_kernel(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any])
 
 def _times_file(choice: MeasuredChoice, folder: Path, facts: Mapping[str, Any], names: Sequence[str]) -> Path:
     """`names`: kernels that this machine can compute."""
-    key = json.dumps([choice.fact, dict(choice.workload), dict(facts), list(names)], sort_keys=True)
+    key = json.dumps([choice.fact, dict(choice.workload), dict(facts), choice.others, list(names)], sort_keys=True)
     return folder / "cpu_kernels" / f"choice-{choice.fact}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

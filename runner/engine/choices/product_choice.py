@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-NATIVE, UPCAST, KERNEL = "native", "fp32", "fp32_kernel"
+NATIVE, UPCAST, KERNEL = "native", "fp32", "cpp"
 PRODUCT_DTYPES = ("bfloat16", "float16")
 MIN_RUN_FLOPS = 2e12  # of runs that measure it: some seconds at the speed of a laptop
 PRODUCT_TURNS, PRODUCT_PASSES = 3, 1
