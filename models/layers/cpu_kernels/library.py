@@ -1,6 +1,6 @@
 """C++ sources compiled for this processor by the compiler that torch.compile uses, loaded, and called: the kernels for x86 (*.cpp), and `load_library` for others.
 
-They need only libtorch, whose matrix products of oneDNN the kernels use, so nothing has to be installed. The compiler takes three seconds; the library is kept.
+They need only libtorch, whose matrix products of oneDNN the kernels use, so nothing has to be installed. The compiler takes six seconds; the library is kept.
 """
 
 from __future__ import annotations
