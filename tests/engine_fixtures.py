@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from warm_programs import WarmPrograms, warm_programs
 
 from runner.config.compose import compose_tree, to_config, without_hydra
+from runner.engine import build
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV
@@ -93,8 +94,9 @@ def _parsed(override: str) -> tuple[str, Any]:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[..., TrainState]]:
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TrainState]]:
     torch.set_num_threads(1)
+    monkeypatch.setattr(build, "use_memory_pool", lambda folder: "")  # it would stay in this process, where a later test limits the memory
     made: list[TrainState] = []
 
     def make(stage: str, *overrides: str, folder: str = "run", rows: int = 36, attempt: int = 1, metadata: dict | None = None) -> TrainState:
