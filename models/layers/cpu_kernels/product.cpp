@@ -1,7 +1,7 @@
 // Products of matrices in bf16 on the CPU, summed in fp32 and rounded once: out (M, N) = A (M, K) B (K, N), where A and B may be transposed.
 //
 // Numbers are converted where operands are packed into blocks that fit the caches, so that no copy in fp32 of a whole operand is made. Blocks are those of
-// K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008. Each sum is computed in the order of K, whatever the
+// K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix Multiplication", ACM TOMS 34(3), 2008. Blocks of K are summed alone and added in their order, whatever the
 // number of threads.
 
 #include "blocks.h"
@@ -27,7 +27,8 @@ struct Operand {
   Operand at(int64_t i, int64_t j) const { return {data + i * row + j * column, row, column}; }
 };
 
-// to = a b, or sums + a b, added at the end: a sum of many blocks is more exact than one chain of additions. a: (ROWS, depth) with number (i, k) at i * ROW + k * STEP; b: (depth, COLS); to: (ROWS, COLS).
+// to = a b, or sums + a b, added at the end: a sum of many blocks is more exact than one chain of additions.
+// a: (ROWS, depth) with number (i, k) at i * ROW + k * STEP; b: (depth, COLS); to: (ROWS, COLS).
 template <int64_t ROW, int64_t STEP, typename T>
 void multiply_tile(const float* a, const float* b, int64_t depth, const float* sums, int64_t sums_ld, T* to, int64_t to_ld) {
   Floats tile[ROWS][VECTORS];
