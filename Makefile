@@ -22,8 +22,9 @@ train: $(STAMP) # make train ARGS="stage=sft precision=bf16"
 test: $(STAMP) # the fast tests, one process per core
 	$(PY) -m pytest -m "not slow" -n auto --dist worksteal
 
+# One process more than cores: many of these tests wait, for a time limit or for a process that they have started.
 test-slow: $(STAMP) # kills, two ranks, compiled layers, whole sweeps
-	$(PY) -m pytest -m slow -n auto --dist worksteal
+	PYTEST_XDIST_AUTO_NUM_WORKERS=$${PYTEST_XDIST_AUTO_NUM_WORKERS:-$$(($$(getconf _NPROCESSORS_ONLN) + 1))} $(PY) -m pytest -m slow -n auto --dist worksteal
 
 check: $(STAMP)
 	$(PY) -m ruff check .

@@ -180,7 +180,8 @@ class _Pool:
 def _start_worker(encoding: EncodingConfig, source: Source) -> subprocess.Popen[bytes]:
     env = {**os.environ, **WORKER_ENV, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     # -P: modules in the current directory must not shadow the project's.
-    process = subprocess.Popen([sys.executable, "-P", "-m", "data.store.workers"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    command = [sys.executable, "-P", "-m", "data.store.workers", str(os.getpid())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
     with suppress(BrokenPipeError):  # it has died already: the first request to it raises the error
         _send(_pipe(process.stdin), (encoding, source))
     return process
@@ -196,9 +197,9 @@ def _send(pipe: IO[bytes], message: object) -> None:
     pipe.flush()
 
 
-def _worker_main() -> None:
-    """Body of a worker process: reply to each chunk with its block, or with the exception it raises."""
-    kill_with_parent(os.getppid())
+def _worker_main(parent: int) -> None:
+    """Body of a worker of process `parent`: reply to each chunk with its block, or with the exception it raises."""
+    kill_with_parent(parent)  # which may have died during the imports
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that prints must not garble the replies
     try:
@@ -221,4 +222,4 @@ def _encode_or_error(encoder: Encoder, source: Source, chunk: Chunk) -> EncodedB
 
 
 if __name__ == "__main__":
-    _worker_main()
+    _worker_main(int(sys.argv[1]))

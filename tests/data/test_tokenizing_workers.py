@@ -95,10 +95,11 @@ def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, tmp_
 
 ORPHANS = """
 import os, signal, subprocess, sys, time, threading
-sys.path[:0] = ["tests/data"]
+sys.path[:0] = ["tests/data", sys.argv[1]]
+os.environ["KILLED_RUN"] = str(os.getpid())  # a worker waits at its start until this process is dead
 from pathlib import Path
 from data.sources.files import Source
-from data.store import cache as cache_module
+from data.store import cache as cache_module, workers
 from data.store.cache import load_or_build
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
@@ -106,29 +107,37 @@ cache_module.MAX_CHUNK_ROWS = 8
 folder = Path(sys.argv[1])
 tokenizer = Tokenizer.load(Path("data/samples/tokenizer").absolute())
 encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
-popen, pids = subprocess.Popen, []
+popen, send, pids, sent = subprocess.Popen, workers._send, [], []
 def recorded(*args, **options):
     process = popen(*args, **options)
     pids.append(process.pid)
     print(process.pid, flush=True)
     return process
-subprocess.Popen = recorded
-def kill_when_stuck():
-    while len(pids) < 2 or not any(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T" for pid in pids):
-        time.sleep(0.05)
+def counted(*args):
+    send(*args)
+    sent.append(args)
+subprocess.Popen, workers._send = recorded, counted
+def is_stuck(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+def kill():
+    while len(sent) < 4 if sys.argv[2] == "start" else not any(is_stuck(pid) for pid in pids):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=kill_when_stuck).start()
+threading.Thread(target=kill).start()
 load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / "cache", num_workers=2)
 """
 
 
 @pytest.mark.slow
-def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write):
+@pytest.mark.parametrize("killed", ["start", "one is stuck"])  # start: both have their first chunk and import their modules
+def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write, killed):
     write([{"text": f"row {i}"} for i in range(200)])
     (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0))
+    if killed == "start":
+        (tmp_path / "sitecustomize.py").write_text("import os, time\nwhile os.getppid() == int(os.environ.get('KILLED_RUN', 0)): time.sleep(0.01)")
     root = Path(__file__).parents[2]
     run = subprocess.run(
-        [sys.executable, "-c", ORPHANS, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=root, timeout=120, check=False,
+        [sys.executable, "-c", ORPHANS, str(tmp_path), killed], stdout=subprocess.PIPE, text=True, cwd=root, timeout=120, check=False,
         env={**os.environ, PLUGINS_ENV: json.dumps([str(tmp_path / "faulty.py")])},
     )  # fmt: skip
     pids = run.stdout.split()

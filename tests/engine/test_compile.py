@@ -156,33 +156,30 @@ def test_tag_of_compiled_programs_holds_in_other_threads():
     assert done.stdout == "user code, user code\n", done.stderr
 
 
-GRADIENT_OF_AN_OPERATOR = """
-import sys, torch
+GRADIENTS_OF_AN_OPERATOR = """
+import torch
 from models.layers.ops import custom_op
 from runner.engine.device.compile import tag_compiled_programs
-
-tag_compiled_programs(sys.argv[2])
 
 @custom_op("stale_test::double")
 def double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 torch.library.register_fake("stale_test::double", lambda x: torch.empty_like(x))
-torch.library.register_autograd("stale_test::double", lambda ctx, g: g * float(sys.argv[1]), setup_context=lambda ctx, inputs, output: None)
-x = torch.ones(4, requires_grad=True)
-torch.compile(lambda x: double(x).sum())(x).backward()
-print(x.grad[0].item())
+torch.library.register_autograd("stale_test::double", lambda ctx, g: g * factor, setup_context=lambda ctx, inputs, output: None)
+for factor, tag in ((2.0, "before"), (3.0, "after"), (4.0, "after")):
+    torch.compiler.reset()
+    tag_compiled_programs(tag)
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(lambda x: double(x).sum())(x).backward()
+    print(x.grad[0].item())
 """
 
 
 @pytest.mark.slow
 def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
-    """torch finds kept programs by their forward pass: without the tag the second process has the gradient of the first."""
+    """torch finds kept programs by their forward pass: without the tag the second program has the gradient of the first."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    gradients = [
-        subprocess.run(
-            [sys.executable, "-c", GRADIENT_OF_AN_OPERATOR, factor, tag], cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        for factor, tag in (("2", "before"), ("3", "after"), ("4", "after"))
-    ]
+    command = [sys.executable, "-c", GRADIENTS_OF_AN_OPERATOR]
+    gradients = subprocess.run(command, cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert gradients == ["2.0", "3.0", "3.0"]  # the third: programs of the same code are kept

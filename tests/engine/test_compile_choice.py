@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_counts import only_full
 from torch import nn
 
 from common.errors import Interrupted
@@ -82,9 +83,10 @@ def test_resume_stays_uncompiled_bitwise_equal(make_run: Callable, measured: Cal
     assert diff_run_dirs(whole.run_dir, resumed.run_dir) == []
 
 
+@only_full
 @pytest.mark.slow(long=True)
 def test_run_that_has_measured_has_the_bits_of_one_that_has_not(make_run: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What was compiled to measure is not left in the process."""
+    """What was compiled to measure is not left in the process: in CI, test_compiled_programs_do_not_stay_in_the_process."""
     settings = ["data.packing=best_fit", "precision=bf16", "train.batch_size=1", "model.dropout=0.1", "model.num_hidden_layers=1"]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "programs"))
     monkeypatch.setattr(kernels_of_run, "measure_layers", lambda *arguments: measure_layers(*arguments) | {UNCOMPILED: 2.0, COMPILED: 1.0})

@@ -77,16 +77,16 @@ def test_ranks_train_as_one_process(assert_ranks_equal_one_process):
     assert_ranks_equal_one_process(2, [("packed moe", "ddp", 3)])
 
 
-def cells_of(accumulations):
-    """Half of the combinations (all: FAULT_TESTS=full), in which every pair of configuration, strategy and accumulation occurs if there are two accumulations."""
+def cells_of(accumulations, every):
+    """One in `every` combinations (all: FAULT_TESTS=full); in half of them every pair of configuration, strategy and accumulation occurs."""
     numbered = itertools.product(enumerate(CONFIGURATIONS), enumerate(["ddp", "fsdp"]), enumerate(accumulations))
-    return [(name, strategy, steps) for (i, name), (j, strategy), (k, steps) in numbered if IS_FULL or (i + j + k) % 2 == 0]
+    return [(name, strategy, steps) for (i, name), (j, strategy), (k, steps) in numbered if IS_FULL or (i + j + k) % every == 0]
 
 
 @pytest.mark.slow(long=True)
-@pytest.mark.parametrize("size, accumulations", [(2, [1, 3]), (4, [1])], ids=["2", "4"])
-def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_one_process, size, accumulations):
-    assert_ranks_equal_one_process(size, cells_of(accumulations))
+@pytest.mark.parametrize("size, accumulations, every", [(2, [1, 3], 2), (4, [1], 4)], ids=["2", "4"])
+def test_ranks_train_as_one_process_in_every_configuration(assert_ranks_equal_one_process, size, accumulations, every):
+    assert_ranks_equal_one_process(size, cells_of(accumulations, every))
 
 
 @pytest.mark.slow

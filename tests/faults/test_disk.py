@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -66,8 +67,13 @@ def problems_of_completed(run_dir: Path, reference: Path) -> list[str]:
     checkpoints = run_dir / "checkpoints"
     problems += [name for name in POINTERS if (checkpoints / name).read_text() != (reference / "checkpoints" / name).read_text()]
     problems += [] if load_weights(run_dir / "model").keys() == load_weights(reference / "model").keys() else ["model/"]
-    lines = [len((folder / "train.log").read_text().splitlines()) for folder in (run_dir, reference)]
-    return problems + ([] if lines[0] >= lines[1] else ["train.log"])
+    lost = Counter(logged_steps(reference)) - Counter(logged_steps(run_dir))
+    return problems + [f"train.log: {line}" for line in lost]
+
+
+def logged_steps(run_dir: Path) -> list[str]:
+    """Lines of steps, validations and samples in train.log, without numbers that depend on time; other lines, as of slow data, come by chance."""
+    return re.findall(r"^(?:step [0-9]+/[0-9]+ .*?[|] (?:loss|validation)|sample at step [0-9]+)", (run_dir / "train.log").read_text(), re.MULTILINE)
 
 
 def fail_first_sync_of_each_file(done: Path) -> None:
@@ -133,7 +139,7 @@ def run_with_fault(config, run_dir: Path, fault: DiskFault) -> Callable[[], int]
 
 @pytest.mark.slow(long=True)
 def test_disk_faults_at_many_calls_end_with_true_exit_codes(folder: Path) -> None:
-    count = faults(24, full=60)
+    count = faults(16, full=60)
     config, hook, reference = make_config(folder, *SETTINGS), DiskHook(folder / "reference"), folder / "reference"
     assert train(config, reference, lambda: inject(hook)) == 0
     numbers = [2 + number * (hook.calls - 2) // count for number in range(count)]  # the first call creates the lock

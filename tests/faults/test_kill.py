@@ -89,7 +89,7 @@ def check_best(run_dir: Path) -> None:
         assert evaluations[step] == min(loss for other, loss in evaluations.items() if other <= step)
 
 
-@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(faults(40, full=200), id="many kills", marks=pytest.mark.slow(long=True))])
+@pytest.mark.parametrize("kills", [pytest.param(4, id="4 kills"), pytest.param(faults(24, full=200), id="many kills", marks=pytest.mark.slow(long=True))])
 def test_random_kills_lose_at_most_one_save_and_change_no_bit(kills: int, tmp_path: Path) -> None:
     rng, counts, runs = random.Random(kills), Counter(), 0
     with memory_dir(tmp_path) as folder:

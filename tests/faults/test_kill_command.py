@@ -17,7 +17,7 @@ import pytest
 from runner.checkpoint.atomic_dir import newest_valid
 from runner.engine.verify_resume import diff_run_dirs
 
-KILLS = int(os.environ.get("KILLS", "6"))  # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
+KILLS = int(os.environ.get("KILLS", "4"))  # of real commands, each with its imports; KILLS=25 gives the counts of docs/reliability.md
 TIMEOUT = 300  # seconds
 OVERRIDES = [
     "stage=pretrain", "init_from=scratch", "model.hidden_size=32", "model.num_hidden_layers=2", "model.head_dim=8", "model.intermediate_size=64", "model.max_position_embeddings=128",

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_counts import faults
-from warm_programs import WarmPrograms, warm_programs
+from fault_counts import faults, only_full
+from warm_programs import ForkedProcess, WarmPrograms, warm_programs
 
 from runner.checkpoint import atomic_dir
 from runner.engine.verify_resume import diff_run_dirs
@@ -60,22 +60,17 @@ class Runs:
     def overrides(self, name: str) -> list[str]:
         return [*OVERRIDES, f"data.path={self.root / 'rows.jsonl'}", f"data.cache={self.root / 'cache'}", f"hydra.run.dir={self.root / name}"]
 
-    def launch(self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None, **env: str) -> subprocess.Popen:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env, **self.fault_environment(fault)}
+    def launch(self, *overrides: str, by: str = BY_NPROC, flags: tuple[str, ...] = (), fault: dict[str, Any] | None = None) -> subprocess.Popen | ForkedProcess:
+        """Start the command. By nproc it and its ranks, but not the jobs of a sweep, are forks of a process that has imported torch."""
         if by == BY_NPROC:
-            program = [self.train, *overrides]
-        else:
-            program = [*TORCHRUN[:2], *flags, *TORCHRUN[2:], self.train, *overrides]
+            return self.warm.start(Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault))
+        return self.launch_cold(*TORCHRUN[:2], *flags, *TORCHRUN[2:], self.train, *overrides, fault=fault)
+
+    def launch_cold(self, *program: str, fault: dict[str, Any] | None = None) -> subprocess.Popen:
+        """Start `python *program`."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.fault_environment(fault)}
         with open(self.output, "w") as output:
             return subprocess.Popen([sys.executable, *program], cwd=self.root, stdout=output, stderr=output, env=environment)
-
-    def run_warm(self, *overrides: str, fault: dict[str, Any] | None = None) -> int:
-        """Run the command by nproc: it and its ranks are forks of a process that has imported torch."""
-        child = self.warm.start(Path(self.train), *overrides, cwd=self.root, out=self.output, env=self.fault_environment(fault))
-        try:
-            return child.wait(TIMEOUT)
-        finally:
-            child.kill()
 
     def fault_environment(self, fault: dict[str, Any] | None) -> dict[str, str]:
         if fault is None:
@@ -83,17 +78,24 @@ class Runs:
         return {"FAULT": json.dumps({"once": str(self.root / "once"), **fault}), "PYTHONPATH": str(Path(__file__).parents[1] / "faults" / "fault")}
 
     def run(self, *overrides: str, **options: Any) -> int:
-        child = self.launch(*overrides, **options)
-        try:
-            return child.wait(TIMEOUT)
-        finally:
-            child.kill()
+        return exit_code(self.launch(*overrides, **options))
+
+    def run_cold(self, *overrides: str) -> int:
+        """Run the command by nproc, all of its processes with their imports."""
+        return exit_code(self.launch_cold(self.train, *overrides))
 
     def run_json(self, name: str) -> dict:
         return json.loads((self.root / name / "run.json").read_text())
 
     def __truediv__(self, name: str) -> Path:
         return self.root / name
+
+
+def exit_code(child: subprocess.Popen | ForkedProcess) -> int:
+    try:
+        return child.wait(TIMEOUT)
+    finally:
+        child.kill()
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def newest(folder: Path) -> int:
 
 @slow
 def test_two_ranks_train_one_run(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("run")) == 0, runs.output.read_text()
+    assert runs.run_cold(*runs.overrides("run")) == 0, runs.output.read_text()
     record = runs.run_json("run")
     assert (record["status"], record["step"], record["attempt"]) == ("completed", 12, 1)
     assert "x 2 ranks" in runs.output.read_text() and newest(runs / "run") == 12
@@ -160,16 +162,19 @@ def test_two_ranks_train_one_run(runs: Runs) -> None:
 
 @slow
 def test_two_ranks_print_a_user_error_once_and_leave_nothing(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("run"), f"data.path={runs.write_bad_rows()}") == 2
+    assert runs.run_cold(*runs.overrides("run"), f"data.path={runs.write_bad_rows()}") == 2
     assert [line[:9] for line in runs.output.read_text().splitlines()] == ["error: te", "  where: ", "  fix:   "]
     assert not (runs / "run").exists()
 
 
 @pytest.mark.slow(long=True)
 def test_nproc_and_torchrun_resume_each_other_bitwise_equal(runs: Runs) -> None:
-    assert runs.run_warm(*runs.overrides("nproc")) == 0
+    assert runs.run(*runs.overrides("nproc")) == 0
     assert runs.run(*runs.overrides("torchrun"), by=BY_TORCHRUN) == 0, runs.output.read_text()
     assert diff_run_dirs(runs / "nproc", runs / "torchrun") == []
+    before = (runs / "torchrun" / "run.json").read_bytes()
+    assert runs.run(f"resume={runs / 'torchrun'}", by=BY_TORCHRUN) == 0
+    assert "already complete at step 12" in runs.output.read_text() and (runs / "torchrun" / "run.json").read_bytes() == before
     for name, first, then in (("both", BY_NPROC, BY_TORCHRUN), ("either", BY_TORCHRUN, BY_NPROC)):
         stop = {"rank": 0, "step": 5, "code": "os.kill(os.getpid(), 15)", "once": str(runs / f"once-{name}")}
         assert runs.run(*runs.overrides(name), by=first, fault=stop) == (75 if first == BY_NPROC else 1)
@@ -191,7 +196,7 @@ def test_sweep_jobs_use_all_ranks_and_can_be_extended(runs: Runs, by: str) -> No
 
 
 @slow
-@pytest.mark.parametrize("by", [BY_NPROC, BY_TORCHRUN])
+@pytest.mark.parametrize("by", [BY_NPROC, pytest.param(BY_TORCHRUN, marks=only_full)])
 def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> None:
     overrides = [*runs.overrides("-")[:-1], "train.max_steps=4", "distributed=fsdp", f"hydra.sweep.dir={runs / 'sweep'}"]
     fault = {"rank": 0, "step": 2, "code": "if state.cfg.seed == 2: os.kill(os.getpid(), 9)\nos.unlink(fault['once'])"}
@@ -204,20 +209,12 @@ def test_sweep_continues_after_a_job_fails_on_its_ranks(runs: Runs, by: str) -> 
 
 
 @slow
-@pytest.mark.parametrize("overrides", [["--help"], ["--cfg", "job"], ["train.max_stps=3"]])
+@pytest.mark.parametrize("overrides", [["--help"], pytest.param(["--cfg", "job"], marks=only_full), ["train.max_stps=3"]])
 def test_torchrun_ranks_exit_after_help_config_or_user_error(runs: Runs, overrides: list[str]) -> None:
     assert runs.run(*overrides, by=BY_TORCHRUN) == (1 if "=" in overrides[0] else 0)
     text = runs.output.read_text()
     if "=" in overrides[0]:
         assert text.count("error: unknown setting") == 1 and re.search(r"Root Cause .*\n(.*\n)+ +rank +: 0 .*\n +exitcode +: 2", text)
-
-
-@slow
-def test_torchrun_leaves_a_completed_run_unchanged(runs: Runs) -> None:
-    assert runs.run(*runs.overrides("run"), "train.max_steps=2", by=BY_TORCHRUN) == 0
-    before = (runs / "run" / "run.json").read_bytes()
-    assert runs.run(f"resume={runs / 'run'}", by=BY_TORCHRUN) == 0
-    assert "already complete at step 2" in runs.output.read_text() and (runs / "run" / "run.json").read_bytes() == before
 
 
 @slow
@@ -227,13 +224,13 @@ def test_torchrun_leaves_a_completed_run_unchanged(runs: Runs) -> None:
 )
 def test_failed_rank_is_named_and_the_run_can_be_resumed(runs: Runs, rank: int, code: str, cause: str) -> None:
     fault = {"rank": rank, "step": 5, "code": code, "after": str(runs / "run" / "checkpoints" / "step-00000003")}
-    assert runs.run_warm(*runs.overrides("run"), fault=fault) == 1
+    assert runs.run(*runs.overrides("run"), fault=fault) == 1
     output = runs.output.read_text()
     assert f"error: rank {rank}: {cause}" in output and (runs.run_json("run")["status"], runs.run_json("run")["error"]) == ("failed", f"rank {rank}: {cause}")
     assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
     assert output.count("Traceback") == ("KeyError" in cause) and ("[rank 1] Traceback" in output) == ("KeyError" in cause and rank == 1)
     assert processes_of(runs.root) == [] and newest(runs / "run") == 3
-    assert runs.run_warm(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
+    assert runs.run(f"resume={runs / 'run'}") == 0 and newest(runs / "run") == 12
 
 
 @slow
@@ -252,9 +249,9 @@ def test_hanging_rank_times_out_and_every_stack_is_printed(runs: Runs) -> None:
 
 @slow
 def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
-    assert runs.run_warm(*runs.overrides("whole"), "distributed.max_restarts=2") == 0
+    assert runs.run(*runs.overrides("whole"), "distributed.max_restarts=2") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getpid(), 9)"}
-    assert runs.run_warm(*runs.overrides("run"), "distributed.max_restarts=2", fault=fault) == 0
+    assert runs.run(*runs.overrides("run"), "distributed.max_restarts=2", fault=fault) == 0
     assert re.search(r"rank 1: killed by SIGKILL \(out of memory, or kill -9\).*; restart 1 of 2 from step [1-5]\b", runs.output.read_text()), (
         runs.output.read_text()
     )
@@ -262,9 +259,9 @@ def test_restart_continues_from_the_last_checkpoint(runs: Runs) -> None:
 
 
 @slow
-@pytest.mark.parametrize("overrides", [["run"], ["sweep"]])
+@pytest.mark.parametrize("overrides", [["run"], pytest.param(["sweep"], marks=only_full)])
 def test_torchrun_restart_continues_its_run_or_sweep(runs: Runs, overrides: list[str]) -> None:
-    assert runs.run_warm(*runs.overrides("whole"), "seed=1") == 0
+    assert runs.run(*runs.overrides("whole"), "seed=1") == 0
     fault = {"rank": 1, "step": 5, "code": "os.kill(os.getppid() if 'RUNNER_JOB' in os.environ else os.getpid(), 9)"}
     target = runs.overrides("run") if overrides == ["run"] else ["--multirun", *runs.overrides("-")[:-1], f"hydra.sweep.dir={runs / 'sweep'}"]
     assert runs.run(*target, "seed=1", by=BY_TORCHRUN, flags=("--max-restarts=1",), fault=fault) == 0, runs.output.read_text()
@@ -324,7 +321,7 @@ def attempt_of(folder: Path) -> int:
 def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
     """tests/faults/test_kill_ranks.py has many kills of forked ranks."""
     chance, folder, longer = random.Random(8), runs / "run", ["train.max_steps=60", "train.save_every=1"]
-    assert runs.run_warm(*runs.overrides("whole"), *longer) == 0
+    assert runs.run(*runs.overrides("whole"), *longer) == 0
     kills = [("parent", 9), ("rank", 9), ("parent", 15), ("rank", 15), ("parent", 9), ("rank", 9)][: faults(4, full=6)]
     for attempt, (who, number) in enumerate(kills, start=1):
         child = runs.launch(*([f"resume={folder}"] if attempt > 1 else [*runs.overrides("run"), *longer]))
@@ -334,5 +331,5 @@ def test_kills_of_ranks_and_launcher_change_no_bit(runs: Runs) -> None:
         assert child.wait(TIMEOUT) == {("parent", 9): -9, ("parent", 15): 75, ("rank", 9): 1, ("rank", 15): 75}[who, number], runs.output.read_text()
         wait_until(lambda: not is_locked(folder))
         wait_until(lambda: not processes_of(runs.root))
-    assert runs.run_warm(f"resume={folder}") == 0, runs.output.read_text()
+    assert runs.run(f"resume={folder}") == 0, runs.output.read_text()
     assert diff_run_dirs(runs / "whole", folder) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_counts import only_full
 
 from common.errors import UserError
 from data.store.truncation import measure_truncation
@@ -90,7 +91,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
         ([], False),
         (["precision=bf16"], False),
         ([*SMALL_MOE, "model.head_dim=16", "precision=bf16"], False),
-        pytest.param([], True, marks=pytest.mark.slow),
+        pytest.param([], True, marks=[pytest.mark.slow, only_full]),
         pytest.param(["precision=bf16"], True, marks=pytest.mark.slow),
         pytest.param(["stage=lora", "precision=bf16"], True, marks=pytest.mark.slow),
     ],
