@@ -1,7 +1,7 @@
 """Threads as the command chooses them beside fixed settings: python benchmarks/threads.py [--runs 1+2+4] [--busy 0+2] [--rounds N] [--write] [OVERRIDES].
 
 The default run with each setting of the environment, alone, several at once, and beside processes that compute all the time. Tokens per second are those of
-all runs together while each of them trains; the settings take turns, medians over the rounds. The machine must be quiet. Several runs share the cores
+all runs together while each of them trains; the settings take turns; medians over the rounds, with the slowest and the fastest. The machine must be quiet. Several runs share the cores
 where OMP_NUM_THREADS is not set, whatever the other variables say.
 """
 
@@ -77,7 +77,7 @@ def measure_load(names: list[str], runs: int, busy: int, rounds: int, overrides:
     rows = []
     for name, values in rates.items():
         rate = statistics.median(values)
-        text = f"{rate:,.0f} | {rate / best:.2f}" if rate else f"not done in {limit:.0f} s | 0"
+        text = f"{rate:,.0f} | {min(values):,.0f} to {max(values):,.0f} | {rate / best:.2f}" if rate else f"not done in {limit:.0f} s | | 0"
         rows.append(f"| {load} | {name} | {text} |")
         print(rows[-1], flush=True)
     return rows
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> None:
     overrides = [f"train.max_steps={args.steps}", *args.overrides]
     names = [name for name in SETTINGS if any(part in name for part in args.settings.split("+"))]
     rows = [row for runs, busy in loads for row in measure_load(names, runs, busy, args.rounds, overrides, args.limit)]
-    table = "\n".join(["| load | setting | tokens/s | relative to the best |\n|---|---|---|---|", *rows])
+    table = "\n".join(["| load | setting | tokens/s | of the rounds | relative to the best |\n|---|---|---|---|---|", *rows])
     flags = {"runs": args.runs, "busy": args.busy, "rounds": args.rounds, "steps": args.steps} | ({"settings": args.settings} if args.settings else {})
     command = " ".join(["python benchmarks/threads.py", *(f"--{flag} {value}" for flag, value in flags.items()), *args.overrides])
     report_result(args.name, "Threads of the default run", command, table, args.write)
