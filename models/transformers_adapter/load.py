@@ -59,9 +59,6 @@ def _list_tensors(kind: str, names: Any) -> str:
 def save_transformers_weights(folder: Path, model: LanguageModel, state: dict[str, Tensor], shard_size: str) -> None:
     """Write the tensors of `state` as model*.safetensors of at most `shard_size`, under the names that published folders of this class have."""
     assert isinstance(model, TransformersModel)
-    from transformers import GenerationConfig
-
-    model.hf.generation_config = GenerationConfig()  # `save_pretrained` refuses some that `from_pretrained` reads; save_model writes that of the folder
     with TemporaryDirectory(dir=folder) as temporary:
         model.hf.save_pretrained(temporary, state_dict=state, max_shard_size=shard_size)
         for path in Path(temporary).glob("model*.safetensors*"):

@@ -49,7 +49,9 @@ def child(programs: Path):
 
     def run(code: str, use: str = USE_POOL) -> list:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
-        done = subprocess.run([sys.executable, "-c", PRELUDE + use + code, str(programs)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + use + code, str(programs)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -284,7 +284,9 @@ def test_model_card_names_the_base_model_of_a_chain_of_runs(own_folder: Path, tm
     assert "base_model" not in header and f"`sft from {own_folder.name}`" in card
 
 
-@pytest.mark.parametrize(("dtype", "run", "relation"), [("float32", {"stage": "sft"}, "finetune"), ("float32", {}, None), ("q8_0", {"stage": "sft"}, "quantized")])
+@pytest.mark.parametrize(
+    ("dtype", "run", "relation"), [("float32", {"stage": "sft"}, "finetune"), ("float32", {}, None), ("q8_0", {"stage": "sft"}, "quantized")]
+)
 def test_model_card_calls_only_quantized_files_quantized(own_folder: Path, tmp_path: Path, dtype: str, run: dict, relation: str | None) -> None:
     config = json.loads((own_folder / "config.json").read_text())
     (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "me/base"}))

@@ -146,7 +146,9 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
     listed = run.get("data")
     files = [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
     losses = [
-        f"{label} {_number(metrics[key])}" for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss")) if _number(metrics.get(key))
+        f"{label} {_number(metrics[key])}"
+        for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss"))
+        if _number(metrics.get(key))
     ]
     loss = _number(exported.get("loss"))  # None: no evaluation of these weights
     weights = f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}" if exported else "not recorded"
@@ -160,7 +162,11 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
         "losses": _code(", ".join(losses)) if losses else None,
         "data": ", ".join(
             f"{_code(Path(str(entry.get('file'))).name)}"
-            + (f" ({', '.join(counts)})" if (counts := [f"{n} {unit}" for key, unit in (("kept", "rows"), ("tokens", "tokens")) if (n := _number(entry.get(key)))]) else "")
+            + (
+                f" ({', '.join(counts)})"
+                if (counts := [f"{n} {unit}" for key, unit in (("kept", "rows"), ("tokens", "tokens")) if (n := _number(entry.get(key)))])
+                else ""
+            )
             for entry in files
         ),
         "code": _code(code["commit"]) if code.get("commit") else None,
