@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container: cgroup 2, 1
+MEMINFO = Path("/proc/meminfo")
+CGROUPS_OF_PROCESS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
 
 
 def machine_memory() -> int:
@@ -20,11 +22,28 @@ def machine_memory() -> int:
 def smallest_limit() -> tuple[int, str]:
     """Return (bytes, what sets them) of the smallest limit on the memory of this process."""
     limits = [(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory of the machine")]
-    for path in CGROUP_LIMITS:
+    for path in (folder / name for folder in memory_cgroups() for name in CGROUP_LIMITS):
         with suppress(OSError, ValueError):  # ValueError: "max"
-            limits.append((int(Path(path).read_text()), f"container, {path}"))
+            limits.append((int(path.read_text()), f"container, {path}"))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min([*limits, *([] if soft == resource.RLIM_INFINITY else [(soft, "address space, ulimit -v")])])
+
+
+def memory_cgroups() -> list[Path]:
+    """Return the folders of the control groups that limit the memory of this process: its own, and those that they are in.
+
+    In a container the path of its own may be that of the host: then only the root of the container exists.
+    """
+    try:
+        lines = [line.split(":", 2) for line in CGROUPS_OF_PROCESS.read_text().splitlines()]
+    except OSError:
+        lines = []
+    folders = [CGROUP_ROOT, CGROUP_ROOT / "memory"]
+    for _, controllers, path in lines:
+        if not controllers or "memory" in controllers.split(","):
+            roots = [CGROUP_ROOT / "memory"] if controllers else [CGROUP_ROOT, CGROUP_ROOT / "unified"]
+            folders += [Path(f"{root}/{parent}") for root in roots for parent in (path, *Path(path).parents)]
+    return [folder for folder in dict.fromkeys(folders) if any(os.path.exists(folder / name) for name in CGROUP_LIMITS)]
 
 
 @contextmanager

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
-from common.guarded_files import check_own_files, copy_source_file, read_source_file
+from common.guarded_files import MAX_TOKENIZER_BYTES, check_own_files, copy_source_file, read_source_file
 from common.hub.cache import cached_snapshot
 from common.hub.names import parse_hub_name
 from common.limits.parsers import parse_json
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 AUTO, MINIMIND = "auto", "minimind"  # values of data.tokenizer that are no folder
 RUN_TOKENIZER = "tokenizer"  # folder of a run directory
 SCRATCH = "scratch"  # value of init_from
-TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_JSON, GENERATION_CONFIG = "tokenizer.json", "generation_config.json"
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
-COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", GENERATION_CONFIG)
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # of tokenizers that the library `tokenizers` does not read
 MAX_ADAPTERS = 8  # adapters of adapters that are followed to their base model
 MAX_CONFIG_BYTES = 1 << 20
@@ -146,6 +147,11 @@ def check_same_tokenizer(typed: Path, of_run: Path) -> None:
         raise UserError(f"cannot resume: the tokenizer of a run does not change, and {typed} differs from {of_run}", f"data.tokenizer={typed}", fix)
 
 
+def _read_settings(path: Path) -> dict[str, Any]:
+    content = parse_json(read_source_file(path, MAX_TOKENIZER_BYTES))
+    return content if isinstance(content, dict) else {}
+
+
 def _difference(first: Tokenizer, second: Tokenizer) -> str:
     mine, others = first.token_ids(), second.token_ids()
     if mine == others:
@@ -154,14 +160,25 @@ def _difference(first: Tokenizer, second: Tokenizer) -> str:
     return f"{same:,} of {len(mine):,} and {len(others):,} tokens have the same id"
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch."""
+def copy_tokenizer(source: Path, target: Path, init_from: str = SCRATCH) -> None:
+    """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch.
+
+    A tokenizer folder without generation_config.json gets that of the weights. Of a run from scratch, only the ids of tokens are copied: how to
+    sample is a matter of the model that the folder belongs to.
+    """
     make_dirs(target.parent)
     with atomic_path(target) as new:
         new.mkdir()
         for file in (source / name for name in COPIED_FILES):
             if os.path.lexists(file):
                 copy_source_file(file, new / file.name)
+        copy = new / GENERATION_CONFIG
+        if init_from == SCRATCH and copy.exists():
+            copy.write_text(json.dumps({key: value for key, value in _read_settings(copy).items() if key.endswith("token_id")}), encoding="utf-8")
+        elif init_from != SCRATCH and not copy.exists():
+            files = (folder / GENERATION_CONFIG for folder in _candidates(Path(init_from)))
+            if of_weights := next((file for file in files if os.path.lexists(file)), None):
+                copy_source_file(of_weights, copy)
         sync_tree(new)
         if target.exists():
             remove_tree(target)

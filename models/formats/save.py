@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from common.errors import print_note
 from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from common.hub.names import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
 from models.families.transformers import TransformersConfig
-from models.formats.json_files import RENAMED_TYPES, is_adapter_dir, model_dir, model_type_of, write_json_file
+from models.formats.json_files import (
+    MAX_BASE_MODELS,
+    RENAMED_TYPES,
+    base_model_of,
+    is_adapter_dir,
+    model_dir,
+    model_type_of,
+    read_json_file,
+    write_json_file,
+)
 from models.formats.load import HEAD_KEY, load_into, load_weights
 from models.formats.peft import BASE_DIR, MATRICES, PEFT_PREFIX, adapter_config
 from models.formats.tensor_files import write_tensors
@@ -26,6 +37,8 @@ from models.lora import linear_layers_of, lora_layers
 from models.lora_targets import short_names
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+GENERATION_CONFIG = "generation_config.json"
+MAX_NOTE = 200  # characters of names
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -52,7 +65,7 @@ def save_model(
     token_ids = copy_tokenizer_files(tokenizer_dir, folder)
     hf_config = cfg.to_hf_config() | {"dtype": dtype, "torch_dtype": dtype}
     write_json_file(folder / "config.json", hf_config | token_ids)
-    write_json_file(folder / "generation_config.json", token_ids | ({"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}))
+    write_generation_config(tokenizer_dir, folder, token_ids, stop_ids)
     state = {name: tensor.to(getattr(torch, dtype)) for name, tensor in model.state_dict().items() if ".lora." not in name}
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.load import save_transformers_weights
@@ -79,7 +92,7 @@ def save_adapter(
     the folder too.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    copy_tokenizer_files(tokenizer_dir, folder)
+    write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
     source = model_dir(Path(base))
     if not _is_readable_by_peft(source, model):
         save_model(folder / BASE_DIR, _unquantized(model, source), model.cfg, tokenizer_dir, stop_ids)
@@ -113,6 +126,45 @@ def _unquantized(model: LanguageModel, source: Path) -> LanguageModel:
     whole = create_model(model.cfg)
     load_into(whole, load_weights(source, model.cfg.family), str(source))
     return whole
+
+
+def write_generation_config(source: Path, folder: Path, token_ids: dict[str, int], stop_ids: Sequence[int]) -> None:
+    """Write generation_config.json: the settings of the tokenizer folder `source`, or the base model of an adapter, with the ids of this tokenizer."""
+    for _ in range(MAX_BASE_MODELS):
+        if os.path.lexists(source / GENERATION_CONFIG) or not is_adapter_dir(source):
+            break
+        source = base_model_of(source)
+    settings = generation_settings(source / GENERATION_CONFIG) if os.path.lexists(source / GENERATION_CONFIG) else {}
+    eos = {"eos_token_id": list(stop_ids)} if len(stop_ids) > 1 else {}
+    write_json_file(folder / GENERATION_CONFIG, settings | token_ids | eos)
+
+
+def generation_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a generation_config.json that transformers knows and accepts, without ids of tokens and objects; note which are left out."""
+    found = {name: value for name, value in read_json_file(path).items() if not (name.endswith("token_id") or name.startswith(("_", "transformers_")))}
+    if not found:
+        return {}
+    from transformers import GenerationConfig
+
+    known = vars(GenerationConfig())
+    settings: dict[str, Any] = {}
+    for name, value in found.items():
+        if name not in known or not _is_plain(value):
+            continue
+        try:
+            GenerationConfig(**settings, **{name: value})
+        except Exception:  # a value of another type fails in any way
+            continue
+        settings[name] = value
+    if left_out := [name for name in found if name not in settings]:
+        print_note(f"{path}: left out of the model's generation_config.json: {', '.join(left_out)[:MAX_NOTE]}, which transformers does not know or refuses")
+    return settings
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a JSON value is a scalar, or a list of scalars or of lists of scalars."""
+    items = [item for each in value for item in (each if isinstance(each, list) else [each])] if isinstance(value, list) else [value]
+    return not any(isinstance(item, dict | list) for item in items)
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:

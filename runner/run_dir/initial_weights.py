@@ -226,7 +226,7 @@ def with_tokenizer(config: Config, folder: Path, source: str | None, is_new: boo
     if source is None or not copy.is_dir():
         is_resolved = not is_new and typed not in (AUTO, MINIMIND)
         found = check_tokenizer_path(typed) if is_resolved else resolve_tokenizer(config.data, config.init_from)
-        copy_tokenizer(found, copy)
+        copy_tokenizer(found, copy, config.init_from)
         source = str(found.absolute())
     elif typed not in (AUTO, MINIMIND, source) and Path(typed).exists():
         check_same_tokenizer(Path(typed), copy)

@@ -136,6 +136,20 @@ def test_tokenizer_copy_replaces_the_copy_of_an_earlier_launch(tmp_path: Path, o
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_tokenizer_copy_has_the_generation_config_of_the_weights(tmp_path: Path, other_tokenizer: Path) -> None:
+    """A typed tokenizer folder and an adapter may have none; what a tokenizer folder says about sampling is not about a model from scratch."""
+    settings = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [2, 0]}
+    adapter, base, copy = tmp_path / "adapter", tmp_path / "base", tmp_path / "copy"
+    adapter.mkdir(), base.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    copy_tokenizer(other_tokenizer, copy, str(adapter))
+    assert json.loads((copy / "generation_config.json").read_text()) == settings
+    (other_tokenizer / "generation_config.json").write_text(json.dumps(settings))
+    copy_tokenizer(other_tokenizer, copy)
+    assert json.loads((copy / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
+
+
 @pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer.json", "chat_template.jinja"])
 def test_tokenizer_file_that_is_a_link_to_the_outside_is_not_copied(tmp_path: Path, other_tokenizer: Path, name: str) -> None:
     (other_tokenizer / name).unlink(missing_ok=True)

@@ -51,19 +51,32 @@ def test_compile_cache_is_not_below_the_cache_that_a_config_names_unless_the_use
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "other")
 
 
-@pytest.mark.parametrize("kind", ["world writable", "link"])
-def test_compile_cache_that_another_user_may_write_is_not_used(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("name", [".cache", ".cache/compiled"])
+@pytest.mark.parametrize("kind", [0o777, 0o770, "link"])
+def test_compile_cache_that_another_user_may_write_is_not_used(tmp_path, monkeypatch, capsys, kind, name):
     monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
-    folder = tmp_path / ".cache" / "compiled"
-    folder.parent.mkdir()
+    folder, shared = tmp_path / ".cache" / "compiled", tmp_path / name
+    (tmp_path / "other").mkdir()
     if kind == "link":
-        folder.symlink_to(tmp_path)
+        shared.parent.mkdir(exist_ok=True)
+        shared.symlink_to(tmp_path / "other")
     else:
-        folder.mkdir()
-        folder.chmod(0o777)
+        folder.mkdir(parents=True)
+        shared.chmod(kind)
     set_inductor_cache()
     used = os.environ["TORCHINDUCTOR_CACHE_DIR"]
     assert used != str(folder) and os.stat(used).st_mode & 0o077 == 0 and os.listdir(used) == []
+    assert f"chmod go-w {shared}" in capsys.readouterr().err
+
+
+def test_compile_cache_is_private_whatever_the_umask(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    before = os.umask(0o002)
+    try:
+        assert set_inductor_cache() == tmp_path / ".cache" / "compiled"
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".cache" / "compiled").stat().st_mode & 0o777 == 0o700 and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mode", ["off", "default", "max-autotune"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -26,12 +27,14 @@ from pathlib import Path
 import torch
 from runner.engine.device.cpu.allocator import pool_size, use_memory_pool
 
-reason = use_memory_pool(Path(sys.argv[1]))
-assert not reason, reason
 MIB = 1 << 20
 
 def block(mib, value=0):
     return torch.full((int(mib * MIB),), value, dtype=torch.uint8)
+"""
+USE_POOL = """
+reason = use_memory_pool(Path(sys.argv[1]))
+assert not reason, reason
 """
 
 
@@ -44,9 +47,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def child(programs: Path):
     """`child(code)`: run it in a process that uses the pool; return the JSON values that it prints, a line each."""
 
-    def run(code: str) -> list:
+    def run(code: str, use: str = USE_POOL) -> list:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
-        done = subprocess.run([sys.executable, "-c", PRELUDE + code, str(programs)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + use + code, str(programs)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -129,6 +134,58 @@ print(json.dumps(block(1, 7).sum().item()))
 """
     empty, message, after = child(code)
     assert empty == 0 and "can't allocate memory" in message and after == 7 << 20
+
+
+MACHINE = "MemTotal: 1048576 kB\nMemFree: 9 kB\nMemAvailable: 524288 kB\nSwapTotal: 65536 kB\nSwapFree: 65536 kB\n"  # 1 GiB, 512 MiB free; 64 MiB swap
+MIB = 1 << 20
+
+
+@needs_pool
+@pytest.mark.parametrize(
+    ("meminfo", "cgroup", "available"),
+    [
+        (MACHINE, {}, 512 + 64),
+        (MACHINE.replace("524288", "1048576"), {}, 1024 + 64),
+        (MACHINE, {"memory.max": "max", "memory.current": 900 * MIB}, 512 + 64),
+        (MACHINE, {"memory.max": 300 * MIB, "memory.current": 120 * MIB, "memory.stat": f"anon 5\ninactive_file {20 * MIB}\n"}, 300 - 120 + 20 + 64),
+        (MACHINE, {"memory.max": 300 * MIB, "memory.current": 120 * MIB, "memory.swap.max": 9 * MIB, "memory.swap.current": MIB}, 300 - 120 + 8),
+        (MACHINE, {"memory.max": 300 * MIB, "memory.current": 310 * MIB, "memory.swap.max": 0}, 0),
+        (MACHINE, {"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 900 * MIB}, 512 + 64),
+        (MACHINE, {"memory.limit_in_bytes": 300 * MIB, "memory.usage_in_bytes": 100 * MIB, "memory.stat": f"total_active_file {MIB}\n"}, 201 + 64),
+        (MACHINE, {"memory.limit_in_bytes": 300 * MIB, "memory.memsw.limit_in_bytes": 310 * MIB, "memory.memsw.usage_in_bytes": 20 * MIB}, 290),
+    ],
+)
+def test_available_memory_is_bounded_by_swap_and_cgroup(programs: Path, tmp_path: Path, meminfo: str, cgroup: dict[str, object], available: int) -> None:
+    (tmp_path / "meminfo").write_text(meminfo)
+    for name, content in cgroup.items():
+        (tmp_path / name).write_text(str(content))
+    function = library.load_library("memory_pool", [allocator.POOL_SOURCE], [], programs).lm_runner_available_memory
+    function.restype = ctypes.c_size_t
+    folders = os.fsencode(tmp_path / "meminfo"), os.fsencode(tmp_path)
+    assert function(*folders, ctypes.c_size_t(0)) == available * MIB
+    assert function(*folders, ctypes.c_size_t(1000 * MIB)) == min(available, 88) * MIB
+
+
+@needs_pool
+def test_pool_refuses_a_block_larger_than_the_memory_that_is_available(child) -> None:
+    """Its region is reserved without memory: the kernel grants any growth, and kills the process when it writes to it."""
+    code = """
+from common.limits.memory import smallest_limit
+
+def attempt(*sizes):
+    try:
+        blocks = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        print(json.dumps("allocated"))
+    except RuntimeError as error:
+        print(json.dumps(str(error)))
+
+attempt(768 << 30)
+attempt(*[smallest_limit()[0] // 3] * 100)  # not written to: none of them is more than what is available
+attempt(*[64 * MIB] * 2)
+"""
+    large, many, small = child(code)
+    assert "can't allocate memory: the memory pool has 0 bytes and needs 824633720832 more" in large and "can't allocate memory" in many
+    assert small == "allocated"
 
 
 @needs_pool

@@ -19,7 +19,7 @@ from common.errors import UserError
 from models.families.decoder import RopeScaling
 from models.formats.json_files import write_json_file
 from models.formats.load import load_model
-from models.formats.save import save_adapter
+from models.formats.save import generation_settings, save_adapter
 from models.generate import generate
 from models.lora import add_lora
 from runner.inference.export import verify
@@ -103,6 +103,51 @@ def test_export_that_differs_is_refused_and_leaves_nothing(hf_folder: Path, tmp_
     with pytest.raises(UserError, match="differs from the trained model"):
         run_export(hf_folder, tmp_path / "to")
     assert sorted(tmp_path.iterdir()) == before
+
+
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+
+
+def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path) -> None:
+    """Ids of tokens are those of the tokenizer; an adapter and the model that it is merged to have the settings of the base model."""
+    from transformers import GenerationConfig
+
+    stored = SAMPLING | {"eos_token_id": [2, 0], "pad_token_id": 77, "transformers_version": "4.0", "bad_words_ids": [[5, 6]]}
+    (own_folder / "generation_config.json").write_text(json.dumps(stored))
+    loaded = load_trained(own_folder, "cpu")
+    run_export(own_folder, tmp_path / "hf", verify=False)
+    add_lora(loaded.model, cfg := lora_config(4, 8.0, 0.0, ["q_proj"]))
+    save_adapter(tmp_path / "adapter", loaded.model, cfg, str(own_folder), own_folder)
+    (tmp_path / "adapter" / "generation_config.json").unlink()  # an adapter of PEFT has none
+    run_export(tmp_path / "adapter", tmp_path / "merged", format="merged", verify=False)
+    run_export(tmp_path / "adapter", tmp_path / "peft", format="peft", verify=False)
+    for name in ("hf", "merged", "peft"):
+        written = GenerationConfig.from_pretrained(tmp_path / name)
+        assert {key: getattr(written, key) for key in SAMPLING} == SAMPLING and written.bad_words_ids == [[5, 6]]
+        assert written.pad_token_id == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [0, 2]
+
+
+def test_generation_config_has_only_what_transformers_accepts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GenerationConfig
+
+    greedy = {"temperature": 0.6, "top_p": 0.9, "do_sample": False}  # `save_pretrained` refuses these, `from_pretrained` does not
+    refused = {"max_new_tokens": -1, "early_stopping": [1], "cache_implementation": "../code.py", "num_return_sequences": "x"}
+    unknown = {"auto_map": {"a": "code.py"}, "custom_generate": "me/code", "validate": 1, "suppress_tokens": [[[1]]], "watermarking_config": {"x": 1}}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(greedy | refused | unknown | {"eos_token_id": 5, "_from_model_config": True}))
+    assert generation_settings(path) == greedy
+    note = capsys.readouterr().err
+    assert all(name in note for name in (*refused, *unknown)) and "eos" not in note and GenerationConfig(**greedy).top_p == 0.9
+    path.write_text(json.dumps({"eos_token_id": 5}))
+    assert generation_settings(path) == {}
+    path.write_text('{"top_k": ' + "[" * 200 + "]" * 200 + "}")
+    with pytest.raises(UserError, match="nested deeper"):
+        generation_settings(path)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="this is a link"):
+        generation_settings(path)
 
 
 @pytest.fixture
@@ -201,6 +246,52 @@ def test_model_card_quotes_texts_of_a_run_and_keeps_folders_of_this_machine_out(
     assert "/home/me" not in card and "data.path=[a.jsonl,b.jsonl]" in card and "\x1b" not in card
     assert yaml.safe_load(card.split("---\n")[1]) == {"pipeline_tag": "text-generation", "library_name": "transformers"}
     assert all(line.count("|") == 3 for line in card.splitlines() if line.startswith("|")) and "| steps | 7 |" in card
+
+
+def card_of(source: Path, run: dict, to: Path, format: str = "hf", dtype: str = "float32") -> tuple[dict, str]:
+    """Return the metadata and the text of the model card."""
+    to.mkdir(exist_ok=True)
+    write_model_card(to, ModelFacts.collect(load_trained(source, "cpu"), run, to, format, dtype, None, None), "x")
+    card = (to / "README.md").read_text()
+    return yaml.safe_load(card.split("---\n")[1]), card
+
+
+def test_model_card_leaves_out_what_is_not_known(own_folder: Path, tmp_path: Path) -> None:
+    run = {"export": {"weights": "last", "step": 7, "loss": None}, "metrics": {"loss": 2.5, "val_loss": None}, "data": [{"file": "a.jsonl", "kept": None}]}
+    _, card = card_of(own_folder, run, tmp_path / "card")
+    assert "| weights | `last, step 7` |" in card and "| losses | `training 2.5` |" in card and "| data | `a.jsonl` |" in card and "None" not in card
+
+
+def test_model_card_counts_the_adapter_apart(adapter: Path, hf_folder: Path, tmp_path: Path) -> None:
+    base = sum(parameter.numel() for parameter in load_model(hf_folder).parameters())
+    whole = sum(parameter.numel() for parameter in load_model(adapter).parameters())
+    _, card = card_of(adapter, {}, tmp_path / "card", "merged")
+    assert f" {base:,} parameters |" in card and f"| adapter | {whole - base:,} parameters, merged |" in card
+
+
+def test_model_card_names_the_base_model_of_a_chain_of_runs(own_folder: Path, tmp_path: Path) -> None:
+    """dpo started from sft, which started from a local folder that transformers loaded from the hub."""
+    config = json.loads((own_folder / "config.json").read_text())
+    (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "Qwen/Qwen3-0.6B"}))
+    (tmp_path / "sft" / "model").mkdir(parents=True)
+    (tmp_path / "sft" / "run.json").write_text(json.dumps({"init_from": str(own_folder)}))
+    for start in (tmp_path / "sft", tmp_path / "sft" / "model"):
+        header, card = card_of(own_folder, {"init_from": str(start)}, tmp_path / "card")
+        assert (header["base_model"], header["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "finetune")
+        assert f"| started from | `sft from {own_folder.name} from Qwen/Qwen3-0.6B` |" in card and str(tmp_path) not in card
+    (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": str(tmp_path)}))
+    header, card = card_of(own_folder, {"init_from": str(tmp_path / "sft")}, tmp_path / "card")
+    assert "base_model" not in header and f"`sft from {own_folder.name}`" in card
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run", "relation"), [("float32", {"stage": "sft"}, "finetune"), ("float32", {}, None), ("q8_0", {"stage": "sft"}, "quantized")]
+)
+def test_model_card_calls_only_quantized_files_quantized(own_folder: Path, tmp_path: Path, dtype: str, run: dict, relation: str | None) -> None:
+    config = json.loads((own_folder / "config.json").read_text())
+    (own_folder / "config.json").write_text(json.dumps(config | {"_name_or_path": "me/base"}))
+    header, _ = card_of(own_folder, run | ({"init_from": str(own_folder)} if run else {}), tmp_path / "card", "gguf", dtype)
+    assert header["base_model"] == "me/base" and header.get("base_model_relation") == relation
 
 
 def test_rotary_settings_are_written_for_transformers_4(tmp_path: Path) -> None:

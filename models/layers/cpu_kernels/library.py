@@ -18,8 +18,6 @@ from pathlib import Path
 
 import torch
 
-from common.filesystem import is_complete_program
-
 SOURCES = tuple(Path(__file__).parent / name for name in ("attention.cpp", "swiglu.cpp", "weight_gradient.cpp", "product.cpp"))
 HEADERS = tuple(Path(__file__).parent / name for name in ("blocks.h", "vectors.h"))
 FLAGS = (
@@ -36,6 +34,7 @@ FLAGS = (
 COMPILE_TIMEOUT = 300.0
 MACHINES = ("x86_64", "AMD64")
 FOLDER = "cpu_kernels"  # in that of compiled programs
+CHECKSUM_BYTES = 32  # sha256
 MAX_MESSAGE = 300  # characters of what the compiler says
 
 _library: ctypes.CDLL | None = None
@@ -72,7 +71,7 @@ def load_library(name: str, sources: Sequence[Path], headers: Sequence[Path], fo
         raise KernelsUnavailableError("no C++ compiler, neither g++ nor CXX")
     try:
         library = folder / FOLDER / f"{name}-{_fingerprint(compiler, (*sources, *headers))}.so"
-        if not (library.exists() and is_complete_program(library)):  # a crash of the machine can leave a part
+        if not _is_intact(library):  # a crash of the machine or a bad disk can leave zeros in it
             _compile(compiler, sources, library)
         return ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError) as error:
@@ -116,8 +115,19 @@ def _compile(compiler: str, sources: Sequence[Path], library: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise KernelsUnavailableError(f"{compiler} took longer than {COMPILE_TIMEOUT:.0f} s") from error
         with output.open("rb+") as file:
+            file.write(hashlib.sha256(file.read()).digest())  # after the last byte, in the same file: both are there or neither
+            file.flush()
             os.fsync(file.fileno())
         os.replace(output, library)
+
+
+def _is_intact(library: Path) -> bool:
+    """Return whether the library exists and ends with the checksum of all before it. The loader ignores what follows the last section."""
+    try:
+        content = library.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-CHECKSUM_BYTES]).digest() == content[-CHECKSUM_BYTES:]
 
 
 @cache

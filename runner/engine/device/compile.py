@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import paths
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.filesystem import is_complete_program
 
 if TYPE_CHECKING:
@@ -76,12 +76,15 @@ def set_inductor_cache() -> Path:
     """Keep compiled programs between runs, unless the user has set a directory: loading one takes a second. Return their folder.
 
     A program in the cache is executed. So its folder is never one that a config names (data.cache of an unknown run directory), and one that another
-    user owns or may write to is replaced by an empty one for this process.
+    user owns, or that its group or others may write to, is replaced by an empty one for this process. The same holds for `.cache`, in which it
+    could be replaced. Who may write to the folder above that can change this code, or the user's profile.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     folder = (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT) / ".cache" / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
-    if not _is_private(folder):
+    if shared := next((each for each in (folder.parent, folder) if not _is_private(each)), None):
+        fix = f"chmod go-w {shared}; or TORCHINDUCTOR_CACHE_DIR=DIR"
+        print_note(f"compiled programs are not kept: {shared} must be a folder of yours to which nobody else may write; {fix}")
         folder = Path(tempfile.mkdtemp(prefix="compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     remove_incomplete_programs(folder)
@@ -143,10 +146,10 @@ def describe_compile_error(error: BaseException) -> str:
 
 
 def _is_private(folder: Path) -> bool:
-    """Return whether only this user can have written to the folder, which is created if it does not exist."""
+    """Return whether only this user can write to the folder, which is created if it does not exist."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWOTH
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

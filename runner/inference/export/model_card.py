@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from common.errors import strip_control
-from common.filesystem import read_bounded
-from common.hub.names import hub_name_of
+from common.filesystem import read_bounded, read_json_object
+from common.hub.names import hub_name_of, parse_hub_name
 from common.limits.parsers import parse_yaml
 from common.paths import command_line
 
@@ -26,7 +26,7 @@ OVERRIDES_LIMIT = 1 << 20
 ABSOLUTE_PATH = re.compile(r"(?<![\w.])/(?:[^\s,'\"\]\[=]+/)*(?=[^\s,'\"/\]\[=])")  # all but its last name: folders of this machine are no fact about the model
 NOT_IN_TITLE = re.compile(r"[^\w .+-]")
 LIBRARIES = {"hf": "transformers", "merged": "transformers", "peft": "peft", "gguf": "gguf"}
-RELATIONS = {"peft": "adapter", "gguf": "quantized"}  # to the base model, as the hub names them
+MAX_LINEAGE = 16  # runs and adapters that are followed to the model that they started from
 LOAD = {
     "hf": 'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")',
     "peft": 'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE", dtype="auto"), "FOLDER")',
@@ -46,6 +46,7 @@ class ModelFacts:
     is_chat: bool
     license: str | None
     base_model: str | None  # name on the hub
+    relation: str | None  # of the model to base_model, as the hub names it: adapter, quantized or finetune
     rows: dict[str, str]  # of the table
     commands: list[str]
 
@@ -54,21 +55,26 @@ class ModelFacts:
         cls, source: LoadedModel, run: Mapping[str, Any], run_dir: Path, format: str, dtype: str, license: str | None, base_model: str | None
     ) -> ModelFacts:
         """`run`: the content of run.json, {} for a folder without a run."""
-        started_from = Path(str(run["init_from"])) if run.get("init_from") else None
-        of_hub = hub_name_of(started_from) if started_from else None
-        base_model = base_model or (of_hub.repo if of_hub else None)
+        start = run.get("init_from") or (None if run else source.folder)
+        lineage, of_hub = _lineage(Path(str(start))) if start else ([], None)
+        base_model = base_model or of_hub
+        relation = "adapter" if format == "peft" else "quantized" if dtype == "q8_0" else "finetune" if run else None
         model = source.model.cfg
+        sizes = {is_adapter: 0 for is_adapter in (False, True)}
+        for name, parameter in source.model.named_parameters():
+            sizes[".lora." in name] += parameter.numel()
         rows = {
             "model": f"{_code(model.to_hf_config().get('model_type', model.name))}, {model.num_hidden_layers} layers, {model.vocab_size:,} tokens, "
-            f"{sum(p.numel() for p in source.model.parameters()):,} parameters",
-            "started from": _code(str(of_hub) if of_hub else started_from.name) if started_from else None,
+            f"{sizes[False]:,} parameters",
+            "adapter": f"{sizes[True]:,} parameters{'' if format == 'peft' else ', merged'}" if sizes[True] else None,
+            "started from": _code(" from ".join(lineage)) if run and lineage else None,
             "licence": license or "not given",
             "dtype": dtype,
             **_training_facts(run, source.folder),
         }
         export = shlex.join([*command_line("export"), f"run={run_dir.name}", "to=FOLDER", f"format={format}", f"dtype={dtype}"])
         commands = [*_training_command(run_dir), export]
-        return cls(format, source.is_chat_model, license, base_model, {name: text for name, text in rows.items() if text}, commands)
+        return cls(format, source.is_chat_model, license, base_model, relation, {name: text for name, text in rows.items() if text}, commands)
 
 
 def write_model_card(target: Path, facts: ModelFacts, name: str) -> None:
@@ -79,7 +85,7 @@ def write_model_card(target: Path, facts: ModelFacts, name: str) -> None:
     if facts.license:
         header["license"] = facts.license
     if facts.base_model:
-        header |= {"base_model": facts.base_model, "base_model_relation": RELATIONS.get(facts.format, "finetune")}
+        header |= {"base_model": facts.base_model} | ({"base_model_relation": facts.relation} if facts.relation else {})
     table = ["| | |", "|---|---|", *(f"| {key} | {text} |" for key, text in facts.rows.items())]
     commands = [f"    {_one_line(command, 4000)}" for command in facts.commands]
     lines = [f"# {NOT_IN_TITLE.sub('-', name)}", "", *table, "", "## Use", "", *_usage(facts), "", "## Commands", "", *commands, ""]
@@ -112,15 +118,40 @@ def _usage(facts: ModelFacts) -> list[str]:
     return ["```python", *imports, "", 'tokenizer = AutoTokenizer.from_pretrained("FOLDER")', load, inputs, GENERATE, "```"]
 
 
+def _lineage(source: Path) -> tuple[list[str], str | None]:
+    """Return (names of the runs and folders that `source` comes from, itself first; the repository of the hub that the last one is, or is a copy of)."""
+    names: list[str] = []
+    for _ in range(MAX_LINEAGE):
+        if of_hub := hub_name_of(source):
+            return [*names, str(of_hub)], of_hub.repo
+        run = next((folder for folder in (source, source.parent, source.parent.parent) if (folder / "run.json").is_file()), None)
+        names.append((run or source).name)
+        if run:
+            start: Any = read_json_object(run / "run.json").get("init_from")
+        elif not (start := read_json_object(source / "adapter_config.json").get("base_model_name_or_path")):
+            start = read_json_object(source / "config.json").get("_name_or_path")  # where transformers loaded it from: of the hub, or not known
+            name = parse_hub_name(start) if isinstance(start, str) else None
+            return [*names, *([str(name)] if name else [])], name.repo if name else None
+        if not isinstance(start, str) or not start:
+            break
+        if not run and (name := parse_hub_name(start)) and not (source / start).is_dir():
+            return [*names, str(name)], name.repo
+        source = source / start if not run else Path(start)
+    return names, None
+
+
 def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | None]:
     """Return the rows of the table that come from run.json, which anyone may have written."""
     exported, metrics, code = (value if isinstance(value := run.get(key), dict) else {} for key in ("export", "metrics", "code"))
     listed = run.get("data")
     files = [entry for entry in listed if isinstance(entry, dict)][:MAX_CARD_ENTRIES] if isinstance(listed, list) else []
     losses = [
-        f"{label} {_number(metrics[key])}" for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss")) if key in metrics
+        f"{label} {_number(metrics[key])}"
+        for label, key in (("training", "loss"), ("evaluation", "val_loss"), ("best", "best_val_loss"))
+        if _number(metrics.get(key))
     ]
-    weights = f"{exported.get('weights')}, step {exported.get('step')}, evaluation loss {_number(exported.get('loss'))}" if exported else None
+    loss = _number(exported.get("loss"))  # None: no evaluation of these weights
+    weights = f"{exported.get('weights')}, step {exported.get('step')}{f', evaluation loss {loss}' if loss else ''}" if exported else "not recorded"
     versions = run.get("versions") if isinstance(run.get("versions"), dict) else {}
     return {
         "stage": _code(run["stage"]) if run.get("stage") else None,
@@ -130,7 +161,13 @@ def _training_facts(run: Mapping[str, Any], folder: Path) -> dict[str, str | Non
         "tokens with a loss": _number(run.get("loss_tokens")),
         "losses": _code(", ".join(losses)) if losses else None,
         "data": ", ".join(
-            f"{_code(Path(str(entry.get('file'))).name)} ({_number(entry.get('kept'))} rows, {_number(entry.get('tokens'))} tokens)" for entry in files
+            f"{_code(Path(str(entry.get('file'))).name)}"
+            + (
+                f" ({', '.join(counts)})"
+                if (counts := [f"{n} {unit}" for key, unit in (("kept", "rows"), ("tokens", "tokens")) if (n := _number(entry.get(key)))])
+                else ""
+            )
+            for entry in files
         ),
         "code": _code(code["commit"]) if code.get("commit") else None,
         "versions": _code(", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers") if name in versions)) if versions else None,

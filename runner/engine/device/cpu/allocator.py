@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+from common.limits.memory import MEMINFO, memory_cgroups
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 DEFAULT_TRIM_THRESHOLD = 1 << 17  # bytes
 MAX_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD_32BIT = 1 << 30, 1 << 25  # bytes; older glibc accepts only the second
@@ -82,7 +84,8 @@ def use_memory_pool(folder: Path) -> str:
         library = load_library("memory_pool", [POOL_SOURCE], [], folder)
     except KernelsUnavailableError as error:
         return str(error)
-    if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK)):
+    limits = os.fsencode(MEMINFO), b"\n".join(map(os.fsencode, memory_cgroups()))
+    if library.lm_runner_use_memory_pool(ctypes.c_size_t(POOL_REGION), ctypes.c_size_t(POOLED_BLOCK), *limits):
         return "no free addresses"
     _pool = library
     return ""
