@@ -100,6 +100,13 @@ def test_tokenizer_training_reads_a_repeated_file_twice(cats, capsys):
     assert "tokens from 94 rows" in capsys.readouterr().out
 
 
+def test_tokenizer_training_reads_json_rows_that_are_named_as_text(cats, capsys):
+    cats.rename("rows.jsonl.txt")
+    train_tokenizer(config(path=["rows.jsonl.txt"], to="new"))
+    captured = capsys.readouterr()
+    assert "tokens from 47 rows" in captured.out and captured.err == "rows.jsonl.txt: read as JSON Lines, which its content is\n"
+
+
 def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
     train_tokenizer(config(to="small", vocab_size=270))
     tables = []
