@@ -30,10 +30,12 @@ def train_tokenizer(cfg: TokenizerConfig) -> None:
         if source.detected:
             print_note(f"{source.name}: {source.detected}")
     other = Tokenizer.load(Path(cfg.compare)) if cfg.compare else None
+    tokenizer = Tokenizer.load(Path(cfg.tokenizer)) if cfg.tokenizer else None
+    for line in (line for each in (tokenizer, other) if each for line in each.dropout_note):
+        print_note(line)
     stats = CorpusStats()
     texts = iter_corpus(sources, cfg.max_lines, stats)
-    if cfg.tokenizer:
-        tokenizer = Tokenizer.load(Path(cfg.tokenizer))
+    if tokenizer:
         count = sum(1 for _ in texts)
         print(f"skipped {count} texts of {stats.rows} rows that are not held out")
     else:

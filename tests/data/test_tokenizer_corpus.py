@@ -119,6 +119,15 @@ def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
     assert head == ["new", "small"] and vocabulary == ["277", "270"] and float(rate[0]) > float(rate[1]) and unknown == changed == ["0", "0"]
 
 
+def test_tokenizer_comparison_says_that_dropout_is_switched_off(cats, capsys):
+    train_tokenizer(config(to="new"))
+    file = Path("new/tokenizer.json")
+    file.write_text(json.dumps((stored := json.loads(file.read_text())) | {"model": stored["model"] | {"dropout": 0.1}}))
+    capsys.readouterr()
+    train_tokenizer(config(tokenizer="new"))
+    assert capsys.readouterr().err == "new/tokenizer.json has dropout 0.1, which splits a text in another way each time: it is switched off\n"
+
+
 def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):
     with pytest.raises(UserError, match="a file of the tokenizer is missing"):
         train_tokenizer(config(to="new", compare="none"))
