@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from common.errors import StopRequested, TrainingError
 
 T = TypeVar("T")
 WATCH_POLL_SECONDS = 0.1
+START_SECONDS = 60.0  # for a process to be ready, which takes long on a busy machine; a longer data.worker_timeout holds here, too
 GRACE_SECONDS = 0.5  # for a thread to end by itself after a stop request or at the end; then it is abandoned
 _PR_SET_PDEATHSIG = 1
 PROCESS_STATES = {
@@ -44,8 +46,9 @@ class Watch:
     def __init__(self, stop_requested: Callable[[], bool] = never, timeout: float = 0.0, progress: Callable[[], object] = never) -> None:
         self.stop_requested, self.timeout, self._progress = stop_requested, timeout, progress
 
-    def wait_for(self, poll: Callable[[float], bool], stuck: Callable[[float], Exception]) -> None:
-        """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)`."""
+    def wait_for(self, poll: Callable[[float], bool], stuck: Callable[[float], Exception], at_least: float = 0.0) -> None:
+        """Return once `poll(seconds)` is true. Raises StopRequested, or `stuck(seconds waited)` after `timeout` and `at_least` seconds."""
+        limit = max(self.timeout, at_least) if self.timeout else math.inf
         waited, seen, last = 0.0, self._progress(), time.monotonic()
         while not poll(WATCH_POLL_SECONDS):
             if self.stop_requested():
@@ -54,7 +57,7 @@ class Watch:
             waited, last = waited + min(now - last, 2 * WATCH_POLL_SECONDS), now
             if (current := self._progress()) != seen:
                 seen, waited = current, 0.0
-            if 0 < self.timeout <= waited:
+            if waited >= limit:
                 raise stuck(waited)
 
     def take(self, items: queue.Queue[T], stuck: Callable[[float], Exception]) -> T:

@@ -23,18 +23,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 
 import torch
 
 from common.errors import TrainingError, one_line, print_safely
-from data.background import Watch, describe_exit, describe_state, kill_with_parent
+from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
 from data.batching.batch import Batch, SequenceSource
 from data.batching.packing import PackedSequences
 from data.types import EncodedRow
 
-BATCH, ERROR = b"B", b"E"  # first byte of a message
+BATCH, ERROR, READY = b"B", b"E", b"R"  # first byte of a message
 TRACEBACK_LINES = 30
 NAME_SECONDS = 1.0  # for reading the names of the rows that a worker was stuck at; reading them may be what hangs
 CLOSE_SECONDS = 1.0  # for a killed worker to be gone
@@ -128,7 +129,9 @@ class BatchWorkers:
     def __next__(self) -> Batch:
         worker = self._workers[self._next % len(self._workers)]
         self._next += 1
-        message = self.watch.take(worker.received, lambda seconds: self._stuck_error(worker, seconds))
+        stuck = partial(self._stuck_error, worker)
+        self.watch.wait_for(worker.ready.wait, stuck, START_SECONDS)
+        message = self.watch.take(worker.received, stuck)
         if isinstance(message, Batch):
             return message
         raise self._exit_error(worker) if message is None else self._read_error(worker, message)
@@ -150,7 +153,8 @@ class BatchWorkers:
 
     def _stuck_error(self, worker: _Worker, seconds: float) -> TrainingError:
         state = describe_state(worker.pid)
-        text = f"{self._name(worker)} is stuck: no progress for {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
+        done = "no progress for" if worker.ready.is_set() else "not ready after"
+        text = f"{self._name(worker)} is stuck: {done} {seconds:.1f} s (data.worker_timeout){self._reading(worker)}{state}"
         return TrainingError(f"{text}; try data.num_workers=0, or a larger data.worker_timeout if reading is this slow")
 
     def _exit_error(self, worker: _Worker) -> TrainingError:
@@ -173,6 +177,7 @@ class _Worker:
     def __init__(self, context: BaseContext, task: BatchTask, index: int, count: int, positions: Positions, receive: Callable[[Batch], Batch]) -> None:
         self.index = index
         self.received: queue.Queue[Batch | dict[str, str] | None] = queue.Queue(1)  # None: the process has ended
+        self.ready = threading.Event()  # or ended
         self._connection, end = context.Pipe(duplex=False)
         process = context.Process(target=_worker_main, args=(task, index, count, positions, end, os.getpid()), daemon=True)  # type: ignore[attr-defined]  # of every context
         try:
@@ -192,8 +197,12 @@ class _Worker:
         try:
             while True:
                 message = self._connection.recv_bytes()
+                self.ready.set()
+                if message == READY:
+                    continue
                 self.received.put(receive(Batch.from_bytes(message[1:])) if message[:1] == BATCH else json.loads(message[1:]))
         except (EOFError, OSError):
+            self.ready.set()
             self.received.put(None)
 
     def kill(self) -> None:
@@ -216,6 +225,7 @@ def _worker_main(task: BatchTask, index: int, count: int, positions: Positions, 
     if isinstance(task.sequences, PackedSequences):
         task.sequences.progress = lambda *_: positions.tick(index)
     try:
+        end.send_bytes(READY)
         try:
             for indices in task.indices(index, count):
                 end.send_bytes(BATCH + task.read(indices, positions, index).to_bytes())

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import did_you_mean
 from data.errors import BadRowError, parse_json_row, type_name
-from data.schemas.columns import check_no_media
+from data.schemas.columns import check_no_loss_mask, check_no_media
 
 OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 SHAREGPT_ROLES = {
@@ -21,6 +21,8 @@ NULL_STRINGS = ("null", "None")  # null in tables with string columns
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen, of OpenRouter and vLLM, of Ollama and gpt-oss
 CHECKED_FIELDS = frozenset(("role", "content", "tool_calls", "weight", "reasoning_details", *REASONING_FIELDS))  # others are for the chat template
 PLAIN_FIELDS = frozenset(("role", "content", "reasoning_content", "tool_calls"))
+# Whether a message has loss, as OpenAI, LLaMA-Factory and axolotl write it -> types, (no, yes)
+LOSS_FIELDS = {"weight": ((int, float), ("0", "1")), "loss_weight": ((int, float), ("0", "1")), "train": ((bool,), ("false", "true"))}
 MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
@@ -90,7 +92,7 @@ def as_objects(value: Any, where: str) -> list[dict] | None:
 
 
 def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict:
-    """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0. Raises BadRowError."""
+    """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0, or 1 in a message of another role. Raises BadRowError."""
     if _is_plain(message):  # most messages, in a fifth of the time
         return {**message, "role": OPENAI_ROLES[message["role"]], "reasoning_content": "", "tool_calls": None}
     if not isinstance(message, dict):
@@ -105,8 +107,10 @@ def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict
     turn["content"] = "" if turn.get("content") is None and may_be_null else _check_content(turn.get("content"), f"{where}.content")
     turn["reasoning_content"] = _check_reasoning(turn, where)
     turn["tool_calls"] = _check_tool_calls(turn, where)
-    if not _has_loss(turn.pop("weight", None), f"{where}.weight"):
-        turn["weight"] = 0
+    weight = _pop_weight(turn, where)
+    check_no_loss_mask(turn, where)
+    if weight == 0 or (weight == 1 and not is_assistant):
+        turn["weight"] = weight
     for field in () if is_assistant else ("reasoning_content", "tool_calls"):
         if turn[field]:
             problem = f"{field} is allowed in assistant messages only, found in a {turn['role']} message"
@@ -151,6 +155,7 @@ def _check_content(value: Any, where: str) -> str:
                 found = part.get("type") if isinstance(part, dict) else type_name(part)
                 fix = 'write {"type": "text", "text": "..."}, and leave out images, audio and video: models of this program read and write text'
                 raise BadRowError("wrong type", f"only text parts are supported, found {found}", where, fix)
+            check_no_loss_mask(part, where)
         return "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise BadRowError("wrong type", f"{where.rpartition('.')[2]} must be a string, found {type_name(value)}", where, "write one string")
@@ -173,12 +178,20 @@ def _check_reasoning(message: dict, where: str) -> str:
     return "".join(parts)
 
 
-def _has_loss(weight: Any, where: str) -> bool:
-    """Return whether OpenAI's weight of a message is not 0: the tokens of a message of weight 0 have no loss."""
-    if weight is None or (weight in (0, 1) and not isinstance(weight, bool)):
-        return weight != 0
-    problem = f"the weight of a message must be 0 or 1, found {json.dumps(weight, default=str)}"
-    raise BadRowError("wrong weight", problem, where, "write 0 for an answer without loss; only the weight of a row may be any number above 0")
+def _pop_weight(message: dict, where: str) -> int | None:
+    """Remove the fields that say whether a message has loss, and return 0 or 1; None if there is none. Raises BadRowError if two of them differ."""
+    weights: dict[str, int] = {}
+    for field, (types, (no, yes)) in LOSS_FIELDS.items():
+        if (value := message.pop(field, None)) is None:
+            continue
+        if type(value) not in types or value not in (0, 1):
+            problem = f"the {field} of a message must be {no} or {yes}, found {json.dumps(value, default=str)}"
+            fix = f"write {no} for an answer without loss; only the weight of a row may be any number above 0"
+            raise BadRowError("wrong weight", problem, f"{where}.{field}", fix)
+        weights[field] = int(value)
+    if len(set(weights.values())) > 1:
+        raise BadRowError("wrong weight", f"{' and '.join(weights)} of a message differ", where, "keep one of them")
+    return next(iter(weights.values()), None)
 
 
 def _check_tool_calls(message: dict, where: str) -> list[dict] | None:

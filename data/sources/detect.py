@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,6 +28,7 @@ CSV_FORMATS: dict[str, dict] = {
     "csv with |": {"delimiter": "|"},
     "tsv without quotes": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # a quote is a character like any other
 }
+JSON_START = re.compile(rb'(\[\s*)?\{\s*"')
 SAMPLE_BYTES, SAMPLE_RECORDS = 256 << 10, 50  # of a CSV file, to detect its delimiter
 
 
@@ -59,7 +61,7 @@ def detect_format(path: Path, encoding: str | None, text_unit: str) -> tuple[str
         raise _empty_file(path)
     if known in ("csv", "tsv"):
         return detect_csv(content, known), encoding
-    if known == "text":
+    if known == "text" and not _is_json(content):
         return "text lines" if text_unit == "line" else known, encoding
     if known is None and head.startswith(b"PK\x03\x04"):
         raise UserError("spreadsheets and archives are not read", str(path), "save the sheet as CSV (UTF-8), or unpack the archive")
@@ -78,6 +80,24 @@ def _first_content(file: BinaryIO, blanks: bytes) -> bytes:
         if content := chunk.removeprefix(BOM).lstrip(blanks):
             return content if content.strip() else b""
     return b""
+
+
+def _is_json(content: bytes) -> bool:
+    """Return whether a text file begins as JSON rows do, e.g. `rows.jsonl.txt`, of which Windows hides the end: most lines are objects, or it is an array."""
+    lines = [line for line in content.split(b"\n") if line.strip()]
+    if len(content) >= READ_BYTES:
+        lines.pop()  # it may be cut
+    if 2 * sum(map(_is_object, lines)) > len(lines):
+        return True
+    return JSON_START.match(content) is not None and (content.startswith(b"[") or not lines or _is_object(content))
+
+
+def _is_object(text: bytes) -> bool:
+    text = text.strip()
+    try:
+        return text.startswith(b"{") and text.endswith(b"}") and isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_array(content: bytes) -> bool:

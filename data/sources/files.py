@@ -31,6 +31,7 @@ READERS: dict[str, Callable[[BinaryIO, Locate], Items]] = {
     "arrow": read_arrow,
 }
 TABLES, INDEXED = ("parquet", "arrow"), ("json array", "parquet", "arrow")  # positions are indices from 0 in INDEXED formats, line numbers from 1 in others
+JSON_NAMES = {"jsonl": "JSON Lines", "json array": "a JSON array"}
 HIDDEN = " (hidden by data.columns)"  # end of the name of a field that data.columns replaces
 NOT_DATA = re.compile(r"(readme|license|licence|changelog|contributing|citation)(\b.*\.(md|txt|cff))?|dataset_infos?\.json|dataset_dict\.json", re.IGNORECASE)
 
@@ -91,6 +92,8 @@ class Source:
         arguments = CSV_FORMATS.get(self.file_format, {})
         delimiter = arguments.get("delimiter", "").replace("\t", "tabs") if extension_of(self.path) != f".{self.file_format}" else ""
         parts = [f"encoding {self.encoding}"] * (self.encoding != UTF8) + [f"columns separated by {delimiter}"] * bool(delimiter)
+        if EXTENSIONS.get(extension_of(self.path)) == "text" and self.file_format in JSON_NAMES:
+            parts.append(f"read as {JSON_NAMES[self.file_format]}, which its content is")
         return ", ".join([*parts, *["quotes are text"] * ("quoting" in arguments)])
 
     @property

@@ -116,8 +116,15 @@ def split_of(file: Path, root: Path) -> str | None:
 
 def _stem(file: Path) -> str:
     """Return the name of a file in lower case, without its extensions and the number of a shard."""
-    name = file.with_suffix("") if file.suffix.lower() in COMPRESSED else file
-    return SHARD.sub("", name.stem.lower())
+    return SHARD.sub("", _bare_name(file).lower())
+
+
+def _bare_name(file: Path) -> str:
+    """Return the name of a file without its extensions: x of x.jsonl.gz and of x.jsonl.txt."""
+    name = file.with_suffix("")
+    while name.suffix.lower() in (*EXTENSIONS, *COMPRESSED):
+        name = name.with_suffix("")
+    return name.name
 
 
 def _validation_files_of(files: Iterable[Path]) -> list[Path]:
@@ -130,8 +137,8 @@ def _validation_files_of(files: Iterable[Path]) -> list[Path]:
 
 
 def _with_val(file: Path) -> Path:
-    name, compression = (file.stem, file.suffix) if file.suffix.lower() in COMPRESSED else (file.name, "")
-    return file.with_name(f"{Path(name).stem}_val{Path(name).suffix}{compression}")
+    name = _bare_name(file)
+    return file.with_name(f"{name}_val{file.name.removeprefix(name)}")
 
 
 def _validation_names(stem: str) -> list[str]:

@@ -13,18 +13,19 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import IO, Any
 
 from common.errors import UserError
 from common.plugins import import_inherited_plugins
-from data.background import Watch, describe_exit, describe_state, kill_with_parent
+from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
 from data.sources.files import Source
 from data.tokenize.block import EncodedBlock
 from data.tokenize.encoder import Encoder
@@ -43,7 +44,7 @@ def encode_in_parallel(
     """Yield (block, bytes read) for each (chunk, bytes read). Of several errors, of the chunks or of an encoder, the first in file order is raised.
 
     One worker is the calling process. `tokenizer` is the fingerprint of the tokenizer in `encoding`. Raises UserError if a process dies, or if
-    no process finishes a chunk for `timeout` seconds (0: no limit).
+    no process finishes a chunk for `timeout` seconds (0: no limit), which begin when the process of the chunk is ready.
     """
     if num_workers == 1:
         encoder = _load_encoder(encoding, tokenizer)
@@ -88,6 +89,7 @@ class _Job:
     chunk: Chunk
     future: Future[EncodedBlock] = field(default_factory=Future)
     process: subprocess.Popen[bytes] | None = None
+    begun: threading.Event = field(default_factory=threading.Event)  # its process is ready, or has ended
 
 
 class _Pool:
@@ -97,6 +99,7 @@ class _Pool:
         self.source = source
         self.num_encoded = 0  # chunks
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._ready: set[subprocess.Popen[bytes]] = set()
         self._threads = ThreadPoolExecutor(num_workers)
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
         # Workers inherit the blocked signals: Ctrl-C goes to the whole process group, and the parent handles it.
@@ -120,7 +123,9 @@ class _Pool:
 
     def result(self, job: _Job, watch: Watch) -> EncodedBlock:
         """Wait for the block of a job. Raises UserError if nothing moves."""
-        watch.wait_for(lambda seconds: bool(concurrent.futures.wait([job.future], seconds).done), lambda seconds: self._stuck_error(job, seconds))
+        stuck = partial(self._stuck_error, job)
+        watch.wait_for(lambda seconds: job.future.done() or job.begun.wait(seconds), stuck, START_SECONDS)
+        watch.wait_for(lambda seconds: bool(concurrent.futures.wait([job.future], seconds).done), stuck)
         return job.future.result()
 
     def _run(self, job: _Job) -> None:
@@ -133,6 +138,10 @@ class _Pool:
         process = job.process = self._idle.get()
         try:
             _send(_pipe(process.stdin), job.chunk)
+            if process not in self._ready:
+                pickle.load(_pipe(process.stdout))
+                self._ready.add(process)
+            job.begun.set()
             reply = pickle.load(_pipe(process.stdout))
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             with suppress(subprocess.TimeoutExpired):
@@ -140,6 +149,7 @@ class _Pool:
             fix = "read its last output above; if the machine is out of memory, run fewer other processes"
             raise UserError(f"{self._name(process)} {describe_exit(process.poll())}", self._rows(job), fix) from error
         finally:
+            job.begun.set()
             self._idle.put(process)
         self.num_encoded += 1
         if isinstance(reply, OSError):  # not to be taken for one of the cache
@@ -152,7 +162,8 @@ class _Pool:
     def _stuck_error(self, job: _Job, seconds: float) -> UserError:
         worker = "the tokenizing processes" if job.process is None else self._name(job.process)
         state = "" if job.process is None else describe_state(job.process.pid)
-        message = f"{worker} stuck: no rows encoded for {seconds:.1f} s (data.worker_timeout){state}"
+        done = "no rows encoded for" if job.begun.is_set() else "not ready after"
+        message = f"{worker} stuck: {done} {seconds:.1f} s (data.worker_timeout){state}"
         return UserError(message, self._rows(job), "look at these rows and at the regular expressions of the tokenizer; or a larger data.worker_timeout")
 
     def _name(self, process: subprocess.Popen[bytes]) -> str:
@@ -198,7 +209,7 @@ def _send(pipe: IO[bytes], message: object) -> None:
 
 
 def _worker_main(parent: int) -> None:
-    """Body of a worker of process `parent`: reply to each chunk with its block, or with the exception it raises."""
+    """Body of a worker of process `parent`: reply once when it is ready, then to each chunk with its block, or with the exception it raises."""
     kill_with_parent(parent)  # which may have died during the imports
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything that prints must not garble the replies
@@ -206,6 +217,7 @@ def _worker_main(parent: int) -> None:
         import_inherited_plugins()  # one of them may register the row schema
         encoding, source = pickle.load(sys.stdin.buffer)
         encoder = Encoder(encoding)
+        _send(replies, None)  # ready
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS_PER_COLLECTION)
         while True:

@@ -97,6 +97,7 @@ class ChatTemplate:
     def _render_segments(self, messages: list[dict], tools: list[dict] | None, where: str, loss_on: str) -> list[TemplateSegment]:
         """Render a conversation and split it into segments, see `segments`."""
         turns = assistant_turns(messages)
+        _check_weights(messages, loss_on, where)
         render, masked = self._renderer(messages, tools, where, turns=self._marked_turns(messages, loss_on))
         whole = render(len(messages))
         self._check_contents(whole, masked, where)
@@ -304,6 +305,16 @@ class ChatTemplate:
             with suppress(BadRowError):
                 marked, marks = self._turns.insert(whole, messages, all_turns, render, where), {all_turns.index(turn) for turn in turns}
         return self._turns.split(self._close_turns(marked, messages, tools), marks)
+
+
+def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
+    """Require that no message of another role than the assistant's says otherwise than data.loss_on whether it has loss."""
+    expected = int(loss_on == "all")
+    for message in messages:
+        if message["role"] != "assistant" and (weight := message.get("weight", expected)) != expected:
+            problem = f"a {message['role']} message has weight {weight}, and data.loss_on={loss_on} {'trains on every message' if expected else 'trains on answers only'}"
+            fix = f"data.loss_on={'assistant' if expected else 'all'}, or remove the field of this message"
+            raise BadRowError("weight that differs from data.loss_on", problem, where, fix)
 
 
 def _default_template(template: Any, where: str) -> str:

@@ -6,8 +6,10 @@ tokenizer_limits.py starts it. It ends with code 0 if the texts are encoded, wit
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
+import time
 
 from tokenizers import Tokenizer as Engine
 
@@ -18,6 +20,7 @@ def probe_tokenizer() -> int:
     seconds = int(sys.argv[1])
     tokenizer_json, texts = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_AS, (PROBE_MEMORY, PROBE_MEMORY))
+    seconds += math.ceil(time.process_time())  # those of the start do not count
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))

@@ -46,6 +46,7 @@ class Tokenizer:
     special_tokens: frozenset[str]  # added tokens that `decode` skips
     chat_template: str | None
     fingerprint: str
+    dropout: float  # BPE dropout of tokenizer.json: switched off, because it splits a text in another way each time; 0: none
     _full: Engine = field(repr=False)  # with control tokens, for decoding
     _plain: Engine = field(repr=False)  # without control tokens, for encoding
     _cuts: re.Pattern[str] | None = field(repr=False)  # cut_pattern of _plain
@@ -63,9 +64,17 @@ class Tokenizer:
         """The ids that a text begins with: bos_id, or none."""
         return [] if self.bos_id is None else [self.bos_id]
 
+    @property
+    def dropout_note(self) -> list[str]:
+        """Return a line that says that BPE dropout is switched off, if the tokenizer has it."""
+        message = f"{self.folder}/tokenizer.json has dropout {self.dropout}, which splits a text in another way each time: it is switched off"
+        return [message] if self.dropout else []
+
     def notes(self, of_texts: bool) -> list[str]:
-        """Return how tokens that the tokenizer lacks are handled, one line each; conversations begin as their template says."""
-        notes = ["the tokenizer has no bos_token: texts begin without one"] if of_texts and self.bos_id is None else []
+        """Return what is done otherwise than the files say, and how tokens that the tokenizer lacks are handled, one line each; conversations begin as their template says."""
+        notes = self.dropout_note
+        if of_texts and self.bos_id is None:
+            notes.append("the tokenizer has no bos_token: texts begin without one")
         if "pad_token" not in self.named_tokens:
             notes.append(f"the tokenizer has no pad_token: batches are padded with its eos_token {self.named_tokens['eos_token']}, without loss and attention")
         return notes
@@ -142,6 +151,9 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
         message = f"the model of the tokenizer must be byte-level BPE, got {stored['model']['type']}"
         raise UserError(message, f"{folder}/tokenizer.json", TRAIN_TOKENIZER_HINT)
     check_stored_tokenizer(stored, folder / "tokenizer.json")
+    dropout = stored["model"].get("dropout") or 0.0
+    if dropout:
+        stored["model"]["dropout"] = None  # as in a tokenizer without: same ids, same fingerprint
     # Without this setting the library warns whenever a loader forks its workers. Its threads are idle then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     without_control = _without_control_tokens(stored)
@@ -165,6 +177,7 @@ def _assemble(folder: Path, stored: dict, config: dict, template_file: str | Non
         special_tokens=frozenset(token["content"] for token in stored["added_tokens"] if token["special"]),
         chat_template=template,
         fingerprint=hashlib.sha256(json.dumps([stored, bos_id, eos_id, pad_id, template], sort_keys=True).encode()).hexdigest(),
+        dropout=dropout,
         _full=full,
         _plain=plain,
         _cuts=cut_pattern(without_control),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.tokenize.templates.renderer import PASSED_VARIABLES
+from data.tokenize.templates.renderer import PASSED_VARIABLES, WALL_SECONDS
 
 MAX_ADDED_TOKENS = 100_000
 MAX_ADDED_CHARACTERS = 1000  # of an added token
@@ -124,9 +124,9 @@ def _probe(tokenizer_json: str, patterns: tuple[str, ...]) -> str | None:
     command = [sys.executable, "-P", "-m", "data.tokenize.pattern_probe", str(PROBE_SECONDS)]
     request = json.dumps([tokenizer_json, texts]).encode()
     try:
-        ended = subprocess.run(command, input=request, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=5 * PROBE_SECONDS, process_group=0)
+        ended = subprocess.run(command, input=request, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=WALL_SECONDS, process_group=0)
     except subprocess.TimeoutExpired:
-        return f"it needs more than {5 * PROBE_SECONDS} seconds for texts of {PROBE_CHARACTERS:,} characters"
+        return f"no result for texts of {PROBE_CHARACTERS:,} characters after {WALL_SECONDS:g} seconds; on a busy machine, try again"
     if ended.returncode == 0:
         return None
     if ended.returncode < 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
-from common.errors import UserError, print_safely
+from common.errors import UserError, print_note, print_safely
 from common.guarded_files import check_own_files
 from data.sources.files import resolve_sources
 from data.tokenize.chat_template import CHATML
@@ -26,11 +26,16 @@ MODEL_MAX_LENGTH = 32768
 def train_tokenizer(cfg: TokenizerConfig) -> None:
     """Train a tokenizer on the rows of `cfg.path` and write it to `cfg.to`, or load `cfg.tokenizer`; print how it encodes held-out rows."""
     sources = [source for entry in resolve_sources(cfg.path) for source in entry]  # checks all files before the first one is read
+    for source in sources:
+        if source.detected:
+            print_note(f"{source.name}: {source.detected}")
     other = Tokenizer.load(Path(cfg.compare)) if cfg.compare else None
+    tokenizer = Tokenizer.load(Path(cfg.tokenizer)) if cfg.tokenizer else None
+    for line in (line for each in (tokenizer, other) if each for line in each.dropout_note):
+        print_note(line)
     stats = CorpusStats()
     texts = iter_corpus(sources, cfg.max_lines, stats)
-    if cfg.tokenizer:
-        tokenizer = Tokenizer.load(Path(cfg.tokenizer))
+    if tokenizer:
         count = sum(1 for _ in texts)
         print(f"skipped {count} texts of {stats.rows} rows that are not held out")
     else:

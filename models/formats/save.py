@@ -168,13 +168,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer files; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
+    """Copy the tokenizer files, without BPE dropout; return the ids of its control tokens as transformers names them: bos_token_id, eos_token_id, pad_token_id."""
     for name in TOKENIZER_FILES:
         if os.path.lexists(source / name):
             copy_source_file(source / name, folder / name)
     config = parse_json(read_source_file(source / "tokenizer_config.json", MAX_TOKENIZER_BYTES))
-    added = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))["added_tokens"]
-    ids = {token["content"]: token["id"] for token in added}
+    stored = parse_json(read_source_file(source / "tokenizer.json", MAX_TOKENIZER_BYTES))
+    if stored["model"].get("dropout"):  # off in training and here, so that other programs get the same ids
+        stored["model"]["dropout"] = None
+        write_json_file(folder / "tokenizer.json", stored)
+    ids = {token["content"]: token["id"] for token in stored["added_tokens"]}
     token_ids = {}
     for role in ("bos", "eos", "pad"):
         token = config.get(f"{role}_token")

@@ -77,11 +77,21 @@ def diff_facts(saved: Mapping[str, Any], current: Mapping[str, Any], rules: Mapp
     for fact in sorted(saved.keys() | current.keys()):
         is_unrecorded = lacks_code and fact not in saved and fact.startswith(f"{ENVIRONMENT}.")
         if saved.get(fact) != current.get(fact) and not is_unrecorded:
-            text = f"{fact}: {saved.get(fact)} -> {current.get(fact)}" if fact != CODE else describe_changed_code(saved, current)
+            text = f"{fact}: {saved.get(fact)} -> {current.get(fact)}{_cause(fact, saved, current)}" if fact != CODE else describe_changed_code(saved, current)
             differences[rule_of(fact, rules)].append(text)
     if lacks_code:
         differences["changes_rounding"].append(UNRECORDED_CODE)
     return differences
+
+
+def _cause(fact: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """Return what a changed fingerprint says: whether the tokenizer or the rows differ."""
+    if fact == TOKENIZER_FINGERPRINT:
+        return " (the tokenizer or its chat template differs)"
+    if fact != DATA_FINGERPRINT:
+        return ""
+    is_same = saved.get(TOKENIZER_FINGERPRINT) == current.get(TOKENIZER_FINGERPRINT)
+    return " (the rows differ, or how they are encoded; the tokenizer is the same)" if is_same else " (the tokens of the rows: the tokenizer differs)"
 
 
 def describe_changed_code(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:

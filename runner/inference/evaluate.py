@@ -161,10 +161,11 @@ def open_evaluation_set(data: EvaluationData, metric: str, progress: EvaluationP
     from data.schemas.registry import SCHEMAS, missing_columns, schema_of_source
     from data.sources.files import ReadOptions
     from data.sources.splits import resolve_evaluation_files
+    from runner.tracking.data_report import reading_notes
 
     assert data.path is not None, "refused by EvaluateConfig"
     (sources, note), errors = resolve_evaluation_files(data.path, ReadOptions.of(data), "data.path"), []
-    for line in [*([note] if note else []), *(f"warning: {warning}" for warning in missing_columns(sources))]:
+    for line in [*([note] if note else []), *reading_notes(sources), *(f"warning: {warning}" for warning in missing_columns(sources))]:
         print_note(line)
     data_formats = METRICS.get(metric).data_formats
     for data_format in data_formats:

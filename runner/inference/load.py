@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError
+from common.errors import UserError, print_note
 from common.filesystem import read_bounded, read_json_object
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_yaml
@@ -64,6 +64,8 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
         if run
         else (load_model(weights), Tokenizer.load(tokenizer_of_weights(weights) or weights))
     )
+    for line in tokenizer.dropout_note:
+        print_note(line)
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")

@@ -97,8 +97,15 @@ def test_resume_refuses_changed_data_at_the_same_path(make_run) -> None:
     state = interrupted_run(make_run, "pretrain", rows=36)
     path = Path(state.cfg.data.path)
     path.write_text(path.read_text().replace("goats", "sheep"))
-    with pytest.raises(UserError, match="data_fingerprint"):
+    with pytest.raises(UserError, match=r"data_fingerprint: \w+ -> \w+ \(the rows differ, or how they are encoded; the tokenizer is the same\)"):
         train(make_run("pretrain", "train.max_steps=6", rows=30))
+
+
+def test_resume_with_another_tokenizer_says_so() -> None:
+    saved = {"data_fingerprint": "a", "tokenizer_fingerprint": "b"}
+    assert diff_facts(saved, {"data_fingerprint": "c", "tokenizer_fingerprint": "d"}, {})["incompatible"] == [
+        "data_fingerprint: a -> c (the tokens of the rows: the tokenizer differs)", "tokenizer_fingerprint: b -> d (the tokenizer or its chat template differs)",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", ["lora", "dpo", pytest.param("dpo_lora", marks=pytest.mark.slow)])

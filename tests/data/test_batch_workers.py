@@ -1,6 +1,7 @@
 """Stuck, killed and failing data workers: each is named with what happened to it and what it read, the wait ends, and no worker is left."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import resource
@@ -11,6 +12,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +121,36 @@ def test_worker_that_fails_is_named_with_its_row(fault, phase, capfd):
     assert f"while it read row:{at % ROWS}" in message
     assert message.isprintable() and len(message) < 1000
     assert no_workers_left() and len(capfd.readouterr().err) < 10_000
+
+
+def test_worker_has_its_time_limit_from_when_it_is_ready(monkeypatch, tmp_path):
+    """Before: stuck after `worker_timeout` seconds in which a busy machine had not started it."""
+    ready = tmp_path / "ready"
+    now = itertools.count(step=background.WATCH_POLL_SECONDS)
+
+    def monotonic():  # the clock of the limit runs as the training process waits; the workers begin when it is far beyond the limit
+        seconds = next(now)
+        if seconds > 10 * TIMEOUT:
+            ready.touch()
+        return seconds
+
+    def start_late(parent):
+        while not ready.exists():
+            time.sleep(0.01)
+
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(batch_workers, "kill_with_parent", start_late)
+    with closing(make_loader(unpacked(ROWS), BATCH, num_workers=2, worker_timeout=TIMEOUT).iter_steps(0, 1)) as steps:
+        assert len(names_of(steps)) == 1 and ready.exists()
+
+
+def test_worker_that_is_never_ready_is_named(monkeypatch):
+    monkeypatch.setattr(batch_workers, "START_SECONDS", 0.3)
+    monkeypatch.setattr(batch_workers, "kill_with_parent", lambda parent: os.kill(os.getpid(), signal.SIGSTOP))
+    with closing(make_loader(unpacked(ROWS), BATCH, num_workers=1, worker_timeout=0.1).iter_steps(0, 1)) as steps:
+        with pytest.raises(TrainingError, match=r"is stuck: not ready after 0\.\d s \(data\.worker_timeout\) while it read its data: it was stopped"):
+            list(steps)
+    assert no_workers_left()
 
 
 def test_all_workers_that_fail_print_one_traceback(capfd):

@@ -154,9 +154,9 @@ def test_unused_columns_of_all_rows_are_counted_and_survive_the_cache(write, bui
 
 
 def test_unused_fields_of_messages_are_those_that_the_template_does_not_name(write, build):
-    message = {**CHAT[1], "timestamp": 1, "loss": False}
+    message = {**CHAT[1], "timestamp": 1, "score": False}
     unused = build("chat", write([{"messages": [CHAT[0], message], "source": "x", "tools": None}])).sources[0].store.stats.unused
-    assert unused == {"source": 1, "messages[].timestamp": 1, "messages[].loss": 1}
+    assert unused == {"source": 1, "messages[].timestamp": 1, "messages[].score": 1}
 
 
 def test_unused_columns_are_none_for_rows_of_the_schemas(write, build):

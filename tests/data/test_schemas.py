@@ -312,6 +312,64 @@ def test_schema_keeps_weight_0_of_a_message_only(weight, expected):
         assert read(row, "chat").messages[1].get("weight") == expected
 
 
+@pytest.mark.parametrize(
+    "without", [{"weight": 0}, {"loss_weight": 0.0}, {"train": False}, {"train": False, "weight": 0}, {"train": None, "loss_weight": 0}], ids=repr
+)
+@pytest.mark.parametrize("kept", [{}, {"loss_weight": 1.0}, {"train": True, "weight": None}], ids=repr)
+def test_message_without_loss_is_read_in_every_schema(build, write, tokenizer, without, kept):
+    """Before: loss_weight and train were passed to the chat template, and every answer was trained on."""
+    chat = [ASK, WORSE | without, ASK, ANSWER | kept]
+    named = [{{"role": "from", "content": "value"}.get(key, key): value for key, value in message.items()} for message in chat]
+    rows = [{"messages": chat}, {"conversations": chat}, {"conversations": json.dumps(named)}, {"prompt": chat[:3], "completion": chat[3:]}]
+    for number, row in enumerate(rows):
+        [sequence] = build("chat", write([row], f"{number}.jsonl"))[0].sequences
+        assert tokenizer.decode(sequence.ids[sequence.loss_mask].tolist(), skip_special=False) == "ho<|im_end|>"
+    for row in ({"chosen": chat, "rejected": [*chat[:3], {"role": "assistant", "content": "hu"}]}, {"prompt": chat[:3], "chosen": chat[3:], "rejected": "hu"}):
+        assert [[message.get("weight") for message in side.messages] for side in vars(read(row, "preference")).values()] == [[None, 0, None, None]] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"train": "false"}, 'the train of a message must be false or true, found "false"'), ({"train": 0}, "the train of a message must be false or true, found 0"),
+        ({"loss_weight": 0.5}, "the loss_weight of a message must be 0 or 1, found 0.5"), ({"loss_weight": False}, "must be 0 or 1, found false"),
+        ({"loss_weight": -1}, "must be 0 or 1, found -1"), ({"loss_weight": "0"}, "must be 0 or 1"), ({"loss_weight": float("nan")}, "must be 0 or 1"), ({"loss_weight": 2}, "must be 0 or 1"),
+        ({"train": True, "loss_weight": 0.0}, "loss_weight and train of a message differ"), ({"weight": 1, "train": False}, "weight and train of a message differ"),
+    ], ids=repr,
+)  # fmt: skip
+def test_message_with_an_unclear_loss_weight_is_refused(fields, says):
+    for message in (ANSWER | fields, GPT | fields, ASK | fields):
+        with pytest.raises(BadRowError, match=says):
+            check_chat([message], None, "file:1 messages")
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "mask", "masked", "trainable", "ignore", "skip_training", "train_on", "trainOn", "train_detail", "no_loss", "lossMask", "weights", "compute_loss", "is_trained", "skip"]
+)  # fmt: skip
+def test_message_field_that_sounds_like_a_loss_mask_is_refused(name):
+    """Before: listed as an unused column, and the answer was trained on."""
+    parts = {"role": "assistant", "content": [{"type": "text", "text": "ho", name: False}]}
+    for message in (ANSWER | {name: False}, ANSWER | {name: 0}, ASK | {name: [[0, 1]]}, GPT | {name: "none"}, parts):
+        with pytest.raises(BadRowError, match=f"the field {name} seems to say what has loss") as error:
+            check_chat([message], None, "file:1 messages")
+        assert '"weight": 0' in error.value.fix and f"remove {name}" in error.value.fix
+    assert check_chat([ANSWER | {name: None}], None, "file:1")
+
+
+@pytest.mark.parametrize("name", ["id", "name", "tool_call_id", "glossary", "task", "constraint", "learning_goal", "model", "maskot"])
+def test_message_field_that_is_no_loss_mask_is_passed_to_the_template(name):
+    assert check_chat([ANSWER | {name: "x"}], None, "file:1")[0][0][name] == "x"
+
+
+@pytest.mark.parametrize(("loss_on", "fields"), [("assistant", {"train": True}), ("last_assistant", {"weight": 1}), ("all", {"loss_weight": 0.0})])
+@pytest.mark.parametrize("content", ["hi", "a <|im_end|> b"])  # rendered by its shape, and by itself
+def test_message_of_the_user_that_contradicts_loss_on_is_refused(template, loss_on, fields, content):
+    with pytest.raises(BadRowError, match=f"a user message has weight . and data.loss_on={loss_on}".replace(" and", ", and")) as error:
+        template.encode([ASK | fields | {"content": content}, ANSWER], loss_on=loss_on)
+    allowed = error.value.fix.partition(",")[0].removeprefix("data.loss_on=")
+    assert any(template.encode([ASK | fields | {"content": content}, ANSWER], loss_on=allowed)[1])
+
+
 @pytest.mark.parametrize("weight", [0.5, 2, -1, True, "0", [0]])
 def test_schema_refuses_a_message_weight_other_than_0_or_1(weight):
     with pytest.raises(BadRowError, match="must be 0 or 1") as error:

@@ -150,6 +150,45 @@ def test_source_reads_a_text_file_as_one_document(write, compress):
     assert rows == [(":1", {"text": "one\ntwo\u2028\n三"})] and bad == []
 
 
+JSON_TEXTS = {"jsonl": json_lines(QA), "json array": json.dumps(QA, indent=1).encode()}
+MOSTLY = b"a heading\n" + json_lines(QA)
+
+
+@pytest.mark.parametrize("file_format", JSON_TEXTS)
+@pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl.txt", "rows.TXT", "rows.md", "rows.txt.gz"])
+@pytest.mark.parametrize("text_unit", ["file", "line"])
+def test_source_of_json_rows_that_is_named_as_text_is_read_as_json(write, file_format, name, text_unit):
+    """Before: one document of JSON source was trained on, without a word."""
+    content = b"\xef\xbb\xbf\r\n" + JSON_TEXTS[file_format].replace(b"\n", b"\r\n")
+    source = Source.open(write((gzip.compress if name.endswith("gz") else bytes)(content), name), ReadOptions(text_unit=text_unit))
+    assert [row for _, row in source.rows()] == QA and source.file_format == file_format
+    assert source.detected == {"jsonl": "read as JSON Lines, which its content is", "json array": "read as a JSON array, which its content is"}[file_format]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (MOSTLY, "invalid JSON"), (JSON_TEXTS["json array"][:-3], "the array is not closed"), (json.dumps(QA[0], indent=1).encode(), "the line ends within an object"),
+        (b'{"text": "' + b"a" * (2 << 20) + b'"}, \n', "a comma after the row"),
+    ], ids=["a heading", "truncated", "over several lines", "a line of 2 MB"],
+)  # fmt: skip
+def test_source_of_damaged_json_rows_that_is_named_as_text_is_refused(write, content, error):
+    with pytest.raises(BadRowError, match=error):
+        list(Source.open(write(content, "rows.txt")).rows())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"Rows look like this:\n" + json_lines(QA[:2]) + b"and are one\nobject a line.", b"{curly} braces\n" * 9, b"[1] A footnote.\n[2] {another}", b'{"a"} is a set\n',
+        b"[" * 100_000, b'{"a":' * 100_000 + b"}", b"[[1, 2], [3, 4]]", b"1\n2\n3", b'{% if "a" %}\n{{ b }}\n{% endif %}', json_lines(QA[:3]) + b"x\n" * 3,
+    ], ids=lambda content: content[:16].decode(),
+)  # fmt: skip
+def test_source_of_text_with_some_json_stays_text(write, content):
+    source = Source.open(write(content, "notes.txt"))
+    assert [row["text"] for _, row in source.rows()] == [content.decode()] and (source.file_format, source.detected) == ("text", "")
+
+
 def test_source_splits_a_long_text_at_line_ends_without_loss(write, monkeypatch):
     monkeypatch.setattr(json_text, "READ_BYTES", 64)
     text = "\n".join(f"line {number} ends here" for number in range(40)) + "\n" + "字" * 100 + "\nend"

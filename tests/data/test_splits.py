@@ -85,6 +85,13 @@ def test_splits_beside_a_single_training_file_are_its_validation(files):
     assert resolve("pretrain_512.jsonl")[:2] == (["pretrain_512.jsonl"], []) and resolve("data_1.jsonl")[:2] == (["data_1.jsonl"], [])
 
 
+def test_splits_of_files_whose_extension_is_hidden_are_found(files):
+    """Windows hides the .txt that it appends. Before: rows_val.jsonl.txt was no validation file of rows.jsonl.txt."""
+    resolve = files("rows.jsonl.txt", "rows_val.jsonl.txt", "my_train.jsonl.txt", "my_dev.jsonl.txt", "old.jsonl.gz", "old_val.jsonl.gz")
+    for train, validation in (("rows.jsonl.txt", "rows_val.jsonl.txt"), ("my_train.jsonl.txt", "my_dev.jsonl.txt"), ("old.jsonl.gz", "old_val.jsonl.gz")):
+        assert resolve(train)[:2] == ([train], [validation])
+
+
 def test_splits_without_training_files_use_the_others_and_never_the_test_file(files):
     resolve = files("a.jsonl", "b.jsonl", "b_val.jsonl", "test.jsonl")
     train, validation, notes = resolve(".")

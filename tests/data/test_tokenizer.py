@@ -155,6 +155,21 @@ def added_token(content: str, token_id: int, **fields: bool) -> dict:
     return {"id": token_id, "content": content, **flags, **fields}
 
 
+@pytest.mark.parametrize("dropout", [0.5, 1.0, 1])
+def test_tokenizer_with_dropout_splits_a_text_always_in_the_same_way(folder, tokenizer, dropout):
+    """Before: each call gave other ids, so that no loss could be measured twice and no run be resumed."""
+    dropping = Tokenizer.load(write_changed(folder, lambda stored: stored["model"].update(dropout=dropout)))
+    for text in TEXTS:
+        assert all(dropping.encode(text) == dropping.encode_rendered(text) == tokenizer.encode(text) for _ in range(5))
+    assert (dropping.fingerprint, dropping.tokens_fingerprint) == (tokenizer.fingerprint, tokenizer.tokens_fingerprint)
+    assert dropping.notes(of_texts=True) == [f"{folder}/tokenizer.json has dropout {dropout}, which splits a text in another way each time: it is switched off"]
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0])
+def test_tokenizer_without_dropout_has_no_note(folder, dropout):
+    assert Tokenizer.load(write_changed(folder, lambda stored: stored["model"].update(dropout=dropout))).notes(of_texts=True) == []
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 def test_added_tokens_of_spaces_are_text_with_their_ids_as_in_transformers(folder, normalized):
     """GPT-NeoX and Gemma have added tokens for runs of spaces and newlines: code is encoded with them."""

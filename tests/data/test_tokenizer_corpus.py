@@ -100,6 +100,13 @@ def test_tokenizer_training_reads_a_repeated_file_twice(cats, capsys):
     assert "tokens from 94 rows" in capsys.readouterr().out
 
 
+def test_tokenizer_training_reads_json_rows_that_are_named_as_text(cats, capsys):
+    cats.rename("rows.jsonl.txt")
+    train_tokenizer(config(path=["rows.jsonl.txt"], to="new"))
+    captured = capsys.readouterr()
+    assert "tokens from 47 rows" in captured.out and captured.err == "rows.jsonl.txt: read as JSON Lines, which its content is\n"
+
+
 def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
     train_tokenizer(config(to="small", vocab_size=270))
     tables = []
@@ -110,6 +117,15 @@ def test_tokenizer_training_and_evaluation_print_the_same_table(cats, capsys):
     assert tables[0] == tables[1]
     head, vocabulary, rate, unknown, changed = (line.split()[-2:] for line in tables[0])
     assert head == ["new", "small"] and vocabulary == ["277", "270"] and float(rate[0]) > float(rate[1]) and unknown == changed == ["0", "0"]
+
+
+def test_tokenizer_comparison_says_that_dropout_is_switched_off(cats, capsys):
+    train_tokenizer(config(to="new"))
+    file = Path("new/tokenizer.json")
+    file.write_text(json.dumps((stored := json.loads(file.read_text())) | {"model": stored["model"] | {"dropout": 0.1}}))
+    capsys.readouterr()
+    train_tokenizer(config(tokenizer="new"))
+    assert capsys.readouterr().err == "new/tokenizer.json has dropout 0.1, which splits a text in another way each time: it is switched off\n"
 
 
 def test_tokenizer_training_loads_the_other_tokenizer_first(cats, tmp_path):

@@ -1,32 +1,37 @@
 """Stuck, killed and failing tokenizing processes: each is named with what happened to it and its rows, and no store is left."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from common.errors import UserError
 from common.plugins import PLUGINS_ENV
+from data import background
 from data.sources.files import Source
 from data.store import cache as cache_module
+from data.store import workers
 from data.store.cache import load_or_build
 from data.types import EncodingConfig
 
-TIMEOUT = 2.0  # seconds without a chunk; a process needs some of it to start
+TIMEOUT = 2.0  # seconds without a chunk, from when the process is ready
 NO_LIMIT = 0.0
 PLUGIN = """
-import os, re, signal, sys
+import os, re, signal, sys, time
+{start}
 from data.tokenize.encoder import Encoder
 
 encode = Encoder.encode
 
 
 def faulty(self, source, chunk):
-    if chunk[0][0] >= {row}:
+    if chunk and chunk[0][0] >= {row}:
         {fault}
     return encode(self, source, chunk)
 
@@ -45,15 +50,15 @@ FAULTS = {  # name -> (what a process does, data.worker_timeout, what the error 
 
 @pytest.fixture
 def load_with(tmp_path, write, tokenizer, monkeypatch):
-    """`load_with(fault, row, timeout)` tokenizes 200 rows in two processes that do `fault` at the chunk with that row."""
+    """`load_with(fault, row, timeout, start)` tokenizes 200 rows in two processes that do `start` at once and `fault` at the chunk with that row."""
     encoding = EncodingConfig("text", "text", tokenizer.folder, max_length=16, too_long="split", loss_on="assistant", on_bad_row="error")
     started: list[subprocess.Popen] = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1])
     monkeypatch.setattr(cache_module, "MAX_CHUNK_ROWS", 8)
 
-    def load(fault, row, timeout):
-        (tmp_path / "faulty.py").write_text(PLUGIN.format(fault=fault, row=row))
+    def load(fault, row, timeout, start=""):
+        (tmp_path / "faulty.py").write_text(PLUGIN.format(fault=fault, row=row, start=start))
         monkeypatch.setenv(PLUGINS_ENV, json.dumps([str(tmp_path / "faulty.py")]))
         source = Source.open(write([{"text": f"row {i} " + "again " * (i % 9)} for i in range(200)]))
         try:
@@ -77,6 +82,29 @@ def test_tokenizing_process_that_fails_is_named_with_its_rows(load_with, tmp_pat
     assert "tokenizing process " in error.value.message and " of 2 (pid " in error.value.message
     assert "rows.jsonl:" in error.value.setting and int(error.value.setting.rpartition(" to ")[2]) >= row
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.name != "contents"] == []
+
+
+def test_tokenizing_process_has_its_time_limit_from_when_it_is_ready(load_with, tmp_path, monkeypatch):
+    """Before: stuck after `worker_timeout` seconds in which the process had imported its modules."""
+    ready = tmp_path / "ready"
+    now = itertools.count(step=background.WATCH_POLL_SECONDS)
+
+    def monotonic():  # the clock of the limit runs as the calling process waits; the processes begin when it is far beyond the limit
+        seconds = next(now)
+        if seconds > 3 * TIMEOUT:
+            ready.touch()
+        return seconds
+
+    monkeypatch.setattr(background, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setenv("READY", str(ready))
+    load_with("pass", 0, TIMEOUT, start="while not os.path.exists(os.environ['READY']): time.sleep(0.01)")
+    assert ready.exists()
+
+
+def test_tokenizing_process_that_is_never_ready_is_named(load_with, monkeypatch):
+    monkeypatch.setattr(workers, "START_SECONDS", 0.3)
+    with pytest.raises(UserError, match=r"tokenizing process 0 of 2 \(pid \d+\) stuck: not ready after 0\.\d s \(data\.worker_timeout\)"):
+        load_with("pass", 0, 0.1, start="os.kill(os.getpid(), signal.SIGSTOP)")
 
 
 def test_tokenizing_processes_that_cannot_be_started_are_refused(load_with, tmp_path, monkeypatch):
@@ -132,7 +160,7 @@ load_or_build(Source.open(folder / "rows.jsonl"), encoding, tokenizer, folder / 
 @pytest.mark.parametrize("killed", ["start", "one is stuck"])  # start: both have their first chunk and import their modules
 def test_stuck_tokenizing_processes_do_not_outlive_a_killed_run(tmp_path, write, killed):
     write([{"text": f"row {i}"} for i in range(200)])
-    (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0))
+    (tmp_path / "faulty.py").write_text(PLUGIN.format(fault="os.kill(os.getpid(), signal.SIGSTOP)", row=0, start=""))
     if killed == "start":
         (tmp_path / "sitecustomize.py").write_text("import os, time\nwhile os.getppid() == int(os.environ.get('KILLED_RUN', 0)): time.sleep(0.01)")
     root = Path(__file__).parents[2]

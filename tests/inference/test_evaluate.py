@@ -213,6 +213,12 @@ def test_evaluate_appends_its_record_to_the_model_folder(hf_folder: Path, tmp_pa
     assert last == {"metric": "perplexity", "data": str(data), **results} == json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+def test_evaluate_names_json_rows_that_are_named_as_text(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, text = (write(tmp_path / name, [{"text": "a b c"}] * 3) for name in ("rows.jsonl", "rows.txt"))
+    assert evaluate(evaluate_config("perplexity", text), hf_folder)["loss"] == evaluate(evaluate_config("perplexity", lines), hf_folder)["loss"]
+    assert capsys.readouterr().err.count("rows.txt: read as JSON Lines, which its content is") == 1
+
+
 def test_evaluation_of_a_checkpoint_is_recorded_in_its_run(tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000040"
     for folder in (checkpoint, tmp_path / "run" / ".hydra"):

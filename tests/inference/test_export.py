@@ -72,6 +72,16 @@ def test_exported_folder_is_compared_and_has_the_dtype(hf_folder: Path, tmp_path
     assert torch.equal(load_model(tmp_path / "to")(IDS).logits, expected(IDS).logits)
 
 
+def test_exported_tokenizer_has_no_dropout(hf_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """AutoTokenizer reads the ids that were trained: dropout is off in training."""
+    own = shutil.copytree(hf_folder, tmp_path / "own")
+    stored = json.loads((own / "tokenizer.json").read_text())
+    (own / "tokenizer.json").write_text(json.dumps(stored | {"model": stored["model"] | {"dropout": 0.5}}))
+    run_export(own, tmp_path / "to")
+    assert json.loads((tmp_path / "to" / "tokenizer.json").read_text()) == stored | {"model": stored["model"] | {"dropout": None}}
+    assert capsys.readouterr().err.count("has dropout 0.5, which splits a text in another way each time: it is switched off") == 1
+
+
 def test_exported_adapter_is_merged_or_kept(adapter: Path, tmp_path: Path) -> None:
     expected = load_model(adapter)(IDS).logits
     run_export(adapter, tmp_path / "merged", format="merged")

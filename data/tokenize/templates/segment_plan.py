@@ -15,7 +15,7 @@ from data.tokenize.templates.turn_marks import TemplateSegment, any_of
 
 MAX_SHAPES, MAX_MESSAGES = 256, 32  # shapes that are remembered; messages of a conversation
 PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private characters: a content that has them is exchanged like any other
-Shape = tuple[tuple[str, bool], ...]  # of each message: (role, whether its weight is 0)
+Shape = tuple[tuple[str, int | None], ...]  # of each message: (role, weight)
 Part = TemplateSegment | tuple[str, int, str, bool]  # as it is; or (text before a content, number of its message, text after it, has_loss)
 
 
@@ -35,7 +35,7 @@ class SegmentPlans:
             content = message["content"]
             if not content or message.get("reasoning_content") or message.get("tool_calls") or self._changed.search(content):
                 return None
-            shape.append((message["role"], message.get("weight") == 0))
+            shape.append((message["role"], message.get("weight")))
             size += len(content)
         if size > MAX_KNOWN_CHARACTERS or len(shape) > MAX_MESSAGES or (plan := self._plan(tuple(shape))) is None:
             return None
@@ -58,9 +58,9 @@ class SegmentPlans:
     def _trace(self, shape: Shape) -> list[Part] | None:
         """Render placeholders in place of contents; None if the template refuses the shape, or does not write each of them once, in its own segment."""
         messages: list[dict] = [{"role": role, "content": f"\ue000{number}\ue001"} for number, (role, _) in enumerate(shape)]
-        for message, (_, is_without_loss) in zip(messages, shape, strict=True):
-            if is_without_loss:
-                message["weight"] = 0
+        for message, (_, weight) in zip(messages, shape, strict=True):
+            if weight is not None:
+                message["weight"] = weight
         try:
             rendered = self._render(messages)
         except BadRowError:  # raised again, with the position of the row, by the rendering of its contents
