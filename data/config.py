@@ -30,7 +30,9 @@ class DataConfig:
     text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     val_path: Optional[str] = field(metadata=IGNORED)  # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
-    val_fraction: float  # fraction of the rows to hold out for validation where data.val_path gives none, in [0, 1); 0: no evaluation
+    val_fraction: (
+        Any  # fraction of the rows to hold out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than 50 a fifth; 0: none
+    )
     val_duplicates: str  # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with data.val_path
     tokenizer: str = field(metadata=IGNORED)  # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
     max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence
@@ -66,10 +68,9 @@ class DataConfig:
         for key, choices in CHOICES.items():
             check_choice(f"data.{key}", getattr(self, key), choices)
         check_at_least("data.max_length", self.max_length, 2, 512)
-        if not 0 <= self.val_fraction < 1:
-            raise UserError(
-                f"data.val_fraction must be in [0, 1), got {self.val_fraction}", f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02"
-            )
+        if self.val_fraction != "auto" and not (isinstance(self.val_fraction, int | float) and 0 <= self.val_fraction < 1):
+            message = f"data.val_fraction must be auto or in [0, 1), got {self.val_fraction}"
+            raise UserError(message, f"data.val_fraction={self.val_fraction}", "e.g. data.val_fraction=0.02")
         for key in ("max_bad_fraction", "system_prob", "empty_think_prob"):
             check_fraction(f"data.{key}", getattr(self, key), 0.1)
         if self.group_by_length and self.packing != "none":

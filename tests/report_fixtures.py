@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202e\x1b[31m"
-EVALUATION = {"on": "validation", "rows": 8, "tokens": 100, "data": "e1", "tokenizer": "t1", "loss": {}}
+EVALUATION = {"on": "validation", "rows": 80, "tokens": 100, "data": "e1", "tokenizer": "t1", "loss": {}}
 FINGERPRINTS = {"data": "d1", "tokenizer": "t1", "model": "m1"}
 
 

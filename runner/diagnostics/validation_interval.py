@@ -1,4 +1,9 @@
-"""How exactly an evaluation measures the loss: from its number of rows, before the first step, and from the losses of its batches."""
+"""How exactly an evaluation measures the loss: from its number of rows, before the first step, and from the losses of its batches.
+
+FEW_ROWS is the smallest number of paired rows that can tell the best of 16 runs from the 15 others. Over n pairs no p-value of the exact sign-flip
+test (Fisher, The Design of Experiments, 1935, section 21) is below 2 ** (1 - n), however large the differences are; 15 comparisons at 5 % (Bonferroni)
+need 2 ** (1 - n) <= 0.05 / 15, so n >= 10. Two runs need 6 rows. One row has no interval at all.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ from runner.diagnostics.symptoms import Symptom
 
 WIDE = 0.15  # half width of the interval / the loss; of the validation files of data/samples at most 0.09
 CONFIDENCE = 1.96  # standard errors of a 95 % interval
-FEW_ROWS = 10  # fewer are too few, whatever their losses are
-MORE_ROWS = "data.val_fraction=0.1 with data.val_path=null, or more rows in data.val_path"
+FEW_ROWS = 10  # fewer tell no run from another, whatever their losses are
+MAX_SHARE = 0.5  # of the rows that is proposed to be held out
+MORE_FILE_ROWS = "more rows in data.val_path"
+MORE_ROWS = f"data.val_fraction=0.1 with data.val_path=null, or {MORE_FILE_ROWS}"
 
 
 def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
@@ -26,12 +33,18 @@ def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
     return CONFIDENCE * math.sqrt(residuals * count / (count - 1)) / total
 
 
-def few_validation_rows(rows: int) -> Symptom | None:
+def few_rows(rows: int) -> str | None:
+    """Return how many rows there are, e.g. `1 row`, if they are fewer than FEW_ROWS; None for enough, and for 0: no evaluation."""
+    return f"{rows} row{'s' * (rows > 1)}" if 0 < rows < FEW_ROWS else None
+
+
+def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
     """Return a symptom, before the first step, if a run is evaluated on fewer than FEW_ROWS validation rows. 0: on none."""
-    if not 0 < rows < FEW_ROWS:
+    if (count := few_rows(rows)) is None:
         return None
-    measured = f"validation has {rows} row{'s' * (rows > 1)}: {'their' if rows > 1 else 'its'} loss does not tell one run from another"
-    return Symptom("tiny-validation", 0, measured, MORE_ROWS)
+    share = math.ceil(100 * FEW_ROWS / max(1, training_rows)) / 100
+    fix = f"data.val_fraction={share:g} with data.val_path=null, or {MORE_FILE_ROWS}" if share <= MAX_SHARE else MORE_FILE_ROWS
+    return Symptom("tiny-validation", 0, f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another", fix)
 
 
 def tiny_validation(losses: Sequence[float], items: Sequence[int], rows: int, step: int) -> Symptom | None:

@@ -134,6 +134,10 @@ class SuperviseConfig:
             check_at_least(f"supervise.{key}", getattr(self, key), 0, 5)
 
 
+# Swept, they change how many tokens a step holds.
+STEP_SIZE_KEYS = {"train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes", "data.max_length", "data.packing"}
+
+
 @dataclass
 class SweepConfig:
     """Rules of the sweep that a run is a job of. Training does not read them: they become overrides of each job."""

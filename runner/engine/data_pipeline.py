@@ -18,7 +18,7 @@ from common.paths import display_path
 from data.config import DataConfig
 from data.errors import BadRowError
 from runner.diagnostics.symptoms import troubleshooting
-from runner.diagnostics.validation_interval import few_validation_rows
+from runner.diagnostics.validation_interval import FEW_ROWS, few_validation_rows
 from runner.engine.config import Config
 from runner.engine.objectives.config import StageConfig
 from runner.tracking.data_report import describe_source, reading_notes, unused_columns
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from data.types import EncodingConfig, RowSource
 
 COUNTED_BYTES = 8 << 20  # of a file with a bad row whose other bad rows are counted
+AUTO_FRACTION, AUTO_DIVISOR = 0.01, 5  # data.val_fraction=auto: 1 %, at least FEW_ROWS, but of few rows at most a fifth
 
 
 @dataclass
@@ -73,7 +74,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
     evaluates_training_rows = not held_out and cfg.train.final_eval_rows > 0
     evaluated = training_slice(groups, cfg.train.final_eval_rows) if evaluates_training_rows else held_out
     val = MixedRows(tuple(evaluated)) if evaluated else None
-    num_held_out = sum(part.num_rows for part in held_out)
+    num_held_out, num_training = (sum(part.num_rows for part in parts) for parts in (held_out, itertools.chain.from_iterable(groups)))
     return DataPipeline(
         train,
         to_sequences(val, cfg, seed=0) if val else None,
@@ -83,7 +84,7 @@ def build_data_pipeline(cfg: Config, tokenizer: Tokenizer) -> DataPipeline:
             *row_warnings([part for group in groups for part in group], cfg, tokenizer),
             *template_warnings,
             *missing_columns(sources),
-            *([few.message] if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0)) else []),
+            *([few.message] if (few := few_validation_rows(num_held_out if cfg.train.eval_every else 0, num_training)) else []),
         ],
         [
             *tokenizer_notes,
@@ -189,12 +190,15 @@ def check_row_stats(stats: RowStats, source: Source, data: DataConfig) -> None:
 
 
 def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tuple[list[list[WeightedSource]], list[WeightedSource]]:
-    """Hold out data.val_fraction of the rows, at least one, spread over the files as evenly as possible."""
+    """Hold out data.val_fraction of the rows, at least one, spread over the files as evenly as possible.
+
+    A saved config has the value of its time: the rows of a run that is resumed stay the same while no formula of a value changes.
+    """
     if not data.val_fraction:
         return groups, []
     parts = [part for group in groups for part in group]
     total, before, counts = sum(part.num_rows for part in parts), 0, {}
-    share = max(round(total * data.val_fraction), 1) / total
+    share = rows_to_hold_out(total, data.val_fraction) / total
     for part in parts:
         counts[id(part)] = round((before + part.num_rows) * share) - round(before * share)
         before += part.num_rows
@@ -207,6 +211,13 @@ def split_validation(groups: list[list[WeightedSource]], data: DataConfig) -> tu
     split = [[part.hold_out(counts[id(part)]) for part in group] for group in groups]
     kept = [[part for part, _ in group if part is not None] for group in split]
     return kept, [held_out for group in split for _, held_out in group if held_out is not None]
+
+
+def rows_to_hold_out(total: int, fraction: float | str) -> int:
+    """Return how many of `total` rows `data.val_fraction=fraction` holds out."""
+    if isinstance(fraction, str):  # auto
+        return max(round(total * AUTO_FRACTION), min(FEW_ROWS, total // AUTO_DIVISOR), 1)
+    return max(round(total * fraction), 1)
 
 
 def training_slice(groups: list[list[WeightedSource]], count: int) -> list[WeightedSource]:

@@ -1,7 +1,8 @@
 """The best job of a sweep, by one rule for leaderboards, `init_from=SWEEP` and `run=SWEEP`.
 
 The number of a job is the evaluation loss of exactly the weights in its `model/`. A point, all jobs that differ only in their seed, has the
-mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers measure different things have no best one.
+mean of its jobs' numbers, and is ranked only if all of them are completed. Jobs whose numbers measure different things have no best one. Jobs that were
+judged on too few rows are not ranked; where a job has to be chosen, it is that with the lowest number, and a note says what that is worth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from common.errors import UserError, print_note
 from common.filesystem import read_json_object
 from common.guarded_files import check_own_files
+from runner.diagnostics.validation_interval import FEW_ROWS, few_rows
 
 SEED_KEY = "seed"
 EVALUATION_PARTS = {"on": "rows of another kind", "data": "different evaluation rows", "rows": "different evaluation rows", "tokenizer": "different tokenizers"}
@@ -55,32 +57,54 @@ def find_best_job(sweep: Path) -> Path:
         message = "this sweep has no best job: no point has completed jobs that were evaluated"
         raise UserError(message, str(sweep), f"name a job: {sweep}/<job>; or continue the sweep with resume={sweep}")
     fields_of = {name: fields for name, _, fields in jobs}
-    if problem := comparison_problem(fields_of[name].get("evaluation") for names in ranked.values() for name in names):
-        raise UserError(f"this sweep has no best job: its jobs were judged with {problem}", str(sweep), f"name a job: {sweep}/<job>")
+    evaluations = [fields_of[name].get("evaluation") for names in ranked.values() for name in names]
+    if problem := _difference(evaluations):
+        raise UserError(f"this sweep has no best job: its jobs were judged {problem}", str(sweep), f"name a job: {sweep}/<job>")
     best = min(ranked, key=lambda point: (statistics.fmean(scored[name] for name in ranked[point]), swept_sort_key(dict(point))))
     name = min(ranked[best], key=lambda name: scored[name])
     check_own_files(sweep, (), shallow=(name,))
     remaining = sum(name not in scored for name, _, _ in jobs)
     suffix = f"; {remaining} of {len(jobs)} jobs have no evaluated model" if remaining else ""
-    print_note(f"{sweep}: best job {name}, {model_score(fields_of[name])}{suffix}")
+    chosen = f"{name}, {model_score(fields_of[name])}{suffix}"
+    if len(ranked) > 1 and (problem := few_rows_problem(evaluations)):
+        print_note(f"warning: {sweep} has no best job, its jobs were judged {problem}; the one with the lowest loss is taken: {chosen}")
+    else:
+        print_note(f"{sweep}: best job {chosen}")
     return sweep / name
 
 
 def comparison_problem(evaluations: Iterable[Any]) -> str | None:
-    """Return why the losses of runs cannot be compared, e.g. `different tokenizers`; None if they can.
+    """Return how runs were judged if their losses do not rank them, e.g. `with different tokenizers`, `on 1 row: ...`; None if they do.
 
     `evaluations`: field `evaluation` of each run.json; what is no object (an older version, no evaluation) is skipped.
     """
+    evaluations = list(evaluations)
+    return _difference(evaluations) or few_rows_problem(evaluations)
+
+
+def few_rows_problem(evaluations: Iterable[Any]) -> str | None:
+    """Return on how many rows runs were judged if these are too few to tell the runs apart; None if they are enough, or not known."""
+    count = few_rows(fewest_rows(evaluations))
+    return count and f"on {count}: not told apart, at least {FEW_ROWS} validation rows are needed (data.val_fraction, data.val_path)"
+
+
+def fewest_rows(evaluations: Iterable[Any]) -> int:
+    """Return the smallest number of rows that a run was judged on; 0 if none is known."""
+    return min((rows for evaluation in evaluations if isinstance(evaluation, dict) and isinstance(rows := evaluation.get("rows"), int)), default=0)
+
+
+def _difference(evaluations: Iterable[Any]) -> str | None:
+    """Return what the losses of runs do not have in common, so that they cannot be compared; None if nothing."""
     known = [evaluation for evaluation in evaluations if isinstance(evaluation, dict)]
     for part, text in EVALUATION_PARTS.items():
         if any(evaluation.get(part) != known[0].get(part) for evaluation in known):
-            return text
+            return f"with {text}"
     losses = [loss if isinstance(loss := evaluation.get("loss"), dict) else {} for evaluation in known]
     differing = sorted({key for loss in losses for key in loss.keys() | losses[0].keys() if loss.get(key) != losses[0].get(key)})
     if differing:
-        return f"different losses: {', '.join(differing)} differs"
+        return f"with different losses: {', '.join(differing)} differs"
     if any(evaluation.get("tokens") != known[0].get("tokens") for evaluation in known):
-        return "different tokens: data.max_length cuts the evaluation rows"
+        return "with different tokens: data.max_length cuts the evaluation rows"
     return None
 
 

@@ -9,10 +9,8 @@ from fractions import Fraction
 from typing import Any
 
 from common.errors import UserError, print_note
-from runner.engine.config import Config
+from runner.engine.config import STEP_SIZE_KEYS, Config
 
-ROW_KEYS = ("train.batch_size", "train.accumulation_steps", "distributed.nproc", "distributed.nnodes")
-PACKING_KEYS = ("data.max_length", "data.packing")  # swept, they change the tokens of a row
 ROW_LENGTH_KEYS = ("data.max_length", "data.packing", "data.path", "stage.data_format")
 FINAL_EVAL_ROWS = 256  # train.final_eval_rows of jobs that do not evaluate
 TOLERANCE = 0.01  # relative difference of the rows or tokens of two jobs that rounding may leave without a warning
@@ -59,7 +57,7 @@ def resolve_budget_rule(match_budget: str, swept: Iterable[str]) -> str:
     """Return what sweep.match_budget means for a sweep over the keys `swept`: tokens, steps or epochs."""
     if match_budget != "auto":
         return match_budget
-    return "tokens" if {*ROW_KEYS, *PACKING_KEYS} & set(swept) else "epochs"
+    return "tokens" if STEP_SIZE_KEYS & set(swept) else "epochs"
 
 
 def matching_overrides(config: Config, base: StepSize, rule: str) -> dict[str, str]:

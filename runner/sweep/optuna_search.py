@@ -17,12 +17,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, RangeSweep
 
 from common.errors import UserError
-from common.filesystem import read_bounded, write_atomic_file
+from common.filesystem import read_bounded, read_json_object, write_atomic_file
 from common.guarded_files import read_from
 from common.limits.parsers import check_json_size, check_nesting
 from common.settings import check_at_least, check_choice
 from runner.config import schema
 from runner.config.hydra_errors import translating_hydra_errors
+from runner.inference.best_job import comparison_problem
+from runner.run_dir.contents.files import RUN_FILE
 from runner.sweep.backends.base import check_installed
 from runner.sweep.grid import GridPoint, SweeperOptions, listed_values
 
@@ -247,7 +249,7 @@ class OptunaSearch:
         return [float(record[name]) if isinstance(record.get(name), int | float) else None for name in self.options.objectives]
 
     def write_results(self) -> None:
-        """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml."""
+        """Write the best point, or with several objectives the Pareto front, to optimization_results.yaml; with the reason, where losses do not rank them."""
         from optuna.trial import TrialState
 
         if not self.study.get_trials(states=(TrialState.COMPLETE,)):
@@ -257,6 +259,9 @@ class OptunaSearch:
             results = {"name": "optuna", "best_evaluated_params": best.params, "best_evaluated_value": best.value}
         else:
             results = {"name": "optuna", "solutions": [{"params": trial.params, "values": list(trial.values)} for trial in self.study.best_trials]}
+        evaluations = [read_json_object(self.state.folder / job.name / RUN_FILE).get("evaluation") for job in self.state.jobs if job.status == "completed"]
+        if "loss" in self.options.objectives and (problem := comparison_problem(evaluations)):
+            results["problem"] = f"the jobs were judged {problem}"
         write_atomic_file(self.state.folder / RESULTS_FILE, yaml.safe_dump(results, sort_keys=False).encode())
 
 

@@ -64,6 +64,8 @@ def curves(page: Any) -> list[dict[str, Any]]:
 
 def test_sweep_page_draws_the_records_of_every_job(open_page: Any, tmp_path: Path) -> None:
     page = open_page(grid(tmp_path / "sweep"))
+    assert curves(page)[-1]["x"][-1] == 40 * 160  # by tokens: the steps of the jobs differ in size
+    page.locator("#axis").select_option("step")
     page.locator("#smoothing").fill("0")
     jobs = page.evaluate("lmRunner.data.jobs")
     drawn = curves(page)

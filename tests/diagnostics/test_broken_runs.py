@@ -172,7 +172,7 @@ def test_run_with_a_row_that_gives_nan_names_that_row(train, tmp_path: Path) -> 
 def test_run_with_four_validation_rows_names_them_before_the_first_step(train, tmp_path: Path) -> None:
     training, validation = write(tmp_path / "rows.jsonl", texts(20)), write(tmp_path / "val.jsonl", texts(4, first=50))
     run = train("pretrain", f"data.path={training}", f"data.val_path={validation}", "train.max_steps=2", "train.eval_every=1")
-    assert run.code == 0 and run.names("tiny-validation", "validation has 4 rows", "data.val_fraction=0.1")
+    assert run.code == 0 and run.names("tiny-validation", "validation has 4 rows", "data.val_fraction=0.5")
     assert run.console.index("validation has 4 rows") < run.console.index("step 1/2")
 
 

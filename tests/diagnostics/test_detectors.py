@@ -19,8 +19,9 @@ import torch
 
 from runner.diagnostics.monitor import diagnose, read_metrics, watch_records
 from runner.diagnostics.symptoms import RunFacts
-from runner.diagnostics.validation_interval import few_validation_rows, half_width, tiny_validation
+from runner.diagnostics.validation_interval import FEW_ROWS, few_validation_rows, half_width, tiny_validation
 from runner.engine import evaluation as engine_evaluation
+from runner.engine.data_pipeline import rows_to_hold_out
 
 HEALTHY = json.loads(Path(__file__).with_name("healthy.json").read_text())
 UNIFORM = math.log(6400)
@@ -204,7 +205,19 @@ def test_validation_of_few_rows_is_named_and_of_many_is_not() -> None:
     assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 12, 5) is not None
     assert tiny_validation([30.0, 31.0, 29.0] * 10, [10] * 30, 30, 5) is None
     assert tiny_validation([9.0, 30.0, 20.0], [10, 10, 10], 3, 5) is tiny_validation([30.0], [10], 16, 5) is None  # 3 rows: reported at the start
-    assert [few_validation_rows(rows) is not None for rows in (0, 1, 4, 9, 10)] == [False, True, True, True, False]
+    assert [few_validation_rows(rows, 90) is not None for rows in (0, 1, 4, 9, 10)] == [False, True, True, True, False]
+
+
+def test_few_validation_rows_propose_a_fraction_that_holds_out_enough() -> None:
+    few = few_validation_rows(1, 90)
+    assert few is not None and few.fix.startswith("data.val_fraction=0.12 ") and rows_to_hold_out(91, 0.12) >= FEW_ROWS
+    tiny = few_validation_rows(2, 8)
+    assert tiny is not None and tiny.fix == "more rows in data.val_path"  # most of 10 rows would be held out
+
+
+def test_few_rows_are_those_that_cannot_tell_the_best_of_sixteen_runs() -> None:
+    """The smallest p-value of the exact sign-flip test over n paired rows is 2 ** (1 - n); 15 comparisons share 5 %."""
+    assert [2.0 ** (1 - rows) <= 0.05 / 15 for rows in (FEW_ROWS - 1, FEW_ROWS)] == [False, True]
     assert tiny_validation([math.nan, 1.0], [1, 1], 2, 5) is None
 
 

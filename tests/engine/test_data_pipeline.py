@@ -4,6 +4,7 @@ import pytest
 
 from data.errors import BadRowError
 from runner.config.compose import compose_config
+from runner.engine.data_pipeline import rows_to_hold_out
 from runner.tracking.data_report import data_table
 
 
@@ -39,6 +40,15 @@ def test_few_validation_rows_are_named_at_the_start_of_a_run_that_evaluates(pipe
     for overrides, expected in (((), ["validation has 4 rows"]), (("train.eval_every=0",), []), (("data.val_fraction=0.5",), [])):
         warnings = pipeline_of(files, "data.val_fraction=0.1", "train.eval_every=5", *overrides).warnings
         assert [warning.partition(":")[0] for warning in warnings if "tiny-validation" in warning] == expected
+
+
+def test_validation_fraction_auto_holds_out_enough_rows_of_a_small_file(pipeline_of):
+    for total, held_out in ((2, 1), (10, 2), (49, 9), (50, 10), (91, 10), (1000, 10), (1900, 19)):
+        assert rows_to_hold_out(total, "auto") == held_out
+    assert [rows_to_hold_out(total, 0.01) for total in (91, 1900)] == [1, 19]  # of a run that was started when this was the default
+    files = {"a.jsonl": jsonl(*(f"row {i}" for i in range(91)))}
+    pipeline = pipeline_of(files, "data.val_fraction=auto", "train.eval_every=5")
+    assert (len(pipeline.train), len(pipeline.val)) == (81, 10) and not [line for line in pipeline.warnings if "tiny-validation" in line]
 
 
 def test_validation_fraction_is_that_of_all_files_together(pipeline_of):

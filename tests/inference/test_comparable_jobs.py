@@ -11,7 +11,7 @@ import pytest
 from common.errors import UserError
 from runner.inference.best_job import find_best_job
 
-EVALUATION = {"on": "validation", "rows": 8, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {"data.loss_on": "assistant"}}
+EVALUATION = {"on": "validation", "rows": 80, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {"data.loss_on": "assistant"}}
 
 
 def write_sweep(folder: Path, *jobs: tuple[str, str, float | None, dict[str, Any]]) -> Path:
@@ -58,3 +58,11 @@ def test_best_job_is_of_a_point_whose_seeds_are_all_completed(tmp_path: Path) ->
 def test_best_job_needs_jobs_that_were_judged_alike(change: dict[str, Any], problem: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=problem):
         find_best_job(write_sweep(tmp_path, ("1", "0", 2.0, {}), ("2", "0", 1.0, change)))
+
+
+@pytest.mark.parametrize("rows, is_best", [(1, False), (9, False), (10, True)])
+def test_best_job_judged_on_few_rows_is_taken_with_a_warning(rows: int, is_best: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path, ("1", "0", 2.0, {"rows": rows}), ("2", "0", 1.0, {"rows": rows}))
+    assert find_best_job(sweep).name == "lr=2,seed=0"
+    message = capsys.readouterr().err
+    assert ("best job lr=2" in message) is is_best and (f"judged on {rows} row" in message and "has no best job" in message) is not is_best

@@ -11,7 +11,7 @@ from runner.reporting.sweep_results.results import JobResult
 
 def job_result(lr: str, seed: str, loss: float, data: str = "a", **fields: Any) -> JobResult:
     losses: dict[str, Any] = {"final": {"validation": loss}, "best": {"validation": (loss, 4.0)}, "model": ModelScore("best", 4, loss)}
-    evaluation = {"on": "validation", "data": data, "rows": 8, "tokens": 90, "tokenizer": "t", "loss": {}}
+    evaluation = {"on": "validation", "data": data, "rows": 80, "tokens": 90, "tokenizer": "t", "loss": {}}
     return JobResult(f"{lr}-{seed}", {"optimizer.lr": lr, "seed": seed}, status="completed", evaluation=evaluation, **losses, **fields)
 
 

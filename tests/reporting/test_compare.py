@@ -38,6 +38,17 @@ def test_comparison_names_the_best_run_of_one_evaluation_only(tmp_path: Path) ->
     assert "No run is called the best" in compare_page(comparison) and "lowest evaluation loss" not in compare_page(comparison)
 
 
+def test_comparison_of_runs_judged_on_few_rows_has_no_best_run(tmp_path: Path) -> None:
+    few = {**EVALUATION, "rows": 2}
+    comparison = read_comparison([make_run(tmp_path / str(loss), [eval_record(10, loss)], evaluation=few) for loss in (2.0, 3.0)])
+    assert (
+        not comparison.best_labels
+        and "judged on 2 rows: not told apart" in compare_text(comparison)
+        and "No run is called the best" in compare_page(comparison)
+    )
+    assert read_comparison([make_run(tmp_path / "alone", evaluation=few)]).problem is None
+
+
 def test_comparison_names_all_runs_that_are_tied(tmp_path: Path) -> None:
     comparison = read_comparison([make_run(tmp_path / name, [eval_record(10, loss)], name=name) for name, loss in (("a", 2.0), ("b", 2.0), ("c", 3.0))])
     assert comparison.best_labels == {"a", "b"} and compare_page(comparison).count("lowest evaluation loss</span>") == 2

@@ -303,3 +303,14 @@ def test_repeated_page_warns_once_and_waits_in_proportion_to_its_cost(monkeypatc
         clock[0] = max(clock[0], now)
         page.write_if_due()
     assert written == [100.0, 106.0, 307.0] and warnings == ["report.html cannot be written: OSError: disk full"]  # then 1 s of 200 s
+
+
+@pytest.mark.parametrize(
+    "key, rule, is_by_tokens", [("train.accumulation_steps", "auto", True), ("train.accumulation_steps", "steps", False), ("optimizer.lr", "auto", False)]
+)
+def test_page_opens_by_tokens_where_the_size_of_a_step_is_swept(key: str, rule: str, is_by_tokens: bool, tmp_path: Path) -> None:
+    write_sweep(tmp_path, [job({key: "1"}, training(2.0)), job({key: "2"}, training(3.0))])
+    (tmp_path / f"{key}=1" / ".hydra").mkdir()
+    (tmp_path / f"{key}=1" / ".hydra" / "config.yaml").write_text(f"sweep: {{match_budget: {rule}}}\n")
+    update_report(tmp_path)
+    assert ('<option value="tokens" selected>' in (tmp_path / "report.html").read_text()) is is_by_tokens

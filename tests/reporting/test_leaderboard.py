@@ -63,7 +63,7 @@ def test_training_losses_are_compared_under_their_own_heading_without_evaluation
 
 def evaluated(loss: float, weights: str = "best", step: int = 20, evaluation: dict | None = None) -> dict:
     """Fields of run.json of a completed run whose model has this evaluation loss."""
-    identity = {"on": "validation", "data": "a", "rows": 9, "tokens": 0, "tokenizer": "t", "loss": {}} | (evaluation or {})
+    identity = {"on": "validation", "data": "a", "rows": 10, "tokens": 0, "tokenizer": "t", "loss": {}} | (evaluation or {})
     return {"metrics": {"loss": 1.0}, "evaluation": identity, "export": {"weights": weights, "step": step, "loss": loss}}
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
 from sweep_fixtures import job, training, write_sweep
 
+from runner.reporting.sweep_end import describe_sweep_end
 from runner.reporting.sweep_results.intervals import difference_interval, mean_interval, t_quantile
-from runner.reporting.sweep_results.leaderboard import leaderboard_text
+from runner.reporting.sweep_results.leaderboard import leaderboard_text, update_report
 from runner.reporting.sweep_results.read_results import read_sweep_results
 from runner.reporting.sweep_results.results import MeanStd
 from runner.reporting.sweep_results.verdict import SweepVerdict, next_value, sweep_verdict
@@ -16,12 +18,12 @@ from runner.reporting.sweep_results.verdict import SweepVerdict, next_value, swe
 LR, ACC = "optimizer.lr", "train.accumulation_steps"
 
 
-def verdict_of(folder: Path, losses: dict[str, list[float]], key: str = LR, **fields: object) -> SweepVerdict:
+def verdict_of(folder: Path, losses: dict[str, list[float]], key: str = LR, rows: int = 10, **fields: object) -> SweepVerdict:
     """The verdict of a sweep with one point per value, and a job per seed where there are several losses."""
     jobs = []
     for value, seeds in losses.items():
         for seed, loss in enumerate(seeds):
-            run = {"metrics": {"val_loss": loss}, "export": {"weights": "best", "step": 40, "loss": loss}}
+            run = {"metrics": {"val_loss": loss}, "export": {"weights": "best", "step": 40, "loss": loss}, "evaluation": {"on": "validation", "rows": rows}}
             jobs.append(job({key: value} | ({"seed": str(seed)} if len(seeds) > 1 else {}), training(loss), run=run))
     return sweep_verdict(read_sweep_results(write_sweep(folder, jobs, **fields)))
 
@@ -56,6 +58,22 @@ def test_verdict_of_one_seed_per_point_says_that_chance_is_not_known(tmp_path: P
     assert verdict.certainty == "1.0000 below the second best (optimizer.lr=1e-4: 3.0000); one seed per point: how much of that is chance is not known"
     assert verdict.repeat == "python runner/train.py optimizer.lr=5e-4 --multirun seed=1,2,3"
     assert verdict_of(tmp_path / "equal", {"1e-4": [2.0], "5e-4": [2.0]}).certainty == "no winner: 1 other point has the same loss"
+
+
+def test_verdict_of_points_judged_on_few_rows_has_no_winner_anywhere(tmp_path: Path) -> None:
+    reason = "the jobs were judged on 1 row: not told apart, at least 10 validation rows are needed"
+    verdict = verdict_of(tmp_path, {"1e-4": [3.0], "5e-4": [2.0]}, rows=1)
+    assert (verdict.winner, verdict.job, verdict.edges) == (None, None, []) and verdict.certainty.startswith(f"no winner: {reason}")
+    update_report(tmp_path)
+    table = list(csv.DictReader((tmp_path / "leaderboard.csv").read_text().splitlines()))
+    assert [(row["rank"], row["loss"], row["evaluation_rows"]) for row in table] == [("", "2", "1"), ("", "3", "1")]
+    page, (end, event) = (tmp_path / "report.html").read_text(), describe_sweep_end(tmp_path)
+    assert "<h2>No winner</h2>" in page and f"Not shown: {reason}" in page and "Sorted by the validation loss" in page and 'class="effect"' not in page
+    assert (
+        "no winner: the jobs were judged on 1 row" in end
+        and event["winner"] is None
+        and "best job:" not in leaderboard_text(tmp_path).replace("no best job:", "")
+    )
 
 
 def test_verdict_without_a_result_says_why(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from runner.config.compose import compose_config
 from runner.engine.config import Config
 from runner.run_dir.initial_weights import compatibility_fingerprints, resolve_init_from
 
-EVALUATION = {"on": "validation", "rows": 8, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {}}
+EVALUATION = {"on": "validation", "rows": 80, "tokens": 90, "data": "a", "tokenizer": "t", "loss": {}}
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_optuna_draws_points_and_reports_losses_to_its_study(optuna: Any, sweep:
     assert [job["status"] for job in jobs] == ["completed"] * 4
     assert [trial.value for trial in trials(tmp_path / "sweep")] == [job["loss"] for job in jobs]
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
-    assert best["best_evaluated_value"] == min(job["loss"] for job in jobs)
+    assert best["best_evaluated_value"] == min(job["loss"] for job in jobs) and "problem" not in best
     assert resume() == 0 and len(read_sweep(tmp_path / "sweep")["jobs"]) == 4
     assert resume("hydra.sweeper.n_trials=6") == 0
     again = read_sweep(tmp_path / "sweep")["jobs"]
@@ -147,6 +147,13 @@ def trials_after_repair(log: Path) -> list[Any]:
     copy.mkdir()
     (copy / "optuna.jsonl").write_bytes(log.read_bytes().rpartition(b"\n")[0] + b"\n")
     return trials(copy)
+
+
+def test_optuna_results_say_that_jobs_judged_on_few_rows_are_not_ranked(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:
+    fake_jobs.set(default=LOSS.replace("'completed', m", "'completed', evaluation={'rows': 1}, m"))
+    assert sweep(*OPTUNA, *SPACE, "hydra.sweeper.n_trials=2") == 0
+    problem = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())["problem"]
+    assert problem.startswith("the jobs were judged on 1 row: not told apart")
 
 
 def test_optuna_takes_a_diverged_point_as_infinitely_bad(optuna: Any, sweep: Any, fake_jobs: FakeJobs, tmp_path: Path) -> None:

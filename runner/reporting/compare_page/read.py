@@ -179,8 +179,8 @@ def _shorten(text: str) -> str:
 
 def _problem(runs: list[ComparedRun]) -> str | None:
     """Return why the evaluation losses of the runs cannot be compared; None if they can."""
-    if problem := comparison_problem(run.evaluation for run in runs):
-        return f"the runs were judged with {problem}"
+    if len(runs) > 1 and (problem := comparison_problem(run.evaluation for run in runs)):
+        return f"the runs were judged {problem}"
     unknown = [run.label for run in runs if run.metrics.eval and not run.evaluation]
     return f"run.json does not say what was evaluated: {_listed(unknown)}" if unknown and len(runs) > 1 else None
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from common.errors import UserError
+from runner.engine.config import STEP_SIZE_KEYS
 from runner.reporting.page_settings import flatten_settings
 from runner.reporting.sweep_results.results import SweepResults
 from runner.run_dir.saved_config import CONFIG_FILE, load_saved_config
@@ -20,6 +21,13 @@ def differing_settings(sweep: SweepResults) -> dict[str, list[str | None]]:
     keys = dict.fromkeys(key for config in configs for key in config)
     differing = [key for key in keys if len({configs[index].get(key) for index in known}) > 1][:MAX_KEYS]
     return {key: [value if (value := config.get(key)) is None else value[:MAX_VALUE_CHARS] for config in configs] for key in differing}
+
+
+def opens_by_tokens(sweep: SweepResults) -> bool:
+    """Whether curves are first drawn by tokens: the size of a step is swept and the jobs do not have their steps in common, so that by step
+    a job with large steps seems better than one that is ranked above it at the same number of tokens."""
+    rules = {_read_settings(sweep.folder / job.folder).get("sweep.match_budget") for job in sweep.jobs if job.folder}
+    return "steps" not in rules and bool(STEP_SIZE_KEYS & set(sweep.swept_keys))
 
 
 def _read_settings(run_dir: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.reporting.page_template import CHART_LIBRARY, CHART_STYLE, CSS, json_block, load_template
 from runner.reporting.sweep_page.effects import setting_effects
 from runner.reporting.sweep_page.importance import Importance, setting_importance
+from runner.reporting.sweep_page.job_settings import opens_by_tokens
 from runner.reporting.sweep_page.page_data import page_data, row_styles
 from runner.reporting.sweep_page.progress import sweep_progress
 from runner.reporting.sweep_results.columns import point_label, swept_text, table_columns, with_note
@@ -44,6 +45,7 @@ def sweep_page(sweep: SweepResults, is_final: bool = True) -> str:
         styles=row_styles(sweep),
         pages={job.folder for job in sweep.jobs if job.folder and (sweep.folder / job.folder / RUN_PAGE).is_file()},
         smoothing=SMOOTHING if max((len(job.metrics.train) for job in sweep.jobs), default=0) > SMOOTHED_POINTS else 0,
+        opens_by_tokens=opens_by_tokens(sweep),
         has_curves=any(job.metrics.last for job in sweep.jobs),
         effects=setting_effects(sweep),
         importance=setting_importance(sweep) if is_final or sweep.status != "running" else later,

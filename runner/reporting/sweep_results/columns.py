@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runner.inference.best_job import SEED_KEY, ModelScore
+from runner.inference.best_job import SEED_KEY, ModelScore, fewest_rows
 from runner.reporting.sweep_results.aggregate import mean_std
 from runner.reporting.sweep_results.evaluations import evaluation_label, headline, results_of
 from runner.reporting.sweep_results.intervals import mean_interval
@@ -178,6 +178,7 @@ COLUMNS = [
     Column("seconds", "time", lambda row: row.seconds, seconds_text),
     Column("tokens_per_second", "tokens/s", lambda row: row.tokens_per_second, count_text),
     Column("status", "status", lambda row: row, status_text, lambda row: row.status, is_number=False),
+    Column("evaluation_rows", "", lambda row: fewest_rows(job.evaluation for job in row.jobs) or None),
     Column("jobs", "", lambda row: len(row.jobs)),
     Column("completed", "", lambda row: sum(job.status == "completed" for job in row.jobs)),
     Column("diverged", "", lambda row: row.diverged),

@@ -196,4 +196,4 @@ def ranking_problem(jobs: list[JobResult], ranked_by: str) -> str | None:
     if ranked_by == "training":
         return "no job was evaluated, and the training loss is that of other rows in every job" if completed else None
     problem = comparison_problem(job.evaluation for job in completed)
-    return f"the jobs were judged with {problem}" if problem else None
+    return f"the jobs were judged {problem}" if problem else None
