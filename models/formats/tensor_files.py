@@ -82,7 +82,9 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, fix: str = DOWNLOAD
 def all_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() and tensor.numel()):
         return True
-    low, high = (tensor.float() if tensor.itemsize == 1 else tensor).aminmax()  # both are NaN if any value is; 0.6 ns per value, isfinite() takes 35, and a sum may overflow
+    low, high = (
+        tensor.float() if tensor.itemsize == 1 else tensor
+    ).aminmax()  # both are NaN if any value is; 0.6 ns per value, isfinite() takes 35, and a sum may overflow
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 

@@ -239,7 +239,11 @@ def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path)
     if differing:
         missing = into.keys() - saved.keys()
         is_earlier = len(missing) == len(differing) and not any(into[name].requires_grad for name in missing)
-        fix = "train again: an earlier version saved no tensors that training leaves as they are" if is_earlier else "resume with the model the run was started with"
+        fix = (
+            "train again: an earlier version saved no tensors that training leaves as they are"
+            if is_earlier
+            else "resume with the model the run was started with"
+        )
         raise UserError("the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), fix)
     with torch.no_grad():
         for name, tensor in sorted(into.items()):
