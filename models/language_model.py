@@ -113,6 +113,12 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers that `state_dict()` holds, by name; a tied tensor appears once."""
+    names = model.state_dict().keys()
+    return dict(model.named_parameters()) | {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
 def create_model(cfg: ModelConfig) -> LanguageModel:
     """Return a model with random weights from torch's global generator, on torch's default device. Raises UserError if it is too large for the memory."""
     cfg.check_memory()

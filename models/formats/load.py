@@ -17,7 +17,7 @@ from models.formats.json_files import base_model_of, family_of_base, is_adapter_
 from models.formats.minimind import read_pth
 from models.formats.peft import StoredAdapter, merge_adapter_into, read_adapter
 from models.formats.stored_size import DAMAGED_HINT, check_size_of_weights, weight_files
-from models.formats.tensor_files import read_tensors, read_torch_file
+from models.formats.tensor_files import check_finite, read_tensors, read_torch_file, to_floats
 from models.formats.tensor_names import to_decoder_names
 from models.language_model import LanguageModel, create_model
 from models.layers.adapter import weight_shape
@@ -99,17 +99,17 @@ def load_weights(source: Path, family: str | None = None) -> dict[str, Tensor]:
     folder = model_dir(source)
     if is_adapter_dir(folder):
         base, family = base_model_of(folder), family_of_base(folder, family)
-        return merge_adapter_into(load_weights(base, family), folder, model_type_of(base) if family == "transformers" else None)
+        check_finite(weights := load_weights(base, family), str(base))
+        return merge_adapter_into(weights, folder, model_type_of(base) if family == "transformers" else None)
     cfg = read_model_config(folder, family) if (folder / "config.json").exists() else None  # a checkpoint of a run has none, and the names of the model
     stored = read_weights(folder)
     if isinstance(cfg, TransformersConfig):
         from models.transformers_adapter.load import to_transformers_names
 
         return to_transformers_names(stored, cfg, str(folder))
-    state = {name: tensor.float() for name, tensor in stored.items()}
-    if cfg is not None:
-        state = to_decoder_names(state, read_json_file(folder / "config.json")["model_type"], cfg)
-    return state
+    if cfg is None:
+        return stored
+    return to_floats(to_decoder_names(stored, read_json_file(folder / "config.json")["model_type"], cfg), str(folder))
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -134,7 +134,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> None:
-    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs."""
+    """Load every tensor of `model` from `state`. Raises UserError, naming `source`, if a name or a shape differs, or for values that are not finite."""
     own = model.state_dict()
     if model.cfg.tie_word_embeddings and EMBEDDING_KEY in state and HEAD_KEY in own:
         state = {HEAD_KEY: state[EMBEDDING_KEY]} | state  # files hold a tied weight once or twice
@@ -145,10 +145,14 @@ def load_into(model: LanguageModel, state: dict[str, Tensor], source: str) -> No
         "of another shape": [
             f"{name} {tuple(state[name].shape)}, expected {tuple(own[name].shape)}" for name in own if name in state and own[name].shape != state[name].shape
         ],
+        "of another type": [
+            f"{name} {str(state[name].dtype)[6:]}" for name in own if name in state and own[name].is_floating_point() != state[name].is_floating_point()
+        ],
     }
     if any(mismatches.values()):
         raise UserError(_mismatch_table(mismatches), source, "choose the model=... that these weights belong to, or other weights")
     model.load_state_dict(state)
+    check_finite(model.state_dict(), source)  # of the copy in memory: the files are read once
 
 
 def _check_tied(own: dict[str, Tensor], state: dict[str, Tensor], source: str) -> None:

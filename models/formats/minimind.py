@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from models.families.decoder import DecoderConfig
-from models.formats.tensor_files import read_torch_file
+from models.formats.tensor_files import read_torch_file, to_floats
 
 # What MiniMind's own scripts never change, and the file does not tell
 MINIMIND_SETTINGS: dict[str, Any] = {
@@ -32,7 +32,7 @@ PTH_HINT = "give a MiniMind .pth file of weights"
 
 def read_pth(path: Path) -> dict[str, Tensor]:
     """Return fp32 weights. The file holds half precision under the decoder's parameter names, tied weights twice."""
-    return {name: tensor.float() for name, tensor in read_torch_file(path, PTH_HINT).items()}
+    return to_floats(read_torch_file(path, PTH_HINT), str(path))
 
 
 def read_pth_config(path: Path) -> DecoderConfig:

@@ -13,7 +13,7 @@ from torch import Tensor
 from common.errors import UserError
 from models.config import LoraConfig, check_required_values
 from models.formats.json_files import base_model_of, check_number_types, read_json_file, reporting_missing_fields
-from models.formats.tensor_files import read_tensors
+from models.formats.tensor_files import check_finite, read_tensors, to_floats
 from models.layers.adapter import merged_weight
 
 PEFT_PREFIX = "base_model.model."  # of every tensor name
@@ -52,7 +52,9 @@ def read_adapter(folder: Path) -> StoredAdapter:
     path = folder / "adapter_config.json"
     raw = read_json_file(path)
     _check_variant(raw, path)
-    matrices, replaced = _sort_tensors(read_tensors(folder / "adapter_model.safetensors"), path)
+    file = folder / "adapter_model.safetensors"
+    check_finite(stored := to_floats(read_tensors(file), str(file)), str(file))
+    matrices, replaced = _sort_tensors(stored, path)
     layers = sorted({layer for layer, _ in matrices})
     with reporting_missing_fields(path):
         names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
@@ -99,11 +101,11 @@ def _sort_tensors(stored: Mapping[str, Tensor], path: Path) -> tuple[dict[tuple[
             raise UserError(f"the tensor {own[:60]}... has a name of {len(own):,} characters", str(path), "write or download the folder again")
         suffix = next((suffix for suffix in MATRICES if own.endswith(f".{suffix}")), None)
         if suffix:
-            matrices[own.removesuffix(f".{suffix}"), MATRICES[suffix]] = tensor.float()
+            matrices[own.removesuffix(f".{suffix}"), MATRICES[suffix]] = tensor
         elif "lora_" in own or "token_adapter" in own:
             raise UserError(f"the tensor {name} is not supported", str(path), "merge the adapter into its base model with PEFT: merge_and_unload()")
         else:
-            replaced[own.replace(".base_layer.", ".")] = tensor.float()
+            replaced[own.replace(".base_layer.", ".")] = tensor
     return matrices, replaced
 
 

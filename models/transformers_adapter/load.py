@@ -35,14 +35,22 @@ def to_transformers_names(stored: dict[str, Tensor], cfg: TransformersConfig, wh
     register_attention()
     hf_config = create_hf_config(cfg.config, where)
     with torch.device("meta"):
-        cls: Any = type(AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False))
+        meta: Any = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+    cls: Any = type(meta)
+    own = meta.state_dict()
+    # transformers would cast integers to weights; those that its class does not read, as masks in old files, are no fault
+    integers = [name for name, tensor in stored.items() if not tensor.is_floating_point() and (name not in own or own[name].is_floating_point())]
+    stored = {name: tensor for name, tensor in stored.items() if name not in integers}
     try:
         model, report = cls.from_pretrained(
             None, config=hf_config, state_dict=stored, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:  # of the conversion of foreign tensors
         raise UserError(f"transformers cannot load the weights: {(str(error) or type(error).__name__).splitlines()[0]}", where, DOWNLOAD_AGAIN) from error
-    if problems := [line for kind, text in REPORTED.items() if (line := _list_tensors(text, report.get(kind)))]:
+    problems = [line for kind, text in REPORTED.items() if (line := _list_tensors(text, report.get(kind)))]
+    if integers and (problems or any(name in own for name in integers)):
+        problems.append(_list_tensors("of an integer type", integers))
+    if problems:
         raise UserError(
             "the weights do not fit config.json: " + "; ".join(problems), where, f"{DOWNLOAD_AGAIN}; or choose the folder of a causal language model"
         )

@@ -1,6 +1,6 @@
 """Format of a checkpoint on disk.
 
-step-00000120/ model.safetensors      trainable weights, fp32 (adapters only under LoRA; tied tensors once)
+step-00000120/ model.safetensors      all tensors of the model, fp32 (adapters only under LoRA; tied tensors once)
                optimizer.safetensors  the optimizers' state by parameter name
                state.json             progress, loss scaler, random states, positions in the logs, facts about the run
                MANIFEST.json          sizes and checksums, written last (atomic_dir.py)
@@ -9,7 +9,6 @@ step-00000120/ model.safetensors      trainable weights, fp32 (adapters only und
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,10 @@ CHECKPOINTS_DIR = "checkpoints"  # in a run directory
 STATE_FILE = "state.json"
 TENSOR_FILES = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 MAX_STATE_BYTES = 64 << 20
-SAFETENSORS_DTYPES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+SAFETENSORS_DTYPES = {
+    **{"torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"},
+    **{"torch.int64": "I64", "torch.int32": "I32", "torch.uint8": "U8", "torch.bool": "BOOL"},  # buffers
+}
 
 CheckpointTensors = dict[str, dict[str, "Tensor"]]  # file ("model", "optimizer") -> name -> tensor
 
@@ -95,7 +97,7 @@ def read_checkpoint_tensors(checkpoint: Path) -> CheckpointTensors:
 
 
 def read_model_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the trainable weights in a checkpoint or a folder of best weights."""
+    """Return the tensors of the model in a checkpoint or a folder of best weights."""
     import safetensors.torch
 
     return safetensors.torch.load_file(folder / TENSOR_FILES["model"])
@@ -107,6 +109,8 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     Raises TrainingError if a value is not finite: a fault of the memory may put a NaN into the weights of a healthy run.
     """
     import torch
+
+    from models.formats.tensor_files import all_finite
 
     header: dict[str, Any] = {}
     chunks: list[bytes | memoryview] = []
@@ -120,8 +124,3 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
     return [len(text).to_bytes(8, "little") + text, *chunks]
-
-
-def all_finite(tensor: Tensor) -> bool:
-    low, high = tensor.aminmax()  # both are NaN if any value is; isfinite() takes longer than writing the file
-    return math.isfinite(low.item() + high.item())

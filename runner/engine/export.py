@@ -23,7 +23,7 @@ from runner.engine.device import rng
 from runner.engine.evaluation import is_evaluation_due
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.setup.model import build_model, initial_weights_of
-from runner.engine.state import TrainState, load_strict, trainable_parameters
+from runner.engine.state import TrainState, load_strict, saved_tensors
 
 
 @dataclass(frozen=True)
@@ -110,5 +110,5 @@ def _load_unsharded_model(state: TrainState, source: Path) -> LanguageModel:
     rng.seed_all(state.cfg.seed)
     model = build_model(state.cfg, load_initial_weights=False)
     prepare_stage(state.cfg.stage, model, state.cfg.init_from)
-    load_strict(trainable_parameters(model), read_model_tensors(source), source)
+    load_strict(saved_tensors(model), read_model_tensors(source), source)
     return model

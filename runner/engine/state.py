@@ -191,12 +191,12 @@ class TrainState:
         """
         enter("in a save")
         self.dist.reshard(self.model)  # after a forward pass without a backward pass a layer may still be gathered, and rounded
-        files = {"model": trainable_parameters(self.model), "optimizer": self.optimizers.state_dict()}
+        files = {"model": saved_tensors(self.model), "optimizer": self.optimizers.state_dict()}
         return {file: {name: partial(full_tensor, tensor.detach()) for name, tensor in tensors.items()} for file, tensors in files.items()}
 
     def load_tensors(self, files: dict[str, dict[str, Tensor]], source: Path) -> None:
         """Copy the tensors of a checkpoint into model and optimizers. Raises UserError if one is missing, unknown or of another shape."""
-        load_strict(trainable_parameters(self.model), files["model"], source)
+        load_strict(saved_tensors(self.model), files["model"], source)
         self.optimizers.load_state_dict(files["optimizer"])
 
 
@@ -216,27 +216,38 @@ def announcing_failures(batches: Iterator[T], announce: Callable[[bool, bool], o
         yield batch
 
 
-def trainable_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return what training changes, by name; a tied tensor appears once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds: adapters alone where the model has some, otherwise all of it, frozen parameters and buffers included."""
+    from models.language_model import stored_tensors
+    from models.lora import adapter_state_dict
+
+    return adapter_state_dict(model) or stored_tensors(model)
 
 
 def load_strict(into: dict[str, Tensor], saved: dict[str, Tensor], source: Path) -> None:
-    """Copy `saved` into `into`. Raises UserError where names or shapes differ."""
+    """Copy `saved` into `into`. Raises UserError where names, shapes or kinds of numbers differ, and for values that are not finite."""
     import torch
 
+    from models.formats.tensor_files import check_finite
+
     def shape(tensor: Tensor | None) -> str:
-        return "absent" if tensor is None else "x".join(map(str, tensor.shape))
+        return "absent" if tensor is None else "x".join(map(str, tensor.shape)) + ("" if tensor.is_floating_point() else f" of {str(tensor.dtype)[6:]}")
 
     names = sorted(into.keys() | saved.keys())
     differing = [f"{name}: {shape(into.get(name))} in the model, {shape(saved.get(name))} in the checkpoint" for name in names]
     differing = [text for text, name in zip(differing, names, strict=True) if shape(into.get(name)) != shape(saved.get(name))]
     if differing:
-        raise UserError(
-            "the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), "resume with the model the run was started with"
+        missing = into.keys() - saved.keys()
+        is_earlier = len(missing) == len(differing) and not any(into[name].requires_grad for name in missing)
+        fix = (
+            "train again: an earlier version saved no tensors that training leaves as they are"
+            if is_earlier
+            else "resume with the model the run was started with"
         )
+        raise UserError("the checkpoint's tensors do not fit this model:\n  " + "\n  ".join(differing[:12]), str(source), fix)
     with torch.no_grad():
-        for name, tensor in into.items():
+        for name, tensor in sorted(into.items()):
+            check_finite({name: saved[name]}, str(source), "restore it from a backup, or delete it: the checkpoint before it is read instead")
             tensor.copy_(distribute_like(saved[name].to(tensor.device), like=tensor))
 
 

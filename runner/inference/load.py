@@ -139,7 +139,7 @@ def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
     from models.language_model import create_model
     from runner.checkpoint.atomic_dir import verify_dir
     from runner.checkpoint.format import read_model_tensors
-    from runner.engine.state import load_strict, trainable_parameters
+    from runner.engine.state import load_strict, saved_tensors
 
     check_own_files(run, ("checkpoints",), shallow=(".hydra", "tokenizer"))
     if not folder.is_dir() or (reason := verify_dir(folder)):
@@ -154,7 +154,7 @@ def _load_checkpoint(folder: Path, run: Path) -> LanguageModel:
     if adapter is not None:
         load_into(model, load_weights(adapter[1], cfg.family), str(adapter[1]))
         add_run_adapter(model, adapter[0], read_json_object(run / "run.json")["init_from"])
-    load_strict(trainable_parameters(model), read_model_tensors(folder), folder)
+    load_strict(saved_tensors(model), read_model_tensors(folder), folder)
     return model.eval()
 
 

@@ -10,30 +10,38 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shutil
 import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
+import yaml
 from engine_fixtures import DATA_FORMAT, SMALL_LORA, composed, stage_overrides, write_examples
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers_families import FAMILIES, write_family
 
 from common.errors import UserError
 from models.formats.json_files import read_model_config
 from models.formats.load import load_model
+from models.language_model import LanguageModel
 from models.transformers_adapter.attention import IMPLEMENTATION
 from models.transformers_adapter.model import TransformersModel
+from runner.engine import evaluation
 from runner.engine.build import build_run
 from runner.engine.config import Config
 from runner.engine.loop import train
 from runner.engine.state import TrainState
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
+from runner.inference.load import load_trained
 
 ROWS = 12  # of the data: all of them are in each step, packed or not, so that both have the same loss
 LORA = SMALL_LORA.replace("[q_proj,k_proj,v_proj,o_proj]", "[all-linear]")
 PACKED = "data.packing=best_fit"
+LOGIT_IDS = torch.arange(3, 60)[None]
 
 
 @dataclass
@@ -50,6 +58,7 @@ class FamilyResult:
     lora: str  # whether a run that is stopped and resumed is bitwise equal
     dpo: str
     export: str  # of the logits of model/ in transformers and of the trained model
+    best: str  # the same, of weights that are the best and not the last, and of checkpoints/best
 
 
 class FamilyRuns:
@@ -104,6 +113,25 @@ class FamilyRuns:
         differences = diff_run_dirs(self.folder / run, self.resumed(cfg, f"{run} resumed", kill_at, stop_at=steps - steps // 4))
         return ("equal" if not differences else "; ".join(differences)), state
 
+    def best_difference(self) -> float:
+        """Return the largest difference between the logits of the model at its best evaluation, of model/, and of checkpoints/best. The best step is not the last."""
+        run, steps = self.folder / "best", 3
+        cfg = self.config("sft", "data.val_fraction=0.2", "train.eval_every=1", "train.save_every=0", steps=steps)
+        logits: dict[int, Tensor] = {}
+
+        def evaluate_loss(state: TrainState) -> dict[str, float]:
+            logits[state.progress.step] = family_logits(state.model)
+            return {"loss": float(state.progress.step)}
+
+        with mock.patch.object(evaluation, "evaluate_loss", evaluate_loss):
+            state = self.train(cfg, run.name)
+        assert (state.progress.best_step, state.progress.step) == (1, steps)
+        write_settings(run, cfg)
+        shutil.copytree(self.weights, run / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        loaded = load_trained(run / "checkpoints" / "best", "cpu").model
+        again = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)(LOGIT_IDS).logits.detach()
+        return max(float((other - logits[1]).abs().max()) for other in (family_logits(loaded), again))
+
     def losses(self, stage: str, *overrides: str, steps: int) -> list[float | None]:
         return self.train(self.config(stage, *overrides, steps=steps), "-".join([stage, *overrides, "losses"])).progress.recent_losses
 
@@ -138,13 +166,28 @@ def measure_family(name: str, folder: Path, steps: int, is_killed: bool) -> Fami
         lora=lora,
         dpo=dpo,
         export=f"{export_difference(model, state.run_dir / 'model'):.0e}",
+        best=f"{runs.best_difference():.0e}",
     )
+
+
+def write_settings(run: Path, cfg: Config) -> None:
+    """Write the settings of a run as a command does: its checkpoints are read with them."""
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(cfg)))
+
+
+def family_logits(model: LanguageModel) -> Tensor:
+    was_training = model.training
+    with torch.no_grad():
+        logits: Tensor = model.eval()(LOGIT_IDS).logits
+    model.train(was_training)
+    return logits
 
 
 @torch.no_grad()
 def export_difference(model: TransformersModel, exported: Path) -> float:
     """Return the largest difference between the logits of a trained model, of its folder in transformers, and of its folder in this program."""
-    ids = torch.arange(3, 60)[None]
+    ids = LOGIT_IDS
     expected = model(ids).logits
     hf = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     return max(float((logits - expected).abs().max()) for logits in (hf(ids).logits, load_model(exported)(ids).logits))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers_families import randomize_frozen
 
 V = 64
 SIZES: dict[str, Any] = {
@@ -84,6 +85,7 @@ def write_folder(folder: Path, model_type: str, **changes: Any) -> nn.Module:
     model = AutoModelForCausalLM.from_config(hf_config(model_type, **changes), attn_implementation="eager")
     for name, p in model.named_parameters():
         nn.init.normal_(p, mean=1.0 if p.ndim == 1 and not name.endswith("bias") else 0.0, std=0.2)
+    randomize_frozen(model)
     model.save_pretrained(folder)
     return model.eval()
 

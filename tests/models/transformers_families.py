@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from tiny_models import TOKENIZER
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.families.transformers import TransformersConfig
+from models.language_model import stored_tensors
 from models.transformers_adapter.model import TransformersModel
 
 SIZES: dict[str, Any] = {
@@ -54,6 +56,7 @@ FAMILIES: dict[str, Family] = {
         | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4},
         own_attention=False,
     ),
+    "ernie4_5_moe": Family({"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}),  # a frozen router bias
     "gpt_oss": Family(EXPERTS | {"sliding_window": 8}, own_attention=False, packing="layer_masks"),
     "gemma": Family({"tie_word_embeddings": True}),
     "gemma2": Family({"sliding_window": 8}, own_attention=False, chunked_loss=False),
@@ -92,6 +95,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def randomize_frozen(model: nn.Module) -> None:
+    """Set the buffers and frozen parameters of a folder to values that no class starts with."""
+    for tensor in stored_tensors(model).values():
+        if not tensor.requires_grad and tensor.is_floating_point():
+            tensor.detach().normal_(std=0.2)
+
+
 def random_family(model_type: str, **changes: Any) -> TransformersModel:
     """Return a random model of any family, without a folder. `changes`: of SIZES."""
     torch.manual_seed(0)
@@ -104,6 +114,8 @@ def write_family(folder: Path, name: str, **changes: Any) -> None:
     family = FAMILIES.get(name, Family({}))
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.model_type or name, **SIZES | {"attention_dropout": 0.0} | family.changes | changes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config)
+    randomize_frozen(model)
+    model.save_pretrained(folder)
     for file in TOKENIZER.iterdir():
         shutil.copy(file, folder)

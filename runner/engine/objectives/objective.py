@@ -65,8 +65,10 @@ class Objective:
 
     @property
     def frozen_parameters(self) -> dict[str, Tensor]:
-        """Parameters that the objective reads and the training does not change: no checkpoint has them."""
-        return {} if self.reference is None else {name: p for name, p in self.reference.model.named_parameters() if not p.requires_grad}
+        """Parameters and buffers that the objective reads and the training does not change: no checkpoint has them."""
+        from models.language_model import stored_tensors
+
+        return {} if self.reference is None else {name: tensor for name, tensor in stored_tensors(self.reference.model).items() if not tensor.requires_grad}
 
 
 def mask_dummy_batch(batch: Batch, sums: LossSums) -> LossSums:

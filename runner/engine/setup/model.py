@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.formats.load import load_into, load_weights, weights_under_adapter
 from models.formats.stored_size import check_size_of_weights
-from models.language_model import LanguageModel, create_model
+from models.language_model import LanguageModel, create_model, stored_tensors
 from models.layers.quantized import quantize_linear_layers
 from runner.checkpoint.format import read_model_tensors
 from runner.checkpoint.manager import newest_checkpoint
@@ -18,7 +18,7 @@ from runner.engine.config import Config
 from runner.engine.device.rng import seed_all
 from runner.engine.objectives.config import prepare_stage
 from runner.engine.objectives.objective import Objective
-from runner.engine.state import load_strict
+from runner.engine.state import load_strict, saved_tensors
 
 
 def build_model(cfg: Config, load_initial_weights: bool) -> LanguageModel:
@@ -42,7 +42,7 @@ def initial_weights_of(cfg: Config) -> Path | None:
 
 
 def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -> tuple[LanguageModel, Objective, dict[str, Tensor]]:
-    """Return the model, the objective, and the parameters that training does not change, by name. They are the same on every rank."""
+    """Return the model, the objective, and the tensors that no checkpoint holds, by name: of a base model, of a reference. They are the same on every rank."""
     seed_all(cfg.seed)
     model = build_model(cfg, load_initial_weights=resumed_run is None)
     if resumed_run is not None and model.probes_weights and not (cfg.stage.lora or cfg.stage.needs_reference):
@@ -52,7 +52,8 @@ def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -
     model = model.to(device)
     model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
+    saved = saved_tensors(model)
+    frozen = {name: tensor for name, tensor in stored_tensors(model).items() if name not in saved} | objective.frozen_parameters
     return model, objective, frozen
 
 
@@ -60,4 +61,4 @@ def load_saved_weights(model: LanguageModel, run_dir: Path) -> None:
     """Load the newest valid checkpoint's weights: random ones may not show how a model computes. `TrainState` loads them again with all other state."""
     with suppress(FileNotFoundError):
         checkpoint = newest_checkpoint(run_dir)
-        load_strict(dict(model.named_parameters()), read_model_tensors(checkpoint), checkpoint)
+        load_strict(saved_tensors(model), read_model_tensors(checkpoint), checkpoint)
