@@ -50,7 +50,9 @@ def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -
     if cfg.stage.lora and cfg.stage.lora.quantize:
         quantize_linear_layers(model, device)
     model = model.to(device)
-    model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
+    is_packed = cfg.data.packing != "none"
+    model.kernels_description = model.prepare(is_packed)
+    model.has_packed_rows = is_packed
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad} | objective.frozen_parameters
     return model, objective, frozen
