@@ -9,8 +9,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.errors import UserError
 from models.config import ModelConfig
 from models.layers.chunked_loss import LMHead
+
+
+CALLS = "model(**batch.inputs) for the loss of each token, model(**batch.inputs_without_labels) for logits"
 
 
 class ModelOutput(NamedTuple):
@@ -33,6 +37,37 @@ class LanguageModel(nn.Module):
     activation_checkpointing: str  # none, selective or full
     kernels_description: str | None = None  # what `prepare` has chosen, for the log
     probes_weights: ClassVar[bool] = False  # what `prepare` chooses depends on the weights
+    has_packed_rows: bool = False  # of a run with packed rows: each call says which documents its rows have
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        lengths: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        mask: Any = None,
+        cache: Any = None,
+        **options: Any,
+    ) -> ModelOutput:
+        """Call `forward`. Raises UserError if rows may be packed and their documents are not given: tokens would attend to other documents.
+
+        Only shapes are compared, without a host sync; DDP and FSDP call a model by this method, too.
+        """
+        if cache is None and mask is None and (problem := self._missing_documents(len(input_ids), lengths, document_ids, position_ids)):
+            raise UserError(f"{problem}: tokens of a packed row would attend to other documents", "arguments of the model", CALLS)
+        output: ModelOutput = super().__call__(input_ids, labels, lengths, document_ids, position_ids, mask, cache, **options)
+        return output
+
+    def _missing_documents(self, rows: int, lengths: Tensor | None, document_ids: Tensor | None, position_ids: Tensor | None) -> str | None:
+        """Return why a call without a cache may be one of packed rows whose documents are not known; None: it is not."""
+        if (document_ids is None) != (position_ids is None):
+            return "document_ids and position_ids are given together, got one of them"
+        if document_ids is None and lengths is not None and len(lengths) != rows:
+            return f"{rows:,} rows with {len(lengths):,} documents need document_ids and position_ids"
+        if document_ids is None and lengths is None and self.has_packed_rows:
+            return "a run with packed rows needs lengths, document_ids and position_ids; lengths alone for rows of one document"
+        return None
 
     def forward(
         self,
@@ -85,6 +120,15 @@ class LanguageModel(nn.Module):
     def output_layer(self) -> nn.Module | None:
         """Layer that computes the logits: adapters of all linear layers leave it out, and it is not quantized. None: every LMHead."""
         return None
+
+    @property
+    def modules_unused_by_text(self) -> tuple[str, ...]:
+        """Paths of the modules that text is computed without, e.g. a vision tower: they get no gradient and no new adapter."""
+        return ()
+
+    def is_used_by_text(self, path: str) -> bool:
+        """Return whether text is computed with the parameter or the module at `path`."""
+        return not any(f"{path}.".startswith(f"{unused}.") for unused in self.modules_unused_by_text)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -50,11 +50,11 @@ def check_adapters_are_called(model: LanguageModel) -> None:
     device = next(model.parameters()).device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            model(torch.arange(CALLED_TOKENS, device=device)[None] % model.cfg.vocab_size)
+            model(torch.arange(CALLED_TOKENS, device=device)[None] % model.cfg.vocab_size, lengths=torch.tensor([CALLED_TOKENS], device=device))
     finally:
         for hook in hooks:
             hook.remove()
-    silent = sorted({path.rsplit(".", 1)[-1] for path in layers if path not in called and ".experts." not in path})
+    silent = sorted({path.rsplit(".", 1)[-1] for path in layers if path not in called and ".experts." not in path and model.is_used_by_text(path)})
     if silent:
         others = sorted({path.rsplit(".", 1)[-1] for path in called} - set(silent))
         fix = f"stage.lora.targets=[{','.join(others)}]" if others else "stage.lora=null"
@@ -72,7 +72,9 @@ def lora_warnings(model: nn.Module, cfg: LoraConfig | None) -> list[str]:
 
 
 def linear_layers_of(model: nn.Module) -> LinearLayers:
-    return linear_layers(model, getattr(model, "output_layer", None))
+    layers = linear_layers(model, getattr(model, "output_layer", None))
+    is_used = getattr(model, "is_used_by_text", lambda path: True)  # of a LanguageModel
+    return layers._replace(unused=frozenset(path for path in layers.adaptable if not is_used(path)))
 
 
 def use_adapter(model: nn.Module, name: str | None) -> None:

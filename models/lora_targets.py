@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import nn
@@ -21,6 +22,12 @@ class LinearLayers(NamedTuple):
     adaptable: dict[str, nn.Module]  # by path
     heads: frozenset[str]  # paths of output layers, which all-linear leaves out
     refused: dict[str, str]  # path of a layer, or of a weight of one, that computes products without an adapter -> reason
+    unused: frozenset[str] = frozenset()  # paths of adaptable layers that text does not use: no target selects them, an adapter of others may have them
+
+    @property
+    def selectable(self) -> dict[str, nn.Module]:
+        """Layers that targets select from, by path."""
+        return {path: layer for path, layer in self.adaptable.items() if path not in self.unused}
 
 
 def linear_layers(model: nn.Module, output_layer: nn.Module | None = None) -> LinearLayers:
@@ -51,14 +58,16 @@ def select_layers(layers: LinearLayers, targets: list[str]) -> dict[str, nn.Modu
     if not targets:
         raise _error(layers, targets, "stage.lora.targets is empty")
     matched = _matched_paths(layers, targets)
-    unknown = [target for target in targets if matched[target].isdisjoint(layers.adaptable)]
+    selectable = layers.selectable
+    unknown = [target for target in targets if matched[target].isdisjoint(selectable)]
     if unknown:
         for target in unknown:
-            if reason := next((f"{path} {reason}" for path, reason in layers.refused.items() if path in matched[target]), None):
+            reasons = layers.refused | dict.fromkeys(sorted(layers.unused), "is not used by text: it would get no gradient")
+            if reason := next((f"{path} {reason}" for path, reason in reasons.items() if path in matched[target]), None):
                 raise _error(layers, targets, f"stage.lora.targets has {target}, but {reason}")
         raise _error(layers, targets, f"unknown layers in stage.lora.targets: {', '.join(unknown)}")
     named = set().union(*matched.values())
-    return {path: layer for path, layer in layers.adaptable.items() if path in named}
+    return {path: layer for path, layer in selectable.items() if path in named}
 
 
 def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
@@ -70,10 +79,10 @@ def left_out_warning(layers: LinearLayers, targets: list[str]) -> str | None:
     return f"stage.lora.targets=[{ALL_LINEAR}] leaves out {', '.join(list(left_out)[:MAX_LISTED_LAYERS])}: {name} {reason}; its weights stay as they are"
 
 
-def short_names(layers: LinearLayers, paths: set[str]) -> list[str]:
-    """Return what names exactly `paths`: last parts of the paths if they name no other layer, else the paths."""
+def short_names(others: Iterable[str], paths: set[str]) -> list[str]:
+    """Return what names exactly `paths`: last parts of the paths if none of the `others` has one, else the paths."""
     names = {path.rsplit(".", 1)[-1] for path in paths}
-    named = {path for path in [*layers.adaptable, *layers.refused] if path.rsplit(".", 1)[-1] in names}
+    named = {path for path in others if path.rsplit(".", 1)[-1] in names}
     return sorted(names if named <= paths else paths)
 
 
@@ -82,7 +91,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
     paths = [*layers.adaptable, *layers.refused]
     found = {target: {path for path in paths if path == target or path.endswith(f".{target}")} for target in targets}
     if ALL_LINEAR in targets:
-        found[ALL_LINEAR] = set(layers.adaptable) - layers.heads
+        found[ALL_LINEAR] = set(layers.selectable) - layers.heads
     if patterns := [target for target in targets if target.startswith(PATTERN)]:
         try:
             rows = match_patterns([pattern.removeprefix(PATTERN) for pattern in patterns], paths)
@@ -93,7 +102,7 @@ def _matched_paths(layers: LinearLayers, targets: list[str]) -> dict[str, set[st
 
 
 def _error(layers: LinearLayers, targets: list[str], message: str) -> UserError:
-    allowed = sorted({path.rsplit(".", 1)[-1] for path in layers.adaptable})
+    allowed = sorted({path.rsplit(".", 1)[-1] for path in layers.selectable})
     fix = (
         f"stage.lora.targets=[{ALL_LINEAR}] is every linear layer but the output layer, or e.g. stage.lora.targets=[{allowed[-1]}]"
         if allowed

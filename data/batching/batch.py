@@ -74,8 +74,13 @@ class Batch:
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
-        """Keyword arguments of the model."""
-        return {name: getattr(self, name) for name in ("input_ids", "labels", "lengths", "document_ids", "position_ids")}
+        """Keyword arguments of the model, for nll."""
+        return {"labels": self.labels, **self.inputs_without_labels}
+
+    @property
+    def inputs_without_labels(self) -> dict[str, Tensor | None]:
+        """Keyword arguments of the model, for logits."""
+        return {name: getattr(self, name) for name in ("input_ids", "lengths", "document_ids", "position_ids")}
 
     @property
     def num_tokens(self) -> int:

@@ -98,7 +98,8 @@ def save_adapter(
     if not _is_readable_by_peft(source, model):
         save_model(folder / BASE_DIR, _unquantized(model, source), model.cfg, tokenizer_dir, stop_ids)
     adapters = {path: layer.lora[name] for path, layer in lora_layers(model).items() if name in layer.lora}
-    targets = short_names(linear_layers_of(model), set(adapters))
+    modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
+    targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))
     transposed = any(is_transposed(model.get_submodule(path)) for path in adapters)
     state: dict[str, Tensor] = {}
     layers: dict[str, LoraConfig] = {}

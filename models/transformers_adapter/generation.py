@@ -104,7 +104,7 @@ class GenerationProbe(Probe):
         self.expected = torch.stack([self.reference[end - PROBED_STEPS : end] for end in ends])  # (B, PROBED_STEPS, V)
 
     def _log_probs(self, ids: Tensor, **arguments: Any) -> Tensor:
-        logits: Tensor = self.model(ids).logits
+        logits: Tensor = self.model(ids, lengths=ids.new_full((len(ids),), ids.shape[1])).logits
         return logits.float().log_softmax(-1)
 
     def has_exact_cache(self) -> bool:

@@ -9,7 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -76,6 +76,20 @@ class TransformersModel(LanguageModel):
     def output_layer(self) -> nn.Module | None:
         layer: nn.Module | None = self.hf.get_output_embeddings()
         return layer
+
+    @cached_property
+    def modules_unused_by_text(self) -> tuple[str, ...]:  # type: ignore[override]  # computed once
+        """What a multimodal class has around its text model: towers for images and sound, and their projections."""
+        base, text = self.hf.base_model, self.hf.get_decoder()
+        if self.hf.config.get_text_config(decoder=True) is self.hf.config:
+            return ()
+        paths = {id(module): path for path, module in self.hf.named_modules()}
+        start, end = paths[id(base)], paths.get(id(text), "")
+        if base is self.hf or not end.startswith(f"{start}."):
+            return ()
+        on_path = [start, *(end[:i] for i in range(len(start) + 1, len(end)) if end[i] == "."), end]
+        children = (f"{path}.{name}" for path in on_path[:-1] for name, _ in self.hf.get_submodule(path).named_children())
+        return tuple(child for child in children if child not in on_path)
 
     @property
     def layers(self) -> nn.ModuleList:

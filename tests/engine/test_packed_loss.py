@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 from row_fixtures import RandomRows
 from tiny_models import TOP_TWO, config, lora_config
 
+from transformers_families import random_family
+
+from common.errors import UserError
 from data.batching.batch import Batch, collate
 from data.batching.packing_plan import best_fit_plan
 from models.decoder import Decoder
+from models.language_model import LanguageModel
 from models.layers.attention import attention, document_mask
 from runner.engine.objectives.config import StageConfig, prepare_stage
 from runner.engine.objectives.dpo import DpoConfig
@@ -93,3 +97,33 @@ def test_document_mask_of_the_gpu_equals_that_of_the_cpu():
 
     document_ids = torch.tensor([[0, 0, 1, 1, 1, -1], [2, 2, 2, 2, 3, 3]])
     assert torch.equal(create_mask(document_mask_mod(document_ids), 2, None, 6, 6, device="cpu"), document_mask(document_ids, 0.0))
+
+
+@pytest.mark.parametrize("family", ["decoder", "transformers"])
+def test_packed_batch_without_its_documents_is_refused_by_the_model(family: str) -> None:
+    rows = RandomRows([20, 30, 40], vocab_size=300)
+    unpacked, packed = unpacked_and_packed(rows)
+    assert len(packed.lengths) > len(packed.input_ids)
+    model: LanguageModel = Decoder(config(vocab_size=300)) if family == "decoder" else random_family("olmo2")
+    model.eval()
+    ids, lengths = packed.input_ids, packed.lengths
+    incomplete: list[dict[str, Any]] = [
+        {"lengths": lengths},
+        {"lengths": lengths, "labels": packed.labels},
+        {"lengths": lengths, "position_ids": packed.position_ids},
+        {"lengths": lengths, "document_ids": packed.document_ids},
+    ]
+    for arguments in incomplete:
+        with pytest.raises(UserError, match="would attend to other documents") as refused:
+            model(ids, **arguments)
+        assert "model(**batch.inputs_without_labels) for logits" in refused.value.fix
+    assert model(ids).logits is not None  # may be one document in a row
+    model.has_packed_rows = True
+    with pytest.raises(UserError, match="a run with packed rows needs lengths"):
+        model(ids)
+    model.prepare(is_packed=True)
+    with torch.no_grad():
+        logits, single = model(**packed.inputs_without_labels).logits, model(**unpacked.inputs_without_labels).logits
+    assert logits is not None and single is not None
+    for row, length, name in zip(single, unpacked.lengths, unpacked.names, strict=True):
+        assert torch.allclose(logits[packed.document_ids == packed.names.index(name)], row[:length], atol=1e-5)

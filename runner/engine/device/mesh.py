@@ -34,7 +34,7 @@ def _run_backward_pass(model: nn.Module, device: torch.device) -> None:
     was_training = model.training
     ids = torch.zeros(1, 8, dtype=torch.long, device=device)
     with torch.enable_grad():
-        model.eval()(ids, ids).nll.sum().backward()
+        model.eval()(ids, ids, lengths=ids.new_full((1,), ids.shape[1])).nll.sum().backward()
     model.train(was_training)
 
 

@@ -71,7 +71,8 @@ def build_optimizer(cfg: OptimizerConfig, model: nn.Module, num_layers: int) -> 
     """Sort the trainable parameters into groups and build the optimizers that `cfg` describes."""
     from torch import nn
 
-    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    is_used = getattr(model, "is_used_by_text", lambda name: True)  # of a LanguageModel
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad and is_used(name)}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     output = id(getattr(getattr(model, "output_layer", None), "weight", None))  # of a model of transformers, where it has any name
     hidden = [p for p, name in names.items() if p.ndim >= 2 and id(p) not in embeddings and id(p) != output and "lm_head" not in name]

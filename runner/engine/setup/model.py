@@ -50,7 +50,9 @@ def prepare_model(cfg: Config, device: torch.device, resumed_run: Path | None) -
     if cfg.stage.lora and cfg.stage.lora.quantize:
         quantize_linear_layers(model, device)
     model = model.to(device)
-    model.kernels_description = model.prepare(is_packed=cfg.data.packing != "none")
+    is_packed = cfg.data.packing != "none"
+    model.kernels_description = model.prepare(is_packed)
+    model.has_packed_rows = is_packed
     objective = prepare_stage(cfg.stage, model, cfg.init_from)
     saved = saved_tensors(model)
     frozen = {name: tensor for name, tensor in stored_tensors(model).items() if name not in saved} | objective.frozen_parameters

@@ -16,8 +16,11 @@ from runner.tracking.data_report import data_summary
 def run_summary(state: TrainState) -> dict[str, str]:
     """Return the header of the log, title -> text."""
     cfg, ranks = state.cfg, state.dist.size
-    parameters, trainable = (sum(p.numel() for p in state.model.parameters() if p.requires_grad or not only) for only in (False, True))
+    model, unused = state.model, state.model.modules_unused_by_text
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for name, p in model.named_parameters() if p.requires_grad and model.is_used_by_text(name))
     trained = "all trained" if trainable == parameters else f"{trainable:,} of them trained ({trainable / parameters:.2%})"
+    trained += f"\ntext does not use {', '.join(unused)}: no gradient, no adapter" if unused else ""
     labels = (("name", cfg.run.name), ("tags", ", ".join(cfg.run.tags)), ("note", cfg.run.note))
     threads = f"{torch.get_num_threads()} threads" + (f" ({state.thread_reason})" if state.thread_reason else "")
     summary = {

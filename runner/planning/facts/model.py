@@ -64,14 +64,15 @@ def model_facts(cfg: Config) -> ModelSizes:
         model = create_model(cfg.model)
         objective = prepare_stage(cfg.stage, model, cfg.init_from)
     named = dict(model.named_parameters())
-    matrices = [p.numel() for name, p in named.items() if p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
+    trained = {name: p for name, p in named.items() if p.requires_grad and model.is_used_by_text(name)}
+    matrices = [p.numel() for name, p in trained.items() if p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
     frozen = [p.numel() for name, p in named.items() if not p.requires_grad and p.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name]
     inactive = 1 - experts_share(cfg.model)
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
     return ModelSizes(
         parameters=parameters,
-        trained=sum(p.numel() for p in named.values() if p.requires_grad),
+        trained=sum(p.numel() for p in trained.values()),
         active=parameters - round(inactive * experts),
         matrices=sum(matrices),
         largest_matrix=max(matrices, default=0),
