@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.plugins import PLUGINS_ENV
+from common.registry import PLUGINS_ENV
 from data.sources.files import Source
 from data.store import cache as cache_module
 from data.store.cache import load_or_build
