@@ -1,17 +1,32 @@
-"""Registry of the named implementations of one extension axis: trackers, optimizers, objectives."""
+"""Named implementations of the extension axes (trackers, optimizers, objectives), and plugins: modules of the user that add to them.
+
+`plugins=[my_package,my_optimizer.py]` is imported only when the user types it; child processes get the list in their environment. A config that
+is read from a file never causes an import: `check_imported` refuses a config whose plugins this command has not imported.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
+import os
 import pkgutil
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from common.errors import UserError, did_you_mean
-from common.plugins import import_inherited_plugins
 
 T = TypeVar("T")
 Entry = TypeVar("Entry")
+
+PLUGINS_ENV = "RUNNER_PLUGINS"  # JSON list, inherited by ranks, data workers, tracker processes and jobs of a sweep
+MAX_PLUGIN_FILES = 500  # Python files of one plugin that are recorded
+
+IMPORTED_MODULES: dict[str, ModuleType] = {}  # imported by this process, by the name that the user typed
+_inherited = False  # whether the plugins of the parent process were imported
 
 
 class Registry(Generic[T]):
@@ -58,8 +73,7 @@ class Registry(Generic[T]):
 
     def get(self, name: str) -> T:
         """Return the entry of this name. Raises UserError if there is none."""
-        names = self.names()
-        if name not in self._entries and name in names:
+        if name not in self._entries and name in (names := self.names()):
             importlib.import_module(f"{self._package}.{name}")
         if name not in self._entries:
             raise UserError(
@@ -68,3 +82,79 @@ class Registry(Generic[T]):
                 did_you_mean(name, names, f"e.g. {self.setting}={names[0]}"),
             )
         return self._entries[name]
+
+
+def locate_plugin(name: str) -> str:
+    """Return an importable module name as it is, and a .py file or a package in the current directory as an absolute path."""
+    path = Path(name).expanduser()
+    if "/" not in name and path.suffix != ".py":
+        if importlib.util.find_spec(name.partition(".")[0]):
+            return name
+        path = path if (path / "__init__.py").is_file() else path.with_suffix(".py")
+    if not path.exists():
+        raise UserError(f"plugin {name} is neither an importable module nor a file", f"plugins=[{name}]", "install the package, or give the path of a .py file")
+    return str(path.absolute())
+
+
+def import_plugins(names: Iterable[str]) -> None:
+    """Import each plugin of `locate_plugin` once, and have the child processes of this process import it."""
+    for name in names:
+        if name in IMPORTED_MODULES:
+            continue
+        try:
+            IMPORTED_MODULES[name] = _import_file(Path(name)) if name.startswith("/") else importlib.import_module(name)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"plugin {name} cannot be imported: {type(error).__name__}: {error}", f"plugins=[{name}]", "correct the module") from error
+    if IMPORTED_MODULES:
+        os.environ[PLUGINS_ENV] = json.dumps(imported_plugins())
+
+
+def import_inherited_plugins() -> None:
+    """Import the plugins of the parent process, once."""
+    global _inherited
+    if not _inherited:
+        _inherited = True
+        import_plugins(json.loads(os.environ.get(PLUGINS_ENV, "[]")))
+
+
+def imported_plugins() -> list[str]:
+    return [*IMPORTED_MODULES]
+
+
+def check_imported(names: Iterable[str]) -> None:
+    """Raise UserError for plugins that a config names and that were not typed for this command."""
+    import_inherited_plugins()
+    if missing := [name for name in names if name not in IMPORTED_MODULES]:
+        raise UserError(
+            f"the config needs plugins that were not given: {', '.join(missing)}; modules named in a file are not imported",
+            f"plugins=[{','.join(missing)}]",
+            f"add plugins=[{','.join(missing)}] if you trust them",
+        )
+
+
+def plugin_files(name: str) -> dict[str, Path]:
+    """Return the Python files of an imported plugin, by their path relative to the folder that holds the plugin."""
+    file = Path(IMPORTED_MODULES[name].__file__ or "")
+    if file.name != "__init__.py":
+        return {file.name: file} if file.suffix == ".py" else {}
+    files = sorted(path for path in file.parent.rglob("*.py") if path.is_file())[:MAX_PLUGIN_FILES]
+    return {str(path.relative_to(file.parents[1])): path for path in files}
+
+
+def _import_file(path: Path) -> ModuleType:
+    is_package = path.is_dir()
+    file = path / "__init__.py" if is_package else path
+    spec = importlib.util.spec_from_file_location(path.stem, file, submodule_search_locations=[str(path)] if is_package else None)
+    if spec is None or spec.loader is None:
+        raise UserError(f"plugin {path} is no Python file", f"plugins=[{path}]", "give the path of a .py file")
+    if path.stem in sys.modules:
+        raise UserError(f"plugin {path} has the name of the module {path.stem}, which is imported already", f"plugins=[{path}]", "rename the file")
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -26,26 +26,26 @@ CHANGES_ROUNDING: Mapping[str, OnResume] = MappingProxyType({"on_resume": "chang
 INCOMPATIBLE: Mapping[str, OnResume] = MappingProxyType({"on_resume": "incompatible"})
 
 
-def iter_settings(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every setting of a config dataclass and the sections below it."""
+def setting_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of every setting of a config dataclass and the sections below it."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from iter_settings(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
+        is_section = dataclasses.is_dataclass(value)
+        values |= setting_values(value, f"{prefix}{field.name}.") if is_section else {prefix + field.name: value}
+    return values
 
 
-def resume_rules(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, rule) of every setting, and of every section: its rule is that of settings which only another class of it has."""
+def resume_rules(config: Any, prefix: str = "") -> dict[str, str]:
+    """Return dotted key -> rule of every setting, and of every section: the rule of settings which only another class of it has."""
     default: str = getattr(config, "ON_RESUME", "incompatible")
-    yield prefix.removesuffix("."), default
+    rules = {prefix.removesuffix("."): default}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from resume_rules(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field.metadata.get("on_resume", default)
+        is_section = dataclasses.is_dataclass(value)
+        own = {prefix + field.name: field.metadata.get("on_resume", default)}
+        rules |= resume_rules(value, f"{prefix}{field.name}.") if is_section else own
+    return rules
 
 
 def field_comments(config_class: type) -> dict[str, str]:

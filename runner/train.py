@@ -10,7 +10,6 @@ import hydra
 from omegaconf import DictConfig
 
 from runner.cli.entrypoint import train_command
-from runner.cli.hydra_app import train_in_run_dir
 from runner.config.yaml_files import HYDRA_VERSION_BASE
 
 
@@ -20,6 +19,8 @@ def train_task(cfg: DictConfig) -> float:
 
     `train_command` gives Hydra the checked overrides instead of sys.argv (runner/cli/hydra_app.py), with the function that the decorator wraps.
     """
+    from runner.cli.hydra_app import train_in_run_dir
+
     return train_in_run_dir(cfg)
 
 

@@ -17,7 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("runner", "data", "models", "common", "hydra_plugins")
 TOOLS = ("benchmarks", "scripts")
-MAX_FILES_PER_FOLDER = 10
+NO_CODE = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT, tokenize.ENCODING, tokenize.ENDMARKER}
 NOT_A_DEFINITION = {"TypeVar", "ParamSpec", "TypeVarTuple", "getLogger"}  # values of assignments which may be repeated in every module
 ARGUMENTS = ["stage=sft", "init_from=scratch", "train.max_steps=2", "data.num_workers=0"]
 
@@ -184,9 +185,30 @@ def duplicate_names(root: Path, packages: tuple[str, ...] = PRODUCT, public_only
     return {name: [f"{path}:{line}" for path, line in files.items()] for name, files in sorted(definitions.items()) if len(files) > 1}
 
 
-def files_per_folder(root: Path) -> Counter[str]:
-    """Files of each folder but runner/, which has one file for each command."""
-    return Counter(folder for file in python_files(root) if (folder := file.parent.relative_to(root).as_posix()) != "runner")
+def count_tokens(file: Path) -> int:
+    """Python tokens of a file. Comments, line ends, indentation and docstrings do not count, so that longer lines gain nothing."""
+    docstrings = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(parse(file))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node, clean=False) is not None
+    }
+    with file.open("rb") as stream:
+        return sum(token.type not in NO_CODE and token.start not in docstrings for token in tokenize.tokenize(stream.readline))
+
+
+def eager_modules(root: Path) -> int:
+    """Modules of this checkout that `runner/train.py --help` imports."""
+    program = f"""
+import atexit, runpy, sys
+
+path = sys.argv[0] = sys.argv[1]
+sys.path[0] = path.rpartition("/")[0]
+sys.argv[1:] = ["--help"]
+atexit.register(lambda: print(sum(name.partition(".")[0] in {PRODUCT!r} for name in sys.modules), file=sys.stderr))
+runpy.run_path(path, run_name="__main__")
+"""
+    command = [sys.executable, "-c", program, str(root / "runner" / "train.py")]
+    return int(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stderr.split()[-1])
 
 
 def retired_terms(root: Path) -> dict[str, int]:
@@ -232,7 +254,6 @@ def traced_step(root: Path) -> dict[str, Any]:
 
 def collect(root: Path, with_trace: bool = True) -> dict[str, Any]:
     sizes = {file.relative_to(root).as_posix(): file.read_text(encoding="utf-8").splitlines() for file in python_files(root)}
-    folders = files_per_folder(root)
     largest = max(sizes, key=lambda path: len(sizes[path]))
     return {
         "first_step": traced_step(root) if with_trace else None,
@@ -240,8 +261,9 @@ def collect(root: Path, with_trace: bool = True) -> dict[str, Any]:
         "duplicate_public_names": duplicate_names(root),
         "duplicate_names_with_private": len(duplicate_names(root, public_only=False)),
         "retired_terms": retired_terms(root),
-        "files_per_folder": {"max": max(folders.values()), "above_limit": {name: n for name, n in folders.most_common() if n > MAX_FILES_PER_FOLDER}},
+        "eager_modules": eager_modules(root) if with_trace else None,
         "python_files": len(sizes),
+        "tokens": sum(map(count_tokens, python_files(root))),
         "lines_per_file": {"median": statistics.median(map(len, sizes.values())), "max": len(sizes[largest]), "largest": largest},
         "lines": sum(map(len, sizes.values())),
         "lines_without_blank": sum(bool(line.strip()) for lines in sizes.values() for line in lines),
@@ -249,7 +271,7 @@ def collect(root: Path, with_trace: bool = True) -> dict[str, Any]:
 
 
 def as_markdown(stats: dict[str, Any]) -> str:
-    cycles, duplicates, terms, folders = (stats[key] for key in ("import_cycles", "duplicate_public_names", "retired_terms", "files_per_folder"))
+    cycles, duplicates, terms = (stats[key] for key in ("import_cycles", "duplicate_public_names", "retired_terms"))
     rows: list[tuple[str, str]] = []
     if step := stats["first_step"]:
         rows += [
@@ -257,15 +279,15 @@ def as_markdown(stats: dict[str, Any]) -> str:
             ("first SFT step: lines of these functions", f"{step['lines']:,}"),
             ("first SFT step: hops between files", f"{step['hops']:,}"),
             ("before build_run: files / functions", f"{step['files_before_build_run']} / {step['functions_before_build_run']}"),
+            ("modules that train.py --help imports", f"{stats['eager_modules']}"),
         ]
     rows += [
         ("import cycles (modules)", f"{len(cycles)} ({sum(map(len, cycles))})"),
         ("public top-level names in two or more modules", f"{len(duplicates)}"),
         ("top-level names in two or more modules, with private ones", f"{stats['duplicate_names_with_private']}"),
         ("retired terms in code and docs", f"{sum(terms.values()):,}"),
-        ("Python files per folder, largest", f"{folders['max']}"),
-        (f"folders above {MAX_FILES_PER_FOLDER} files", ", ".join(f"{name} {count}" for name, count in folders["above_limit"].items()) or "none"),
         ("Python files (without tests)", f"{stats['python_files']}"),
+        ("Python tokens", f"{stats['tokens']:,}"),
         ("lines per file, median / largest", "{median:g} / {max} ({largest})".format(**stats["lines_per_file"])),
         ("lines / without blank lines", f"{stats['lines']:,} / {stats['lines_without_blank']:,}"),
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from common import paths
-from common.plugins import PLUGINS_ENV
+from common.registry import PLUGINS_ENV
 
 ROOT = Path(__file__).parents[1]
 TINY_MODEL = [

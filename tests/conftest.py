@@ -55,7 +55,7 @@ def remove_entries_of(plugin: str) -> None:
 def forget_plugins() -> Iterator[None]:
     """Forget the plugins that a test has imported, and what they have registered: a run copies their source, its jobs import them, messages list them."""
     yield
-    if plugins := sys.modules.get("common.plugins"):
+    if plugins := sys.modules.get("common.registry"):
         for module in plugins.IMPORTED_MODULES.values():
             remove_entries_of(module.__name__)
             sys.modules.pop(module.__name__, None)

@@ -190,7 +190,7 @@ def substituted(command: Command) -> str:
 def plan_error(text: str) -> str | None:
     """Return what train.py refuses in a command line, None if it would train."""
     from common.errors import UserError
-    from common.plugins import import_plugins
+    from common.registry import import_plugins
     from runner.config import overrides
     from runner.config.flags import flag_value, parse_argv
     from runner.config.schema import config_groups, config_schema

@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import IO, Any
 
 from common.errors import UserError
-from common.plugins import import_inherited_plugins
+from common.registry import import_inherited_plugins
 from data.background import START_SECONDS, Watch, describe_exit, describe_state, kill_with_parent
 from data.sources.files import Source
 from data.tokenize.block import EncodedBlock

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_args
 
-from common.settings import OnResume, iter_settings, resume_rules
+from common.settings import OnResume, resume_rules, setting_values
 from runner.checkpoint.environment import describe_environment
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def describe_run(
     `data`, `tokenizer`: fingerprints. `frozen`: weights that training reads and never changes (a base under adapters, a reference);
     no checkpoint contains them.
     """
-    facts = dict(iter_settings(config)) | {ROWS_PER_STEP: rows_per_step, DATA_FINGERPRINT: data, TOKENIZER_FINGERPRINT: tokenizer}
+    facts = setting_values(config) | {ROWS_PER_STEP: rows_per_step, DATA_FINGERPRINT: data, TOKENIZER_FINGERPRINT: tokenizer}
     if frozen:
         facts[FROZEN_WEIGHTS] = fingerprint_parameters(frozen)
     return facts | environment_facts(describe_environment(device, num_ranks))
@@ -53,13 +53,13 @@ def recorded_environment(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_rules(config: Any) -> dict[str, str]:
     """Return the rule of every fact that may change; other facts are incompatible."""
-    return {ENVIRONMENT: "changes_rounding", WRITTEN_BY: "ignored", **dict(resume_rules(config))}
+    return {ENVIRONMENT: "changes_rounding", WRITTEN_BY: "ignored", **resume_rules(config)}
 
 
 def settings_fingerprint(config: Any) -> str:
     """Return the sha256 of all settings that a number of the training depends on."""
     rules = run_rules(config)
-    values = {key: value for key, value in iter_settings(config) if rule_of(key, rules) != "ignored"}
+    values = {key: value for key, value in setting_values(config).items() if rule_of(key, rules) != "ignored"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.paths import REPO_ROOT
-from common.plugins import imported_plugins, plugin_files
+from common.registry import imported_plugins, plugin_files
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from common import exit_codes
 from common.errors import Interrupted, TrainingError, UserError, print_safely, report_user_error, resume_command
 from common.filesystem import DISK_ERRORS
-from runner.launch.signals import INTERRUPTED_MESSAGE
 
 SHOW_TRACEBACKS = os.environ.get("HYDRA_FULL_ERROR") == "1"  # as the user has set it; hydra_app sets it too
 
@@ -25,7 +24,7 @@ def exiting_with_code() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        print_safely(f"\n{INTERRUPTED_MESSAGE}", sys.stderr)
+        print_safely(f"\n{exit_codes.INTERRUPTED_MESSAGE}", sys.stderr)
         raise SystemExit(exit_codes.INTERRUPTED_BY_USER) from error
     except Exception as error:
         raise SystemExit(_report(error)) from error

@@ -60,6 +60,7 @@ def run_hydra(task: Callable[[Any], Any], typed: list[str], flags: list[str], co
         return result
     finally:
         GlobalHydra.instance().clear()
+        RunMetadata.discard_opened()  # Hydra refused a setting of its own after the callback had created the run directory
 
 
 class RunDirCallback(Callback):

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError, did_you_mean
-from common.plugins import import_plugins
+from common.registry import import_plugins
+from common.streams import ignore_broken_pipe
 from runner.cli import help, hydra_app
 from runner.cli.exit_code import exiting_with_code
 from runner.config import overrides
@@ -34,7 +35,6 @@ from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.signals import CtrlC
 from runner.run_dir.initial_weights import adopt_model, resolve_start
 from runner.run_dir.resolve import resolve_model_override
-from runner.tracking.progress import ignore_broken_pipe
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR, REPO_ROOT, workspace_dir
-from common.plugins import check_imported
+from common.registry import check_imported
 from runner.config import overrides, schema
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.yaml_files import composed_files, composing_from

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.plugins import locate_plugin
+from common.registry import locate_plugin
 from runner.config.literals import COLUMNS_KEY, hydra_quote, literal_output, literal_path, parse_value, quote_columns, quote_path
 from runner.config.schema import config_groups, config_schema, unknown_option
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.paths import CONF_DIR
-from common.plugins import imported_plugins
+from common.registry import imported_plugins
 from runner.engine.config import REGISTERED_SECTIONS, Config
 
 OWN_PACKAGES = ("runner", "models")  # of the classes that have YAML files in conf/

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Self
 
 from common.errors import StopRequested
-from common.exit_codes import INTERRUPTED_BY_USER
+from common.exit_codes import INTERRUPTED_BY_USER, INTERRUPTED_MESSAGE
 from runner.engine.device.heartbeat import beat
 from runner.engine.device.stop import StopRequests
 from runner.tracking.console.layout import DUMB_TERMINALS
@@ -27,7 +27,6 @@ SHOW_CURSOR = "\x1b[?25h\n"
 ERASE_LINE = "\r\x1b[2K"  # of a progress bar, which is drawn again below the message
 RAISE_AGAIN_SECONDS = 0.01  # after an exception that Python has ignored
 C_CODE_SECONDS = 1.0  # after which Ctrl-C ends a command that does not hear it
-INTERRUPTED_MESSAGE = "interrupted"
 WATCHER_END = 0  # in place of a signal: the end of a _SignalWatcher
 
 

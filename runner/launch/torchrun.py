@@ -17,19 +17,17 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.exit_codes import FAILED, INTERRUPTED, OK, PEER_LOST
 from common.paths import REPO_ROOT
 from runner.engine.config import Config
 from runner.engine.device.distributed import RENDEZVOUS_ENV, DistributedConfig
-from runner.launch import rank_logs
-from runner.launch.signals import StopFlag
-from runner.launch.subprocesses import child_env, die_with_parent, spawn
-from runner.launch.train_process import config_from_json, train_as_rank
-from runner.run_dir.contents.files import RUN_FILE
-from runner.run_dir.metadata import RunMetadata
+
+if TYPE_CHECKING:
+    from runner.launch.signals import StopFlag
+    from runner.run_dir.metadata import RunMetadata
 
 RUN_ID, RESTART_COUNT = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
 JOB_ENV = "RUNNER_JOB"  # the job of a sweep that this process trains
@@ -128,6 +126,8 @@ def releasing_workers() -> Iterator[None]:
     if not is_rank_zero():
         yield
         return
+    from runner.launch.subprocesses import die_with_parent
+
     die_with_parent(os.getppid())()
     try:
         yield
@@ -186,6 +186,9 @@ def is_worker() -> bool:
 
 def worker_main() -> int:
     """Execute the messages of rank 0; return the exit code."""
+    from runner.launch.signals import StopFlag
+    from runner.launch.subprocesses import child_env, die_with_parent, spawn
+
     die_with_parent(os.getppid())()
     jobs: dict[str, subprocess.Popen] = {}
     code = INTERRUPTED
@@ -230,6 +233,11 @@ def _wait_for_job(job: subprocess.Popen, seconds: float | None) -> None:
 
 
 def _train_rank(message: dict[str, Any], stop: StopFlag) -> int:
+    from runner.launch import rank_logs
+    from runner.launch.train_process import config_from_json, train_as_rank
+    from runner.run_dir.contents.files import RUN_FILE
+    from runner.run_dir.metadata import RunMetadata
+
     folder, rank = Path(message["folder"]), _env_int("RANK", 0)
     _set_rendezvous()
     config = config_from_json(message["config"], folder)

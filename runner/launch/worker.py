@@ -14,6 +14,7 @@ from types import FrameType
 
 from common.exit_codes import INTERRUPTED
 from common.filesystem import read_bounded
+from common.streams import ignore_broken_pipe
 from runner.config.hydra_runtime import restore_hydra_config
 from runner.engine.device.distributed import RENDEZVOUS_DONE
 from runner.engine.device.heartbeat import start_heartbeat
@@ -23,7 +24,6 @@ from runner.launch.train_process import config_from_json, train_as_rank
 from runner.run_dir.contents.fields import MAX_JSON_BYTES
 from runner.run_dir.metadata import RunMetadata
 from runner.supervise.liveness import write_stacks_at_a_crash
-from runner.tracking.progress import ignore_broken_pipe
 
 PARENT_POLL_SECONDS = 0.2
 

@@ -19,7 +19,7 @@ import yaml
 from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, remove_tree, write_atomic_file
 from common.paths import CONF_DIR
-from common.plugins import imported_plugins, plugin_files
+from common.registry import imported_plugins, plugin_files
 from runner.config.compose import source_files
 from runner.run_dir.saved_config import MAX_YAML_BYTES, load_yaml, reject_interpolations
 

@@ -20,7 +20,7 @@ from omegaconf.errors import ConfigKeyError
 from common.errors import UserError, print_note
 from common.filesystem import atomic_path, make_dirs, write_atomic_file
 from common.paths import CONF_DIR, workspace_dir
-from common.plugins import check_imported
+from common.registry import check_imported
 from runner.config import overrides, schema
 from runner.config.compose import compose_tree, merge_into_schema, register_configs, section_class, to_config
 from runner.config.hydra_errors import OPTIONAL_SECTIONS, translating_hydra_errors

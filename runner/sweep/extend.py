@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, print_note
-from common.plugins import check_imported
-from common.settings import iter_settings
+from common.registry import check_imported
+from common.settings import setting_values
 from runner.checkpoint.compatibility import ROWS_PER_STEP, diff_facts, run_rules
 from runner.checkpoint.format import read_newest_state
 from runner.config.compose import compose_tree
@@ -158,4 +158,4 @@ def _saved_progress(run_dir: Path) -> dict[str, int]:
 
 
 def _compatibility_facts(config: Config) -> dict[str, Any]:
-    return dict(iter_settings(config)) | {ROWS_PER_STEP: budget.rows_per_step(config)}
+    return setting_values(config) | {ROWS_PER_STEP: budget.rows_per_step(config)}

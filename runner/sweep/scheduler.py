@@ -14,7 +14,7 @@ from common.errors import Outcome, UserError
 from common.exit_codes import INTERRUPTED, OK, USER_ERROR
 from common.guarded_files import read_from
 from common.paths import REPO_ROOT
-from common.plugins import PLUGINS_ENV
+from common.registry import PLUGINS_ENV
 from runner.config import hydra_runtime
 from runner.launch import torchrun
 from runner.launch.signals import StopFlag

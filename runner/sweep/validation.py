@@ -10,7 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError, did_you_mean, print_note
-from common.plugins import check_imported
+from common.registry import check_imported
 from runner.config.hydra_errors import translating_hydra_errors
 from runner.config.overrides import config_dirs, is_hydra_override, key_of, plugins_of
 from runner.config.yaml_files import ineffective_override

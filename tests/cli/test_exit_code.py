@@ -82,6 +82,7 @@ PRINTS = {  # files that print without these functions, and what
     "runner/inference/metrics/conversation.py": "stripped",
     "runner/inference/metrics/exact_match.py": "stripped",
     "runner/inference/token_view.py": "stripped",
+    "runner/launch/resume.py": "stripped",
     "runner/launch/subprocesses.py": "the message of sys.exit",
     "runner/launch/train_process.py": "a constant",
     "runner/tracking/trackers/program.py": "read by the logger, which strips",

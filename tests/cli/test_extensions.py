@@ -10,7 +10,7 @@ import pytest
 import yaml
 from command_fixtures import TINY_RUN, Call, Program, is_user_error
 
-from common import plugins
+from common import registry as plugins
 from runner.engine.optim.config import OPTIMIZERS
 
 MODEL = """

@@ -271,7 +271,7 @@ def test_register_schema_of_a_plugin_encodes_rows_in_worker_processes(tmp_path):
     program = """
 import sys
 from pathlib import Path
-from common.plugins import import_plugins
+from common.registry import import_plugins
 from data.schemas.registry import schema_of_source
 from data.sources.files import Source
 from data.store.cache import load_or_build

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UserError
-from common.plugins import PLUGINS_ENV
+from common.registry import PLUGINS_ENV
 from data import background
 from data.sources.files import Source
 from data.store import cache as cache_module

@@ -17,11 +17,11 @@ import torch
 from trainee import TIMEOUT, launch, make_config, memory_dir, read_output, read_run_json, saved_steps, temp_files, train, wait_for_exit
 
 from common.errors import UserError
+from common.streams import ignore_broken_pipe
 from runner.checkpoint import manager
 from runner.engine import evaluation, export, loop
 from runner.engine.optim.groups import OptimizerGroup
 from runner.engine.verify_resume import diff_run_dirs
-from runner.tracking.progress import ignore_broken_pipe
 
 # 15 examples: 8 steps of two micro-batches in an epoch; nothing is saved before the end
 RUN = ["train.batch_size=1", "train.accumulation_steps=2", "train.save_every=100", "train.eval_every=5", "train.sample_every=6"]

@@ -13,7 +13,7 @@ import yaml
 from command_fixtures import TINY_RUN, Call
 
 from common.errors import UserError
-from common.settings import iter_settings
+from common.settings import setting_values
 from models.families.decoder import DecoderConfig
 from models.families.hf_config import write_hf_config
 from runner.config.compose import compose_tree, to_config, without_hydra
@@ -129,7 +129,7 @@ def test_chosen_model_that_equals_the_folder_is_kept(tmp_path: Path) -> None:
 
 
 def _asdict(model: DecoderConfig) -> dict[str, Any]:
-    return {**dict(iter_settings(model)), "rope_scaling": None}
+    return {**setting_values(model), "rope_scaling": None}
 
 
 def test_field_of_the_folder_that_the_decoder_lacks_chooses_transformers_and_is_refused_where_the_decoder_is_forced(llama: Callable[..., str]) -> None:

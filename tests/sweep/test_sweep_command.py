@@ -21,7 +21,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 
 from common.errors import UserError
-from common.plugins import PLUGINS_ENV
+from common.registry import PLUGINS_ENV
 from runner.cli.show_config import show_sweep_config
 from runner.config import compose
 from runner.config.compose import compose_config, compose_tree

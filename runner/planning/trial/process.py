@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from common.filesystem import read_bounded, write_json
 from common.limits.memory import peak_resident_bytes
-from common.plugins import import_inherited_plugins
+from common.registry import import_inherited_plugins
 from runner.engine.config import Config
 from runner.engine.device.cpu.spinning import adapt_spinning, set_wait_policy
 from runner.launch.train_process import config_from_json

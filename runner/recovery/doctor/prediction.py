@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, resume_command
-from common.settings import iter_settings
+from common.settings import setting_values
 from runner.checkpoint.compatibility import CODE, ENVIRONMENT, diff_facts, environment_facts, run_rules
 from runner.checkpoint.environment import code_fingerprint, cpu_model, numeric_variables
 from runner.engine.config import Config
@@ -135,4 +135,4 @@ def current_facts(saved: dict[str, Any], config: Config) -> dict[str, Any]:
     known = environment_facts(now)
     if CODE not in saved:  # of an earlier version, which recorded less
         known = {fact: value for fact, value in known.items() if fact in saved or fact == CODE}
-    return {**kept, **dict(iter_settings(config)), **known}
+    return {**kept, **setting_values(config), **known}

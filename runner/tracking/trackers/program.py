@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from common.errors import strip_control
-from common.file_lock import FileLock
 from common.filesystem import open_regular, remove_tree
 from common.guarded_files import check_own_files
 from common.limits.parsers import parse_json
@@ -84,6 +83,8 @@ def run_program(open_experiment: Callable[[Experiment], ExperimentLog]) -> None:
     start = json.loads(sys.stdin.readline())
     experiment = read_start(start)
     check_own_files(experiment.folder, (), shallow=os.listdir(experiment.folder))  # what a library opens there is no link
+    from common.file_lock import FileLock
+
     lock = FileLock.acquire(experiment.folder / ".lock", wait=True)  # the process of a killed attempt may still write
     opened = open_experiment(experiment)
     print(f"{start['settings']['name']}: {opened.location}", file=console, flush=True)
