@@ -13,7 +13,6 @@ from common.errors import UserError
 from models.config import ModelConfig
 from models.layers.chunked_loss import LMHead
 
-
 CALLS = "model(**batch.inputs) for the loss of each token, model(**batch.inputs_without_labels) for logits"
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_fixtures import RandomRows
 from tiny_models import TOP_TWO, config, lora_config
-
 from transformers_families import random_family
 
 from common.errors import UserError

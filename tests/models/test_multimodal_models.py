@@ -118,7 +118,9 @@ def test_multimodal_adapter_of_peft_on_a_tower_is_read(name: str, base: Path, tm
     peft = pytest.importorskip("peft")
     targets = [path for path in model_of(base).modules_unused_by_text if "vision" in path]
     hf = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    both = [path for path, module in hf.named_modules() if type(module) is torch.nn.Linear and (path.startswith(tuple(targets)) or path.endswith("0.mlp.up_proj"))]
+    both = [
+        path for path, module in hf.named_modules() if type(module) is torch.nn.Linear and (path.startswith(tuple(targets)) or path.endswith("0.mlp.up_proj"))
+    ]
     whole = peft.get_peft_model(hf, peft.LoraConfig(r=4, target_modules=both, task_type="CAUSAL_LM", init_lora_weights=False)).eval()
     whole.save_pretrained(tmp_path / "adapter")
     assert torch.allclose(load_model(tmp_path / "adapter")(IDS).logits, whole(IDS).logits, atol=1e-4)
