@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Self
 
 from common.errors import UserError
-from common.settings import CHANGES_ROUNDING, check_at_least, check_choice
-from models.config import ModelConfig, ModelSize, register_model
+from common.settings import CHANGES_ROUNDING, IGNORED, check_at_least, check_choice
+from models.config import ModelConfig, ModelSize, UnsupportedVariantError, register_model
 from models.families.hf_config import FAMILIES, architecture_of, read_hf_config, write_hf_config
 from models.families.hf_rope import SCALING_FIELDS
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 ATTENTION_KERNELS = ("auto", "flash", "efficient", "math")
+CLASS_SETTINGS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias", "num_experts")  # that a class of transformers may lack
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
@@ -65,6 +66,7 @@ class DecoderConfig(ModelConfig):
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
     router_aux_loss_coef: float  # weight of the load-balancing loss
     attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
+    model_type: Optional[str] = field(default=None, metadata=IGNORED)  # of the config.json that is written; null: of `architecture_of`
 
     model_class = "models.decoder.Decoder"
     hf_model_types = tuple(FAMILIES)
@@ -94,6 +96,20 @@ class DecoderConfig(ModelConfig):
                 "model.attention_bias equal to model.attention_out_bias",
             )
 
+        if self.model_type is not None:
+            self._check_model_type(self.model_type)
+
+    def _check_model_type(self, model_type: str) -> None:
+        """Raise UserError if a model of this type would not be read again with these settings."""
+        check_choice("model.model_type", model_type, tuple(FAMILIES))
+        own = dataclasses.asdict(self)
+        try:
+            read = read_hf_config(write_hf_config(own), Path("config.json"))
+        except UnsupportedVariantError as error:
+            raise UserError(error.message, f"model.model_type={model_type}", "model.model_type=null") from error
+        if differences := [f"model.{name}={own[name]}" for name in CLASS_SETTINGS if own[name] != read[name]]:
+            raise UserError(f"a {model_type} has no {', '.join(differences)}", f"model.model_type={model_type}", "model.model_type=null")
+
     def _check_experts(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise UserError(
@@ -115,7 +131,7 @@ class DecoderConfig(ModelConfig):
         return ModelSize((1 + head) * self.vocab_size * D + self.num_hidden_layers * layer + D, 2 + head + self.num_hidden_layers * tensors)
 
     def mathematics(self) -> dict[str, Any]:
-        unread = {"attention", "dropout", "router_aux_loss_coef"}
+        unread = {"attention", "dropout", "router_aux_loss_coef", "model_type"}
         unread |= {"intermediate_size"} if self.num_experts else {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
         settings = {name: value for name, value in super().mathematics().items() if name not in unread}
         if self.rope_scaling is not None:
@@ -150,5 +166,6 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def from_hf_config(cls, raw: dict[str, Any], path: Path) -> Self:
         settings = read_hf_config(raw, path)
-        scaling = settings.pop("rope_scaling")
-        return cls(**settings, rope_scaling=scaling and RopeScaling(**scaling))
+        scaling, model_type = settings.pop("rope_scaling"), raw["model_type"]
+        own_type = None if model_type == architecture_of(settings) else model_type
+        return cls(**settings, rope_scaling=scaling and RopeScaling(**scaling), model_type=own_type)

@@ -6,6 +6,7 @@ has its neutral value; any other is refused by name: nothing that a model needs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ FAMILIES: dict[str, tuple[str, Settings]] = {
 MOE_TYPES = ("qwen3_moe", "mixtral")
 QK_NORM_TYPES = ("qwen3", "qwen3_moe")
 ALIASES = {"num_local_experts": "num_experts", "qkv_bias": "attention_bias", "bias": "mlp_bias"}  # other names of one field
+
+# model_type -> fields of a model of (layers, longest sequence) whose defaults in transformers are not those of the decoder: windows, layers without
+# rotary embeddings, ids of tokens beyond a small vocabulary
+FULL_ATTENTION: dict[str, Callable[[int, int], Settings]] = {
+    "ministral": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
+    "phi3": lambda layers, length: {"original_max_position_embeddings": length, "pad_token_id": None},
+    "smollm3": lambda layers, length: {"no_rope_layers": [1] * layers, "no_rope_layer_interval": layers + 1, "pad_token_id": None},
+    "cwm": lambda layers, length: {"sliding_window": length, "layer_types": ["full_attention"] * layers},
+}
 
 # Values with which a field that a family does not read changes nothing; null always counts as absent
 NEUTRAL_VALUES: Settings = {
@@ -216,7 +226,7 @@ def architecture_of(settings: Settings) -> str | None:
 
 def write_hf_config(settings: Settings) -> dict[str, Any]:
     """Return the content of config.json for transformers 4 and 5, which have different names for the rotary settings and the dtype."""
-    model_type = architecture_of(settings)
+    model_type = settings["model_type"] or architecture_of(settings)
     assert model_type is not None  # DecoderConfig refuses such settings
     architecture, own_fields = FAMILIES[model_type]
     scaling = settings["rope_scaling"]
@@ -236,6 +246,8 @@ def write_hf_config(settings: Settings) -> dict[str, Any]:
         "dtype": "float32",
         **{name: False if name == "use_sliding_window" else None for name in own_fields if name in ANY_WINDOW},
     }
+    if settings["model_type"]:
+        content |= FULL_ATTENTION.get(model_type, lambda layers, length: {})(settings["num_hidden_layers"], settings["max_position_embeddings"])
     if model_type == "qwen3_moe":
         content |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     if model_type == "mixtral":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_sou
 from common.hub.names import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
+from models.families.decoder import DecoderConfig
 from models.families.transformers import TransformersConfig
 from models.formats.json_files import (
     MAX_BASE_MODELS,
@@ -96,7 +98,10 @@ def save_adapter(
     write_generation_config(tokenizer_dir, folder, copy_tokenizer_files(tokenizer_dir, folder), stop_ids)
     source = model_dir(Path(base))
     if not _is_readable_by_peft(source, model):
-        save_model(folder / BASE_DIR, _unquantized(model, source), model.cfg, tokenizer_dir, stop_ids)
+        cfg_of_base = model.cfg
+        if isinstance(cfg_of_base, DecoderConfig) and cfg_of_base.model_type in RENAMED_TYPES:
+            cfg_of_base = dataclasses.replace(cfg_of_base, model_type=None)  # the adapter has the names of the decoder's layers
+        save_model(folder / BASE_DIR, _unquantized(model, source), cfg_of_base, tokenizer_dir, stop_ids)
     adapters = {path: layer.lora[name] for path, layer in lora_layers(model).items() if name in layer.lora}
     modules = [path for path, _ in model.named_modules()]  # PEFT refuses a module of a class that it does not adapt
     targets = short_names([*modules, *linear_layers_of(model).refused], set(adapters))

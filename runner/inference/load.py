@@ -50,6 +50,7 @@ def load_trained(folder: Path, device: str) -> LoadedModel:
 def _load_trained(folder: Path, device: str) -> LoadedModel:
     from data.tokenize.origin import tokenizer_of_weights
     from data.tokenize.tokenizer import Tokenizer
+    from models.families.decoder import DecoderConfig
     from models.formats.load import load_model
     from runner.engine.device.distributed import resolve_device
 
@@ -69,6 +70,8 @@ def _load_trained(folder: Path, device: str) -> LoadedModel:
     if tokenizer.largest_text_id >= model.cfg.vocab_size:
         message = f"the tokenizer has a token with the id {tokenizer.largest_text_id:,}, the model has ids below {model.cfg.vocab_size:,}"
         raise UserError(message, str(weights), "copy or download the folder again: its tokenizer is that of another model")
+    if (model_type := saved_section(run or folder, "model").get("model_type")) and isinstance(model.cfg, DecoderConfig):
+        model.cfg = dataclasses.replace(model.cfg, model_type=model_type)  # the base model of an adapter may be written as another class
     model = model.to(target).eval()
     model.prepare(is_packed=False)
     return LoadedModel(folder, data_format, data, model, tokenizer, target)

@@ -12,12 +12,13 @@ from tiny_models import TOKENIZER, max_difference, random_model
 
 from common.errors import UserError
 from models.families.hf_config import FAMILIES, NO_INFLUENCE
-from models.formats.json_files import read_model_config
+from models.formats.json_files import read_json_file, read_model_config
 from models.formats.load import load_model
 from models.formats.save import save_model
+from models.formats.tensor_files import read_tensors
 from models.formats.tensor_names import to_decoder_names, to_folder_names
 
-FAST = ("llama_llama3", "mixtral")
+FAST = ("llama_llama3", "mixtral", "mistral", "phi3", "smollm3")
 OTHER_FAMILIES = ("gemma", "gemma2", "gemma3_text", "granite", "gpt2", "olmo2", "olmoe", "deepseek_v3", "glm4", "qwen2_moe", "qwen3_next", "gpt_oss", "llama4")
 # Fields that are read and change no logit of some model: of training, of a limit, of a window that is not shorter, of parts that it does not have
 READ_WITHOUT_INFLUENCE = {
@@ -38,6 +39,11 @@ def test_family_has_the_logits_of_transformers_also_after_export(name: str, tmp_
     save_model(tmp_path / "export", model, model.cfg, TOKENIZER)
     assert max_difference(reference_logits(tmp_path / "export"), reference) < 1e-5
     assert max_difference(our_logits(tmp_path / "export"), reference) < 1e-5
+    (before, tensors), (after, exported) = (
+        (read_json_file(tmp_path / folder / "config.json"), read_tensors(tmp_path / folder / "model.safetensors")) for folder in ("folder", "export")
+    )
+    assert [after[field] for field in ("model_type", "architectures")] == [before[field] for field in ("model_type", "architectures")]
+    assert {path: tensor.shape for path, tensor in exported.items()} == {path: tensor.shape for path, tensor in tensors.items()}
 
 
 def test_families_that_load_are_at_least_twelve() -> None:

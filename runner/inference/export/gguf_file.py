@@ -100,6 +100,7 @@ def _supported_config(model: LanguageModel) -> DecoderConfig:
     cfg = model.cfg
     if not isinstance(cfg, DecoderConfig):
         raise UserError(f"GGUF files are written for models of the decoder family, this is {cfg.name} of {cfg.family}", "format=gguf", CONVERTER_FIX)
+    cfg = dataclasses.replace(cfg, model_type=None)  # llama.cpp computes a SmolLM3 without some rotary embeddings, whatever config.json has
     model_type = cfg.to_hf_config()["model_type"]
     if model_type not in ARCHITECTURES or (cfg.qk_norm and cfg.attention_bias):
         raise UserError(f"llama.cpp does not compute a {model_type} with these biases", "format=gguf", CONVERTER_FIX)
