@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from runner.engine import step_metrics
+from runner.engine.device import rng
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision, PrecisionConfig, exceeds
 from runner.engine.loop import train, train_step
@@ -162,3 +166,33 @@ def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> No
     """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1. A norm that is not a number is left to it."""
     assert exceeds(torch.tensor(norm), 1.0) == clips
     assert norm != norm or (min(1.0, 1.0 / (norm + 1e-6)) != 1) == clips
+
+
+def test_random_states_of_python_numpy_and_torch_are_restored() -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.random(), np.random.standard_normal(), torch.rand(()).item()]
+
+    rng.seed_all(5)
+    draw()  # gauss and standard_normal keep the second of two numbers
+    saved = json.loads(json.dumps(rng.get_rng_state()))
+    expected = draw()
+    rng.seed_all(6)
+    rng.set_rng_state(saved)
+    assert draw() == expected
+
+
+def test_fp16_halves_the_loss_scale_if_only_the_norm_overflows() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer, device = Sgd(p), Precision(PrecisionConfig("fp16"), torch.device("cpu"))
+    before = device.loss_scale
+    device.backward((p * 1e25).sum())
+    stats = device.step(optimizer, clip=1.0)
+    assert stats.norm.isinf() and p.tolist() == [0.0, 0.0, 0.0]
+    assert device.should_retry(stats) and device.loss_scale == before / 2
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_progress_counts_the_examples_of_an_epoch(make_run, packing: str) -> None:
+    state = make_run("sft", f"data.packing={packing}", "train.batch_size=2", "train.accumulation_steps=2", rows=11)
+    train(state)
+    assert state.progress.examples == 11

@@ -225,3 +225,16 @@ def test_save_in_flight_is_finished_if_training_fails(make_run, monkeypatch):
     with pytest.raises(OSError, match="gone"):
         train(state)
     assert newest_checkpoint(state.run_dir).name == "step-00000001"
+
+
+def test_run_whose_gradients_vanish_ends_as_diverged(make_run):
+    state = make_run("pretrain", "train.max_steps=3")
+    original, uniform = state.objective.loss, state.objective.uniform_loss(state.cfg.model.vocab_size)
+
+    def loss(model, batch):
+        loss = original(model, batch)["loss"]
+        return {"loss": loss if state.progress.step < 1 else loss * 0 + uniform * state.objective.count(batch)}
+
+    state.objective.loss = loss
+    with pytest.raises(DivergedError, match="the gradients of the last 2 steps are exactly 0"):
+        train(state)
