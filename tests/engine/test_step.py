@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.engine import step_metrics
+from runner.engine.build import distribute
 from runner.engine.device import rng
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision, PrecisionConfig, exceeds
@@ -196,3 +197,22 @@ def test_progress_counts_the_examples_of_an_epoch(make_run, packing: str) -> Non
     state = make_run("sft", f"data.packing={packing}", "train.batch_size=2", "train.accumulation_steps=2", rows=11)
     train(state)
     assert state.progress.examples == 11
+
+
+def test_ranks_that_a_resume_adds_draw_numbers_of_their_own(make_run) -> None:
+    state, draws = make_run("pretrain"), []
+    saved = state.state_dict()
+    for rank in range(3):
+        state.dist = TwinRanks(rank, 3, state.dist.device, state.dist.cfg)
+        state.load_state_dict(saved)
+        draws.append(torch.rand(()).item())
+    assert len(set(draws)) == 3
+
+
+def test_ranks_draw_numbers_of_their_own_from_the_start(make_run) -> None:
+    state, draws = make_run("pretrain"), []
+    for rank in range(3):
+        rng.seed_all(state.cfg.seed)
+        distribute(state.cfg, TwinRanks(rank, 3, state.dist.device, state.dist.cfg), state.precision, ())
+        draws.append(torch.rand(()).item())
+    assert len(set(draws)) == 3

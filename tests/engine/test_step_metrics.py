@@ -238,3 +238,15 @@ def test_run_whose_gradients_vanish_ends_as_diverged(make_run):
     state.objective.loss = loss
     with pytest.raises(DivergedError, match="the gradients of the last 2 steps are exactly 0"):
         train(state)
+
+
+def test_recent_losses_are_those_of_the_last_steps(make_run, monkeypatch, logged):
+    monkeypatch.setattr(step_metrics, "RECENT_LOSSES", 2)
+    train(state := make_run("pretrain", "train.max_steps=4"))
+    assert state.progress.recent_losses == [record["loss"] for record in logged(state.run_dir)][-2:]
+
+
+def test_skipped_steps_are_counted_over_the_whole_run(make_run, logged):
+    state = with_nonfinite_gradient(make_run("pretrain", "train.max_steps=5"), 1, 3)
+    train(state)
+    assert [record.get("skipped_steps") for record in logged(state.run_dir)] == [None, 1, 1, 2, 2]
