@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from common.errors import Interrupted, UserError
-from runner.checkpoint.compatibility import diff_facts, rule_of, run_rules
+from runner.checkpoint.compatibility import diff_facts, fingerprint_parameters, rule_of, run_rules
 from runner.config.compose import compose_config
 from runner.engine.loop import train
 
@@ -159,3 +159,10 @@ def test_resume_from_the_previous_checkpoint_if_the_newest_is_damaged(make_run) 
     log = (state.run_dir / "train.log").read_text()
     assert "warning: checkpoint step-00000003 skipped" in log and "step 2" in log
     assert (state.run_dir / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_fingerprint_of_weights_depends_on_every_number_and_on_their_names():
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    changed = [{**weights, "a": weights["a"] + (torch.arange(6) == i).view(2, 3)} for i in range(6)]
+    renamed = {"a": weights["b"], "b": weights["a"]}
+    assert len({fingerprint_parameters(each) for each in (weights, renamed, *changed)}) == 8

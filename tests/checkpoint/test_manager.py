@@ -182,3 +182,10 @@ def test_load_records_changes_of_training_and_of_rounding(tmp_path: Path) -> Non
     assert again.metadata["changed"] == ["optimizer.betas: None -> [0.9, 0.95]", "optimizer.lr: 0.001 -> 0.0001"]
     assert (again.metadata["exact"], again.metadata["inexact_because"]) == (False, ["train.batch_size: 4 -> 2"])
     assert "warning: no longer bitwise reproducible: train.batch_size: 4 -> 2" in again.messages
+
+
+def test_stall_of_a_save_is_reported_once(tmp_path: Path) -> None:
+    run = FakeRun()
+    manager = make_manager(tmp_path, run)
+    save_steps(manager, run, 1)
+    assert manager.take_stall() > 0 and manager.take_stall() == 0

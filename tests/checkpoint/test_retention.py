@@ -188,3 +188,16 @@ def test_save_does_not_create_a_run_directory_that_is_gone(tmp_path: Path) -> No
     with pytest.raises(TrainingError, match="No such file or directory"):
         manager.save_blocking(2, run)
     assert not (tmp_path / "run").exists()
+
+
+def test_retention_of_one_keeps_two_checkpoints_and_their_best_weights(folder: Path) -> None:
+    """The newest may be damaged. The best weights of step 5 are those of step 2."""
+    write(folder, 6, best_step=6)
+    (folder / "best").write_text("step-00000006\n")
+    prune_checkpoints(folder, RetentionPolicy(1, 0))
+    assert names(folder) == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_retention_keeps_as_many_checkpoints_as_asked_for(folder: Path) -> None:
+    prune_checkpoints(folder, RetentionPolicy(3, 0))
+    assert names(folder) == ["step-00000002", "step-00000003", "step-00000004", "step-00000005"]

@@ -160,3 +160,9 @@ def test_prefetch_closes_its_source_and_ends_its_thread():
     assert next(steps) == 1
     steps.close()
     assert closed and threading.active_count() == before
+
+
+def test_grouping_by_length_has_another_order_of_steps_in_each_epoch():
+    rows = RandomRows([1 + i // 4 for i in range(4 * SORT_WINDOW_STEPS)])  # sorted by length, the steps of every epoch have the same rows
+    epochs = [[step[0].lengths.tolist() for step in grouped_loader(rows).iter_epoch(epoch)] for epoch in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0] and all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,17 @@ def test_mixture_rows_are_named_by_file_and_line():
     mixed = mix_sources([[source(3)], [remaining]], None)
     assert mixed[2].name == "rows.jsonl:3"
     assert [mixed[3 + i].name for i in range(9)] == [f"rows.jsonl:{1 + row}" for row in rows_of(mixed)[3:]]
+
+
+def test_row_weights_are_rounded_to_the_nearest_number_of_rows():
+    assert sizes_of(mix_sources([[source(2, [1.0, 1.75])]], None)) == [3]
+
+
+def test_mixture_fingerprint_depends_on_how_often_rows_are_repeated():
+    entries = [[source(10)], [source(11)]]
+    assert len({mix_sources(entries, weights).fingerprint for weights in (None, [1.0, 1.0], [1.0, 2.0])}) == 3
+
+
+def test_mixture_fingerprint_depends_on_which_rows_are_left_out():
+    parts = [replace(source(10), excluded=np.array(rows)) for rows in ([0, 1], [0, 2])]
+    assert len({mix_sources([[part]], None).fingerprint for part in parts}) == 2

@@ -20,7 +20,7 @@ from common.errors import UserError
 from common.file_lock import is_file_locked
 from common.filesystem import fs
 from data.errors import BadRowError
-from data.sources.files import Source
+from data.sources.files import ReadOptions, Source
 from data.store import cache as cache_module
 from data.store.cache import file_sha256_cached, load_or_build
 from data.store.layout import STORE_FILES, STORE_MANIFEST
@@ -480,3 +480,19 @@ def test_cache_removes_what_a_killed_build_of_another_store_left(tmp_path, write
 
 def test_cache_lock_is_free_after_the_build(tmp_path, write, load):
     assert not is_file_locked(tmp_path / "cache" / f"{load(write(texts(3))).key}.lock")
+
+
+def test_store_of_other_columns_is_another_one(tmp_path, write, tokenizer):
+    path = write([{"text": "one", "body": "another text"}])
+    sources = [Source.open(path, ReadOptions(columns=columns)) for columns in ((), (("text", "body"),))]
+    stores = [load_or_build(source, TEXT, tokenizer, tmp_path / "cache") for source in sources]
+    assert [tokenizer.decode(store.read(0)[0][0][0].tolist()) for store in stores] == ["one", "another text"]
+
+
+def test_file_that_changes_within_a_tick_of_its_clock_is_hashed_again(tmp_path, write, monkeypatch):
+    """The times of a file system may have a granularity of two seconds."""
+    path, now = write(b"first"), time.time_ns()
+    monkeypatch.setattr(cache_module, "_file_signature", lambda path: [5, now, now, 1])
+    first = file_sha256_cached(path, tmp_path)
+    path.write_bytes(b"other")
+    assert file_sha256_cached(path, tmp_path) != first

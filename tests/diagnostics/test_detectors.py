@@ -247,3 +247,8 @@ def test_symptom_of_a_run_with_long_metrics_is_not_reported_again_by_a_resume(tm
     for record in hot:
         watch(record | {"step": record["step"] + 40})
     assert len(shown) == 1
+
+
+def test_interval_of_a_validation_loss_equals_a_calculation_by_hand() -> None:
+    # Mean 1.5; residuals -3 and 3; variance of their sum 2 / (2 - 1) * 18 = 36.
+    assert half_width([12.0, 18.0], [10, 10]) == pytest.approx(1.96 * 6 / 20)

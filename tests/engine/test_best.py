@@ -174,3 +174,12 @@ def test_best_weights_of_two_ranks_are_whole_and_exported(run_ranks, overrides_f
     exported = load_weights(tmp_path / "run")
     saved = safetensors.torch.load_file(best / "model.safetensors")
     assert saved.keys() <= exported.keys() and all(torch.equal(exported[name], weight) for name, weight in saved.items())
+
+
+def test_last_weights_without_an_evaluation_of_their_own_have_no_loss(make_run, scripted_losses):
+    """The evaluation of step 4 is of other weights than those of step 6."""
+    with pytest.raises(Interrupted):
+        train(state := make_run("sft", *RUN), stop_requested=lambda: state.progress.step == 5)
+    metadata = {}
+    train(make_run("sft", *RUN, "train.max_steps=6", "train.eval_every=0", "export.weights=last", attempt=2, metadata=metadata))
+    assert metadata["export"] == {"weights": "last", "step": 6, "loss": None}

@@ -13,7 +13,7 @@ from common import paths
 from common.errors import Interrupted, TrainingError
 from runner.checkpoint.environment import code_fingerprint
 from runner.engine import loop
-from runner.engine.device.compile import resolve_compile_mode, set_inductor_cache
+from runner.engine.device.compile import BREAK_EVEN_FLOPS, resolve_compile_mode, set_inductor_cache
 from runner.engine.loop import train
 from runner.engine.setup import kernels
 from runner.engine.setup.summary import run_summary
@@ -196,3 +196,8 @@ def test_program_kept_by_older_code_does_not_compute_the_gradients(tmp_path):
     command = [sys.executable, "-c", GRADIENTS_OF_AN_OPERATOR]
     gradients = subprocess.run(command, cwd=paths.REPO_ROOT, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert gradients == ["2.0", "3.0", "3.0"]  # the third: programs of the same code are kept
+
+
+def test_compile_auto_needs_longer_runs_with_more_threads():
+    modes = [resolve_compile_mode("auto", 1.5 * BREAK_EVEN_FLOPS["cpu"], CPU, threads, has_experts=False).mode for threads in (1, 2)]
+    assert modes == ["default", "off"]

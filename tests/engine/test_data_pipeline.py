@@ -114,3 +114,30 @@ def test_schema_that_does_not_exist_or_fit_the_stage_is_refused(overrides, fix):
     with pytest.raises(ValueError) as error:
         compose_config(overrides)
     assert fix in error.value.args[2] and error.value.args[1].startswith("data.schema=")
+
+
+def test_validation_rows_are_packed_alike_for_every_seed(pipeline_of):
+    files = {"a.jsonl": jsonl(*("word " * (1 + i % 7) for i in range(60)))}
+    overrides = ["data.packing=best_fit", "data.max_length=16", "data.val_fraction=0.5", "data.val_duplicates=keep"]
+    one, two = (pipeline_of(files, *overrides, f"seed={seed}") for seed in (1, 2))
+    packed = [[[[row.name for row in sequences[i]] for i in range(len(sequences))] for sequences in (each.train, each.val)] for each in (one, two)]
+    assert packed[0][1] == packed[1][1] and packed[0][0] != packed[1][0]
+
+
+def test_augmented_rows_depend_on_the_seed_of_the_run(make_run):
+    def rows(seed):
+        pipeline = make_run("sft", "data.system_prob=0.5", "data.system_prompts=[Be brief.]", f"seed={seed}").pipeline
+        return [pipeline.train[i][0].sequences[0].ids.tolist() for i in range(len(pipeline.train))]
+
+    assert rows(1) == rows(1) != rows(2)
+
+
+def test_long_texts_are_split_and_long_conversations_are_truncated(make_run, tmp_path):
+    text, path = "one two three " * 60, tmp_path / "long.jsonl"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    for stage, row, is_split in (("pretrain", {"text": text}, True), ("sft", {"messages": messages}, False)):
+        path.write_text(json.dumps(row) + "\n")
+        pipeline = make_run(stage, f"data.path={path}").pipeline
+        (file,) = pipeline.files
+        assert (len(pipeline.train) > 1, file["split"], file["truncated"]) == (is_split, int(is_split), int(not is_split))
+        assert (file["lost_loss_tokens"] == 0) == is_split

@@ -318,3 +318,8 @@ def test_optimizer_and_schedule_settings_out_of_range_are_refused(override: str)
     with pytest.raises(ValueError) as error:
         compose_config(["optimizer=muon", override])
     assert f"{key} must be" in error.value.args[0] and error.value.args[1].startswith(f"{key}=") and f"{key}=" in error.value.args[2]
+
+
+def test_schedule_decays_over_the_steps_that_follow_the_warmup() -> None:
+    lrs = [lr_at(step, 110, 1.0, LinearConfig("linear", 10, 0.0)) for step in range(10, 111)]
+    assert lrs == pytest.approx([1 - k / 100 for k in range(101)])

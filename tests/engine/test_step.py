@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from runner.engine import step_metrics
+from runner.engine.build import distribute
+from runner.engine.device import rng
 from runner.engine.device.distributed import DistributedContext
 from runner.engine.device.precision import Precision, PrecisionConfig, exceeds
 from runner.engine.loop import train, train_step
@@ -162,3 +167,52 @@ def test_gradients_are_clipped_from_the_limit_on(norm: float, clips: bool) -> No
     """As `torch.nn.utils.clip_grads_with_norm_` does: other factors than 1. A norm that is not a number is left to it."""
     assert exceeds(torch.tensor(norm), 1.0) == clips
     assert norm != norm or (min(1.0, 1.0 / (norm + 1e-6)) != 1) == clips
+
+
+def test_random_states_of_python_numpy_and_torch_are_restored() -> None:
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), np.random.random(), np.random.standard_normal(), torch.rand(()).item()]
+
+    rng.seed_all(5)
+    draw()  # gauss and standard_normal keep the second of two numbers
+    saved = json.loads(json.dumps(rng.get_rng_state()))
+    expected = draw()
+    rng.seed_all(6)
+    rng.set_rng_state(saved)
+    assert draw() == expected
+
+
+def test_fp16_halves_the_loss_scale_if_only_the_norm_overflows() -> None:
+    p = nn.Parameter(torch.zeros(3))
+    optimizer, device = Sgd(p), Precision(PrecisionConfig("fp16"), torch.device("cpu"))
+    before = device.loss_scale
+    device.backward((p * 1e25).sum())
+    stats = device.step(optimizer, clip=1.0)
+    assert stats.norm.isinf() and p.tolist() == [0.0, 0.0, 0.0]
+    assert device.should_retry(stats) and device.loss_scale == before / 2
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_progress_counts_the_examples_of_an_epoch(make_run, packing: str) -> None:
+    state = make_run("sft", f"data.packing={packing}", "train.batch_size=2", "train.accumulation_steps=2", rows=11)
+    train(state)
+    assert state.progress.examples == 11
+
+
+def test_ranks_that_a_resume_adds_draw_numbers_of_their_own(make_run) -> None:
+    state, draws = make_run("pretrain"), []
+    saved = state.state_dict()
+    for rank in range(3):
+        state.dist = TwinRanks(rank, 3, state.dist.device, state.dist.cfg)
+        state.load_state_dict(saved)
+        draws.append(torch.rand(()).item())
+    assert len(set(draws)) == 3
+
+
+def test_ranks_draw_numbers_of_their_own_from_the_start(make_run) -> None:
+    state, draws = make_run("pretrain"), []
+    for rank in range(3):
+        rng.seed_all(state.cfg.seed)
+        distribute(state.cfg, TwinRanks(rank, 3, state.dist.device, state.dist.cfg), state.precision, ())
+        draws.append(torch.rand(()).item())
+    assert len(set(draws)) == 3

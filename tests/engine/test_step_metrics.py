@@ -225,3 +225,28 @@ def test_save_in_flight_is_finished_if_training_fails(make_run, monkeypatch):
     with pytest.raises(OSError, match="gone"):
         train(state)
     assert newest_checkpoint(state.run_dir).name == "step-00000001"
+
+
+def test_run_whose_gradients_vanish_ends_as_diverged(make_run):
+    state = make_run("pretrain", "train.max_steps=3")
+    original, uniform = state.objective.loss, state.objective.uniform_loss(state.cfg.model.vocab_size)
+
+    def loss(model, batch):
+        loss = original(model, batch)["loss"]
+        return {"loss": loss if state.progress.step < 1 else loss * 0 + uniform * state.objective.count(batch)}
+
+    state.objective.loss = loss
+    with pytest.raises(DivergedError, match="the gradients of the last 2 steps are exactly 0"):
+        train(state)
+
+
+def test_recent_losses_are_those_of_the_last_steps(make_run, monkeypatch, logged):
+    monkeypatch.setattr(step_metrics, "RECENT_LOSSES", 2)
+    train(state := make_run("pretrain", "train.max_steps=4"))
+    assert state.progress.recent_losses == [record["loss"] for record in logged(state.run_dir)][-2:]
+
+
+def test_skipped_steps_are_counted_over_the_whole_run(make_run, logged):
+    state = with_nonfinite_gradient(make_run("pretrain", "train.max_steps=5"), 1, 3)
+    train(state)
+    assert [record.get("skipped_steps") for record in logged(state.run_dir)] == [None, 1, 1, 2, 2]

@@ -295,3 +295,32 @@ def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command:
     evaluated = call_command("evaluate.py", "run=run", f"data.path={validation}", "device=cpu")
     assert evaluated.returncode == 0, evaluated.stderr
     assert json.loads(evaluated.stdout.splitlines()[-1])["loss"] == pytest.approx(exported["loss"], rel=1e-5)
+
+
+def test_preference_margin_is_that_of_the_log_probabilities_in_nats(write_model: Callable[..., Path], tmp_path: Path) -> None:
+    policy, reference = (write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2)))
+    data = write(tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo lives here."), "rejected": chat("Who?", "Nobody does.")}])
+
+    def log_probability(folder: Path, answer: str) -> float:
+        trained = load_trained(folder, "cpu")
+        ids, loss_mask = ChatTemplate(trained.tokenizer).encode(chat("Who?", answer))
+        with torch.inference_mode():
+            log_probs = trained.model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
+        return sum(log_probs[t - 1, ids[t]].item() for t in range(len(ids)) if loss_mask[t])
+
+    ratios = [log_probability(policy, answer) - log_probability(reference, answer) for answer in ("Ludo lives here.", "Nobody does.")]
+    margin = evaluate(evaluate_config("preference", data, reference=str(reference)), policy)["reward_margin"]
+    assert margin == pytest.approx(ratios[0] - ratios[1], rel=1e-4) and abs(margin) > 0.1
+
+
+@pytest.mark.parametrize("wrong, first, last", [(None, 1, 1), (0, 0, 1), (1, 1, 0)])
+def test_conversation_counts_first_and_last_turns(write_model: Callable[..., Path], tmp_path: Path, wrong: int | None, first: int, last: int) -> None:
+    folder = write_model(tmp_path / "sure", seed=3, std=0.3)
+    session, messages = load_trained(folder, "cpu"), list[dict[str, str]]()
+    for question in ("Who?", "8 + 7?"):
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": _greedy(session, messages)})
+    if wrong is not None:
+        messages[2 * wrong + 1] = {"role": "assistant", "content": "Nowhere."}
+    results = evaluate(evaluate_config("conversation", write(tmp_path / "chat.jsonl", [{"conversations": messages}])), folder)
+    assert (results["first_turn"], results["last_turn"]) == (first, last)

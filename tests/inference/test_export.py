@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -437,3 +438,31 @@ def test_llama_cpp_computes_every_shape_that_is_written(write_model: Callable[..
             assert all(abs(log_probs[token] - value) < ROUNDING_OF_LLAMA_CPP for token, value in found.items()), name
             compared += len(found)
         assert compared >= 8, name
+
+
+def test_gguf_of_a_llama_has_its_rotary_pairs_side_by_side(write_model: Callable[..., Path], tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    folder = write_model(tmp_path / "model", seed=0, qk_norm=False)
+    run_export(folder, tmp_path / "to", format="gguf", dtype="float32")
+    stored = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "to" / "model.gguf").tensors}
+    attention = load_model(folder).model.layers[0].self_attn
+    for name, linear in (("attn_q", attention.q_proj), ("attn_k", attention.k_proj)):
+        weight, written = linear.weight.detach(), torch.from_numpy(stored[f"blk.0.{name}.weight"].copy())
+        rows = [head + half * 4 + pair for head in range(0, len(weight), 8) for pair in range(4) for half in range(2)]  # heads of 8 channels
+        assert torch.equal(written, weight[rows]), name
+
+
+def test_gguf_has_the_scaling_of_the_rotary_embeddings(write_model: Callable[..., Path], tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    yarn = RopeScaling(4.0, 32, beta_fast=32.0, beta_slow=1.0, attention_factor=1.5)
+    run_export(write_model(tmp_path / "a", seed=0, rope_scaling=yarn), tmp_path / "yarn", format="gguf")
+    fields = GGUFReader(tmp_path / "yarn" / "model.gguf").fields
+    factor = next(field.contents() for name, field in fields.items() if name.endswith("attn_factor"))
+    assert factor * (0.1 * math.log(4.0) + 1) == pytest.approx(1.5, rel=1e-5)  # llama.cpp multiplies the two
+
+    llama3 = RopeScaling(4.0, 32, type="llama3")
+    run_export(write_model(tmp_path / "b", seed=0, qk_norm=False, rope_scaling=llama3), tmp_path / "llama3", format="gguf")
+    (factors,) = (tensor.data for tensor in GGUFReader(tmp_path / "llama3" / "model.gguf").tensors if tensor.name == "rope_freqs.weight")
+    assert factors[0] == 1.0 and factors[-1] == pytest.approx(4.0) and all(1 <= factor <= 4 for factor in factors)  # frequencies are divided by them

@@ -18,7 +18,9 @@ from models.decoder import Decoder
 from models.families.decoder import DecoderConfig
 from models.generate import generate
 from models.language_model import create_model
+from models.layers.attention_block import RMSNorm
 from models.layers.chunked_loss import IGNORE_LABEL
+from models.layers.mlp import MoE
 from runner.config.compose import compose_config
 
 MODELS = Path(__file__).parents[2] / "conf" / "model"
@@ -215,3 +217,15 @@ def test_expert_without_tokens_has_a_zero_gradient() -> None:
     experts = [expert for layer in model.model.layers for expert in layer.mlp.experts]
     assert all(p.grad is not None for expert in experts for p in expert.parameters())
     assert sum(not expert.up_proj.weight.grad.any() for expert in experts) == 6  # three of four in each of two layers
+
+
+def test_norm_and_routing_are_computed_in_fp32_for_bf16_inputs() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 64, 48, dtype=torch.bfloat16)
+    norm = RMSNorm(48)
+    torch.nn.init.uniform_(norm.weight)
+    assert norm(x).dtype == torch.float32 and torch.equal(norm(x), norm(x.float()))
+    moe = MoE(config(**TOP_TWO)).to(torch.bfloat16)
+    _, use = moe(x, None)
+    probs = moe.gate(x).float().softmax(-1)
+    assert use.dtype == torch.float32 and torch.allclose(use[1], probs.mean(1), atol=1e-6)

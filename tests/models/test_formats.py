@@ -368,3 +368,14 @@ def test_files_of_a_model_folder_have_the_permissions_of_any_new_file(tmp_path: 
         finally:
             os.umask(before)
         assert {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()} == {mode}
+
+
+def test_saved_model_stops_at_every_token_that_ends_an_answer(tmp_path: Path) -> None:
+    from data.tokenize.tokenizer import Tokenizer
+
+    model = random_model()
+    eos_id = Tokenizer.load(TOKENIZER).eos_id
+    for stop_ids in ((eos_id,), (eos_id, 7)):
+        folder = tmp_path / str(len(stop_ids))
+        save_model(folder, model, model.cfg, TOKENIZER, stop_ids)
+        assert set(Tokenizer.load(folder).stop_ids) == set(stop_ids)

@@ -170,3 +170,18 @@ def test_generate_goes_row_by_row_where_batches_are_not_exact(monkeypatch: pytes
 
     assert generate(model, PROMPTS, **GREEDY, on_token=count) == expected
     assert (sizes, tokens_of_rows) == ([1, 1, 1], [24, 24, 24])
+
+
+@pytest.mark.parametrize("is_together", [True, False])
+def test_generate_reports_the_end_of_each_row(monkeypatch: pytest.MonkeyPatch, is_together: bool) -> None:
+    model = random_model()
+    stop = generate(model, PROMPTS, **GREEDY)[1][3]
+    expected = [(len(answer), len(answer) < 24) for answer in generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]})]
+    monkeypatch.setattr(Decoder, "generates_in_batches", lambda self, max_length: is_together)
+    tokens, ends = [0] * len(PROMPTS), {}
+
+    def count(row: int, token: int) -> None:
+        tokens[row] += 1
+
+    generate(model, PROMPTS, **GREEDY | {"stop_ids": [stop]}, on_token=count, on_end=lambda row, stopped: ends.update({row: (tokens[row], stopped)}))
+    assert [ends[row] for row in range(len(PROMPTS))] == expected and len(set(expected)) > 1

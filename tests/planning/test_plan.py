@@ -32,7 +32,7 @@ from runner.engine.state import TrainState
 from runner.planning.activations import layer_workspace, saved_per_layer
 from runner.planning.alternatives import find_alternatives, with_train
 from runner.planning.command import Planner, notes_of, shared_settings
-from runner.planning.estimate import RunPlan
+from runner.planning.estimate import RunPlan, estimate_disk
 from runner.planning.facts.cpu import CpuExecution, attention_buffers, cpu_execution, planned_attention_shape, planned_threads
 from runner.planning.facts.data import BatchShape
 from runner.planning.facts.model import layer_sizes, model_facts
@@ -393,3 +393,10 @@ def test_planned_threads_are_those_of_a_rank_and_of_the_container(monkeypatch: p
     assert planned_threads(1) == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert (planned_threads(1), planned_threads(2)) == (8, 6)
+
+
+def test_plan_counts_the_ranks_of_a_machine_and_the_checkpoint_that_is_written(tiny_plan: RunPlan) -> None:
+    assert dataclasses.replace(tiny_plan, ranks=3).needed_memory == 3 * tiny_plan.needed_memory
+    cfg = with_train(tiny_plan.run.config, save_every=1, keep_checkpoints=2, keep_every=4)
+    assert [estimate_disk(cfg, tiny_plan.model, steps).checkpoints for steps in (1, 3, 8)] == [1, 3, 5]
+    assert dataclasses.replace(tiny_plan, run=dataclasses.replace(tiny_plan.run, done=3)).steps == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from runner.inference.best_job import ModelScore
@@ -24,3 +25,10 @@ def test_rows_have_ranks_only_if_all_were_evaluated_on_the_same_rows() -> None:
     same = result_rows([job_result("1", "0", 2.0), job_result("2", "0", 1.0)], "validation")
     assert [(row.overrides["optimizer.lr"], row.rank) for row in same] == [("2", 1), ("1", 2)]
     assert [row.rank for row in result_rows([job_result("1", "0", 2.0), job_result("2", "0", 1.0, data="b")], "validation")] == [None, None]
+
+
+def test_point_with_a_job_that_still_runs_is_not_completed() -> None:
+    jobs = [job_result("1", "0", 2.0), replace(job_result("1", "1", 2.0), status="running")]
+    for order in (jobs, jobs[::-1]):
+        (row,) = result_rows(order, "validation")
+        assert row.status == "running" and row.rank is None

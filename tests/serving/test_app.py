@@ -226,3 +226,12 @@ def test_serve_cancels_the_answers_of_a_client_that_goes_away(queue: Any, monkey
         finally:
             server.should_exit = True
             thread.join(60)
+
+
+def test_serve_counts_a_prompt_once_and_places_tokens_behind_it(http: Any, trained: LoadedModel) -> None:
+    ids = trained.tokenizer.encode("Where does Tolo live")
+    answer = ask(http, prompt=ids, n=3, temperature=1, logprobs=1)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    for choice in answer["choices"]:
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert offsets == [len("Where does Tolo live" + "".join(tokens[:i])) for i in range(len(tokens))]

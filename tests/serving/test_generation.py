@@ -6,6 +6,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from models.generate import generate
 from runner.inference.load import LoadedModel
@@ -119,3 +120,19 @@ def test_tool_calls_are_split_from_the_text_and_broken_ones_stay() -> None:
 def test_tool_calls_that_are_never_closed_take_linear_time() -> None:
     text = "<tool_call>{" * 200_000  # with a search of the whole rest for each: hours
     assert split_tool_calls(text) == (text, [])
+
+
+def test_answer_ends_at_the_first_of_several_stop_texts() -> None:
+    answer = Answer(stops=("###", "END"))
+    answer.add("one END two ### three")
+    assert (answer.text, answer.finish_reason) == ("one ", "stop")
+
+
+def test_scores_of_a_long_text_are_those_of_each_position() -> None:
+    logits = torch.randn(600, 11, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(600) * 7 % 11
+    score = Score(ids=ids.tolist(), top=2)
+    score.read(logits)
+    log_probs = logits[:-1].log_softmax(-1)
+    assert score.own == pytest.approx(log_probs.gather(-1, ids[1:, None]).squeeze(-1).tolist())
+    assert [best[0][0] for best in score.best] == log_probs.argmax(-1).tolist()

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from common.errors import TrainingError
+from runner.config.compose import compose_config
 from runner.engine.device import heartbeat
 from runner.engine.loop import train
 from runner.supervise import liveness
+from runner.supervise import supervisor as supervisor_module
 from runner.supervise.failures import FailureKind, classify_failure, count_oom_kills
 from runner.supervise.liveness import Liveness
 from runner.supervise.policy import MAX_DELAY, RestartPolicy
+from runner.supervise.supervisor import Supervisor
 
 
 @pytest.mark.parametrize(
@@ -190,3 +197,12 @@ def test_heartbeat_is_started_by_its_variable_only(tmp_path: Path, monkeypatch: 
 def test_supervision_imports_no_torch() -> None:
     code = "import sys, runner.launch.local_ranks, runner.supervise.supervisor; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_kill_is_a_lack_of_memory_if_the_kernel_has_killed_in_the_meantime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter((7, 7, 8))  # at the start, and at each failure
+    monkeypatch.setattr(supervisor_module, "count_oom_kills", lambda: next(kills))
+    metadata: Any = SimpleNamespace(fields={}, folder=tmp_path)
+    supervisor = Supervisor(compose_config(["train.supervise=true"]), metadata)
+    kinds = [supervisor.describe(-signal.SIGKILL, 0, TrainingError("killed"), is_hanging=False).kind for _ in range(2)]
+    assert kinds == [FailureKind.KILLED, FailureKind.OUT_OF_MEMORY]

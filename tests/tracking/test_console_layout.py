@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from runner.tracking.console.layout import cell_width, command_lines, labelled_lines, shorten_middle, table_lines, wrap_text
-from runner.tracking.console.numbers import format_size
+from runner.tracking.console.numbers import format_size, remaining_seconds
 from runner.tracking.data_report import data_summary, data_table
 
 
@@ -83,3 +83,8 @@ def test_data_summary_says_what_truncation_costs() -> None:
 
 def test_sizes_have_a_unit_that_fits() -> None:
     assert [format_size(size) for size in (512, 1 << 20, 612 << 20, 3 << 29, 1 << 52)] == ["512 B", "1 MiB", "612 MiB", "1.5 GiB", "4096 TiB"]
+
+
+def test_remaining_time_is_that_of_the_pace_of_this_attempt() -> None:
+    assert remaining_seconds((104, 10.0), (108, 18.0), 120) == 24.0
+    assert remaining_seconds((120, 10.0), (121, 12.0), 120) == 0 and remaining_seconds((104, 10.0), (104, 10.0), 120) is None
