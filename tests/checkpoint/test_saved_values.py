@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.errors import UserError
 from runner.checkpoint import atomic_dir
 from runner.checkpoint.best import find_best_weights
-from runner.checkpoint.format import read_checkpoint_tensors
+from runner.checkpoint.format import read_checkpoint_tensors, safetensors_chunks
 from runner.checkpoint.manager import CheckpointManager, newest_checkpoint
 from runner.checkpoint.retention import RetentionPolicy
+from runner.engine.state import load_strict, saved_tensors
 
 
 class OneWeight:
@@ -74,3 +76,38 @@ def test_best_weights_of_a_step_that_is_trained_again_are_those_of_the_second_ti
     again.wait_for_save()
     best = find_best_weights(tmp_path / "checkpoints", 4)
     assert best is not None and torch.equal(load_file(best / "model.safetensors")["weight"], torch.full((2, 3), 2.0))
+
+
+class Routed(torch.nn.Module):
+    """A model with everything that `state_dict()` may hold: a tied weight, a frozen parameter, buffers of several types, one of them not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+        for name, buffer in {"bias": torch.randn(3), "table": torch.tensor([2**40 + 1, 3]), "mask": torch.tensor([True, False]), "none": torch.empty(0)}.items():
+            self.register_buffer(name, buffer)
+        self.register_buffer("computed", torch.randn(3), persistent=False)
+
+
+def test_saved_tensors_are_those_of_the_state_dict_and_are_restored(tmp_path: Path) -> None:
+    first, second = Routed(), Routed()
+    second.table.zero_()
+    assert saved_tensors(first).keys() == first.state_dict().keys() - {"head.weight"}
+    (tmp_path / "model.safetensors").write_bytes(b"".join(safetensors_chunks({name: tensor.detach() for name, tensor in saved_tensors(first).items()})))
+    load_strict(saved_tensors(second), load_file(tmp_path / "model.safetensors"), tmp_path)
+    restored = second.state_dict()
+    assert all(torch.equal(restored[name], tensor) and restored[name].dtype == tensor.dtype for name, tensor in first.state_dict().items())
+
+
+def test_saved_tensors_of_an_earlier_version_without_frozen_ones_are_refused(tmp_path: Path) -> None:
+    """Such a checkpoint was resumed with a router bias of zero."""
+    model = Routed()
+    trained = {name: tensor for name, tensor in saved_tensors(model).items() if tensor.requires_grad}
+    with pytest.raises(UserError, match="bias: 3 in the model, absent in the checkpoint") as error:
+        load_strict(saved_tensors(model), trained, tmp_path)
+    assert error.value.fix.startswith("train again")
+    with pytest.raises(UserError, match="embedding.weight: 4x2 in the model, absent") as error:
+        load_strict(saved_tensors(model), {}, tmp_path)
+    assert error.value.fix.startswith("resume with the model")

@@ -15,6 +15,7 @@ from engine_fixtures import DATA_FORMAT, composed, stage_overrides, write_exampl
 from transformers_families import random_family, write_family
 
 from models.formats.json_files import read_model_config
+from models.formats.load import load_weights
 from runner.checkpoint.manager import newest_checkpoint
 from runner.engine.device.mesh import has_unused_parameters
 from runner.engine.verify_resume import diff_run_dirs, train_to_step
@@ -35,6 +36,7 @@ class Cell(NamedTuple):
 CELLS = {
     "tied weights and windows": Cell("gemma3_text", {}, ["distributed=fsdp", FULL, PACKED]),
     "experts": Cell("gpt_oss", {}, ["distributed=ddp", FULL, PACKED]),
+    "frozen router bias": Cell("ernie4_5_moe", {}, ["distributed=fsdp"]),
     "parameters without gradient": Cell("blenderbot", {}, ["distributed=ddp", "train.accumulation_steps=2"]),
     "dropout in 16 bits": Cell("gpt2", {"resid_pdrop": 0.1, "attn_pdrop": 0.1}, ["distributed=fsdp", SELECTIVE, "precision=bf16"], equals_one_rank=False),
 }
@@ -81,6 +83,9 @@ def test_models_of_transformers_train_and_resume_on_two_ranks(tmp_path: Path, ru
     for name, cell in CELLS.items():
         uninterrupted = tmp_path / f"{name} uninterrupted"
         assert diff_run_dirs(uninterrupted, tmp_path / f"{name} stopped") == []
+        initial = load_weights(tmp_path / "weights" / name, "transformers")
+        exported = load_weights(uninterrupted, "transformers")
+        assert all(torch.equal(exported[key], tensor) for key, tensor in initial.items() if key.endswith("e_score_correction_bias"))
         if cell.equals_one_rank:
             assert losses(uninterrupted) == pytest.approx(losses(trainings.on_one_rank(name, "one rank")), abs=TOLERANCE)
     weights = safetensors.torch.load_file(newest_checkpoint(tmp_path / "dropout in 16 bits uninterrupted") / "model.safetensors").values()
