@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
 
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Any,
         labels: Tensor | None = None,
         lengths: Tensor | None = None,
         document_ids: Tensor | None = None,
@@ -48,15 +48,14 @@ class LanguageModel(nn.Module):
         mask: Any = None,
         cache: Any = None,
         **options: Any,
-    ) -> ModelOutput:
+    ) -> Any:
         """Call `forward`. Raises UserError if rows may be packed and their documents are not given: tokens would attend to other documents.
 
         Only shapes are compared, without a host sync; DDP and FSDP call a model by this method, too.
         """
         if cache is None and mask is None and (problem := self._missing_documents(len(input_ids), lengths, document_ids, position_ids)):
             raise UserError(f"{problem}: tokens of a packed row would attend to other documents", "arguments of the model", CALLS)
-        output: ModelOutput = super().__call__(input_ids, labels, lengths, document_ids, position_ids, mask, cache, **options)
-        return output
+        return super().__call__(input_ids, labels, lengths, document_ids, position_ids, mask, cache, **options)
 
     def _missing_documents(self, rows: int, lengths: Tensor | None, document_ids: Tensor | None, position_ids: Tensor | None) -> str | None:
         """Return why a call without a cache may be one of packed rows whose documents are not known; None: it is not."""

@@ -78,7 +78,7 @@ class TransformersModel(LanguageModel):
         return layer
 
     @cached_property
-    def modules_unused_by_text(self) -> tuple[str, ...]:  # type: ignore[override]  # computed once
+    def modules_unused_by_text(self) -> tuple[str, ...]:
         """What a multimodal class has around its text model: towers for images and sound, and their projections."""
         base, text = self.hf.base_model, self.hf.get_decoder()
         if self.hf.config.get_text_config(decoder=True) is self.hf.config:
