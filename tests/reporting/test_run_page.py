@@ -246,3 +246,8 @@ def test_live_page_of_a_directory_of_another_process_starts_no_child(tmp_path: P
     page = LivePage(lambda: folder, check_owned, lambda message: None)
     page.record_logged()
     assert page._child is None and not (folder / "report.html").exists()
+
+
+def test_run_page_names_the_lowest_of_all_validation_losses() -> None:
+    records = [{"kind": "eval", "step": step, "loss": loss, "time": 1.0, "attempt": 1} for step, loss in ((1, 3.0), (2, 1.5), (3, None), (4, 2.0))]
+    assert read_run_series(records).eval.lowest("loss") == (1.5, 2.0)
