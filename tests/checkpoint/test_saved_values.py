@@ -86,7 +86,12 @@ class Routed(torch.nn.Module):
         self.embedding, self.head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
         self.head.weight = self.embedding.weight
         self.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
-        for name, buffer in {"bias": torch.randn(3), "table": torch.tensor([2**40 + 1, 3]), "mask": torch.tensor([True, False]), "none": torch.empty(0)}.items():
+        for name, buffer in {
+            "bias": torch.randn(3),
+            "table": torch.tensor([2**40 + 1, 3]),
+            "mask": torch.tensor([True, False]),
+            "none": torch.empty(0),
+        }.items():
             self.register_buffer(name, buffer)
         self.register_buffer("computed", torch.randn(3), persistent=False)
 
