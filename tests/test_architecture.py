@@ -240,8 +240,8 @@ def settings_with_values() -> list[str]:
 
 
 def test_config_classes_hold_no_values():
-    """The values are in conf/*.yaml only: in two places they would differ one day."""
-    assert settings_with_values() == []
+    """The values are in conf/*.yaml only: in two places they would differ one day. Earlier runs and YAML files of users have no model.model_type."""
+    assert settings_with_values() == ["DecoderConfig: model_type: Optional[str] = field(default=None, metadata=IGNORED)"]
 
 
 # --- nothing that is read is executed ---------------------------------------------------------------------------------------------------------------

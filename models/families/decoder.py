@@ -66,7 +66,7 @@ class DecoderConfig(ModelConfig):
     norm_topk_prob: bool  # renormalize the k routing weights to sum to 1
     router_aux_loss_coef: float  # weight of the load-balancing loss
     attention: str = field(metadata=CHANGES_ROUNDING)  # kernel: auto, flash, efficient or math
-    model_type: Optional[str] = field(default=None, metadata=IGNORED)  # of the config.json that is written; null: of `architecture_of`
+    model_type: Optional[str] = field(default=None, metadata=IGNORED)  # class that the model is written as, e.g. phi3; null: the first that computes the same
 
     model_class = "models.decoder.Decoder"
     hf_model_types = tuple(FAMILIES)

@@ -17,7 +17,7 @@ from models.families.decoder import DecoderConfig
 
 DERIVED_TENSORS = ".rotary_emb.inv_freq"  # in old Llama files; computed from the settings
 MIXTRAL_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # weights of Phi-3, as rows of one
+PHI3_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # weights of Phi-3, as rows of one
 MIXTRAL_NAME = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight$")
 DECODER_NAME = re.compile(r"\.mlp\.(gate|experts\.\d+\.(gate_proj|up_proj|down_proj))\.weight$")
 
@@ -55,7 +55,7 @@ def _mixtral_name(match: re.Match[str]) -> str:
 
 def _fused(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with the fused weights of Phi-3, each at the place of its first part."""
-    parts = {part: (fused, fused_parts) for fused, fused_parts in FUSED.items() for part in fused_parts}
+    parts = {part: (fused, fused_parts) for fused, fused_parts in PHI3_FUSED.items() for part in fused_parts}
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
         part = next((part for part in parts if f".{part}." in name), None)
@@ -72,7 +72,7 @@ def _split(name: str, weight: Tensor, cfg: DecoderConfig) -> dict[str, Tensor]:
     """Split a fused weight of Phi-3; return {name: weight} of any other."""
     queries, keys = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
     sizes = {"qkv_proj": (queries, keys, keys), "gate_up_proj": (cfg.intermediate_size, cfg.intermediate_size)}
-    for fused, parts in FUSED.items():
+    for fused, parts in PHI3_FUSED.items():
         if f".{fused}." in name:
             rows = dict(zip(parts, sizes[fused], strict=True))
             if len(weight) != sum(rows.values()):
