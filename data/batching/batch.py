@@ -164,5 +164,5 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
             lengths[document_id] = length
             start += length
     layout = (torch.from_numpy(document_ids), torch.from_numpy(position_ids)) if packed else (None, None)
-    weights = None if loss_weights is None else torch.from_numpy(loss_weights)
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout, weights)
+    batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)
+    return batch if loss_weights is None else dataclasses.replace(batch, loss_weights=torch.from_numpy(loss_weights))

@@ -145,7 +145,7 @@ class ChatTemplate:
         edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]  # adjacent turns may have different weights
         first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
         edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
-        spans = [(start, stop, weight) for (start, stop), weight in zip(edges.tolist(), span_weights, strict=True)]
+        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
