@@ -66,11 +66,16 @@ class Batch:
     names: list[str]  # file:line of each encoded row; empty for a dummy batch
     document_ids: Tensor | None = None  # (R, T) packed: the document of each token, PADDING for none; None: batch row r is document r
     position_ids: Tensor | None = None  # (R, T) packed: position of each token in its document
+    loss_weights: Tensor | None = None  # (R, T) fp32: weight of each label in the loss, 0 without one; None: all are 1
 
     @property
     def num_supervised_tokens(self) -> int:
         """Number of tokens with a label."""
         return int(np.count_nonzero(self.labels.numpy() != IGNORE_INDEX))
+
+    @property
+    def _tensors(self) -> dict[str, Tensor | None]:
+        return {**self.inputs, "loss_weights": self.loss_weights}
 
     @property
     def inputs(self) -> dict[str, Tensor | None]:
@@ -89,20 +94,20 @@ class Batch:
 
     def as_dummy(self) -> Batch:
         """Return a batch of the same shape without labels: for a rank that has no more rows while other ranks still have some."""
-        return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE_INDEX), names=[])
+        return dataclasses.replace(self, labels=torch.full_like(self.labels, IGNORE_INDEX), loss_weights=None, names=[])
 
     def to(self, device: torch.device) -> Batch:
         is_cuda = device.type == "cuda"  # from pinned memory; mps reads a tensor later, when its memory may be another's
-        moved = {name: None if tensor is None else tensor.to(device, non_blocking=is_cuda) for name, tensor in self.inputs.items()}
+        moved = {name: None if tensor is None else tensor.to(device, non_blocking=is_cuda) for name, tensor in self._tensors.items()}
         return Batch(names=self.names, **moved)  # type: ignore[arg-type]  # the fields of a batch, by name
 
     def pin_memory(self) -> Batch:
         """Copy to pinned memory, for asynchronous copies to a GPU."""
-        return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self.inputs.items()})  # type: ignore[arg-type]  # as in `to`
+        return Batch(names=self.names, **{name: None if tensor is None else tensor.pin_memory() for name, tensor in self._tensors.items()})  # type: ignore[arg-type]  # as in `to`
 
     def to_bytes(self) -> bytes:
         """Return the batch as bytes, for a pipe."""
-        arrays = {name: tensor.numpy() for name, tensor in self.inputs.items() if tensor is not None}
+        arrays = {name: tensor.numpy() for name, tensor in self._tensors.items() if tensor is not None}
         header = json.dumps([self.names, {name: array.shape for name, array in arrays.items()}]).encode()
         return b"".join([len(header).to_bytes(8, "little"), header, *(array.tobytes() for array in arrays.values())])
 
@@ -113,7 +118,8 @@ class Batch:
         names, shapes = json.loads(content[8:start])
         tensors = {}
         for name, shape in shapes.items():
-            array = np.frombuffer(content, np.int64, math.prod(shape), start).reshape(shape)
+            dtype = np.float32 if name == "loss_weights" else np.int64
+            array = np.frombuffer(content, dtype, math.prod(shape), start).reshape(shape)
             tensors[name] = torch.from_numpy(array.copy())  # writable, and aligned
             start += array.nbytes
         return cls(names=names, **tensors)
@@ -142,6 +148,8 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
     input_ids, labels = np.full(shape, pad_id), np.full(shape, IGNORE_INDEX)
     document_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
     lengths = np.empty(per_row * len(rows), np.int64)
+    is_weighted = any(sequence.loss_mask.dtype != bool for row in rows for sequence in row.sequences)
+    loss_weights = np.zeros(shape, np.float32) if is_weighted else None
     for r, batch_row in enumerate(batch_rows):
         start = 0
         for document_id, (ids, loss_mask) in batch_row:
@@ -149,9 +157,12 @@ def collate(sequences: list[list[EncodedRow]], pad_id: int, packed: bool) -> Bat
             span = slice(start, start + length)
             input_ids[r, span] = ids[:-1]
             labels[r, span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
+            if loss_weights is not None:
+                loss_weights[r, span] = loss_mask[1:]
             document_ids[r, span] = document_id
             position_ids[r, span] = np.arange(length)
             lengths[document_id] = length
             start += length
     layout = (torch.from_numpy(document_ids), torch.from_numpy(position_ids)) if packed else (None, None)
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)
+    batch = Batch(torch.from_numpy(input_ids), torch.from_numpy(labels), torch.from_numpy(lengths), [row.name for row in rows], *layout)
+    return batch if loss_weights is None else dataclasses.replace(batch, loss_weights=torch.from_numpy(loss_weights))

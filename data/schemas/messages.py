@@ -21,8 +21,10 @@ NULL_STRINGS = ("null", "None")  # null in tables with string columns
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen, of OpenRouter and vLLM, of Ollama and gpt-oss
 CHECKED_FIELDS = frozenset(("role", "content", "tool_calls", "weight", "reasoning_details", *REASONING_FIELDS))  # others are for the chat template
 PLAIN_FIELDS = frozenset(("role", "content", "reasoning_content", "tool_calls"))
-# Whether a message has loss, as OpenAI, LLaMA-Factory and axolotl write it -> types, (no, yes)
-LOSS_FIELDS = {"weight": ((int, float), ("0", "1")), "loss_weight": ((int, float), ("0", "1")), "train": ((bool,), ("false", "true"))}
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e9  # sums of losses with these weights are far from the limits of fp32
+NUMBERS = ((int, float), "0", f"a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+# The weight of a message in the loss, as OpenAI, LLaMA-Factory and axolotl write it -> types, value without loss, other values
+LOSS_FIELDS = {"weight": NUMBERS, "loss_weight": NUMBERS, "train": ((bool,), "false", "true")}
 MESSAGE_FIX = 'write {"role": "user", "content": "..."}'
 
 
@@ -92,7 +94,7 @@ def as_objects(value: Any, where: str) -> list[dict] | None:
 
 
 def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict:
-    """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is 0, or 1 in a message of another role. Raises BadRowError."""
+    """Return a copy with role, content (a string), reasoning_content, tool_calls, and weight if it is not 1, or of another role. Raises BadRowError."""
     if _is_plain(message):  # most messages, in a fifth of the time
         return {**message, "role": OPENAI_ROLES[message["role"]], "reasoning_content": "", "tool_calls": None}
     if not isinstance(message, dict):
@@ -109,7 +111,7 @@ def _check_message(message: Any, where: str, allows_empty_answers: bool) -> dict
     turn["tool_calls"] = _check_tool_calls(turn, where)
     weight = _pop_weight(turn, where)
     check_no_loss_mask(turn, where)
-    if weight == 0 or (weight == 1 and not is_assistant):
+    if weight is not None and (weight != 1 or not is_assistant):
         turn["weight"] = weight
     for field in () if is_assistant else ("reasoning_content", "tool_calls"):
         if turn[field]:
@@ -178,17 +180,16 @@ def _check_reasoning(message: dict, where: str) -> str:
     return "".join(parts)
 
 
-def _pop_weight(message: dict, where: str) -> int | None:
-    """Remove the fields that say whether a message has loss, and return 0 or 1; None if there is none. Raises BadRowError if two of them differ."""
-    weights: dict[str, int] = {}
-    for field, (types, (no, yes)) in LOSS_FIELDS.items():
+def _pop_weight(message: dict, where: str) -> float | None:
+    """Remove the fields that say which weight a message has in the loss, and return it; None if there is none. Raises BadRowError if two of them differ."""
+    weights: dict[str, float] = {}
+    for field, (types, zero, others) in LOSS_FIELDS.items():
         if (value := message.pop(field, None)) is None:
             continue
-        if type(value) not in types or value not in (0, 1):
-            problem = f"the {field} of a message must be {no} or {yes}, found {json.dumps(value, default=str)}"
-            fix = f"write {no} for an answer without loss; only the weight of a row may be any number above 0"
-            raise BadRowError("wrong weight", problem, f"{where}.{field}", fix)
-        weights[field] = int(value)
+        if type(value) not in types or not (value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT):
+            problem = f"the {field} of a message must be {zero} or {others}, found {json.dumps(value, default=str)}"
+            raise BadRowError("wrong weight", problem, f"{where}.{field}", f"write {zero} for an answer without loss, or remove the field")
+        weights[field] = int(value) if value in (0, 1) else value
     if len(set(weights.values())) > 1:
         raise BadRowError("wrong weight", f"{' and '.join(weights)} of a message differ", where, "keep one of them")
     return next(iter(weights.values()), None)

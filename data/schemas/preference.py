@@ -17,8 +17,15 @@ HH_TURN = "\n\nHuman:"  # beginning of each dialogue of hh-rlhf
 
 
 def preference_pair(parse: Callable[[str], ChatExample], where: str, keys: tuple[str, str] = PREFERENCE_KEYS) -> PreferencePair:
-    """Return the two conversations that `parse` returns for the two keys. Raises BadRowError if they are equal."""
+    """Return the two conversations that `parse` returns for the two keys. Raises BadRowError if they are equal, or a message has a weight that is not 0 or 1."""
     chosen, rejected = map(parse, keys)
+    for key, chat in zip(keys, (chosen, rejected), strict=True):
+        for message in chat.messages:
+            if (weight := message.get("weight", 1)) not in (0, 1):
+                problem = f"a message of a preference has weight {weight}, but a preference compares whole answers: only 0 and 1 are read"
+                raise BadRowError(
+                    "wrong weight", problem, f"{where} {key}", "write 0 for a turn without loss, or remove the field; the weight of the row may be any"
+                )
     if chosen == rejected:
         raise BadRowError("chosen equals rejected", "chosen and rejected are the same", where, "delete the row: it has no preference")
     return PreferencePair(chosen, rejected)

@@ -1,7 +1,7 @@
 """Files of a token store. The folder is named by the key of its content and holds, all numbers little-endian:
 
 tokens.bin     uint16 or uint32: the ids of all sequences, concatenated
-spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens with loss
+spans.bin      uint32 (P, 2): [start, stop) within its sequence of tokens with loss; (2**32 - 1, bits of a float32) is the weight of the next one, else 1
 sequences.bin  uint64 (S + 1, 2): index of the first token and of the first span of each sequence; the last entry is the end
 rows.bin       (N): position in the source int64, hash of the tokens uint64, weight float32, crc32 of the row with its tokens and spans uint32
 MANIFEST.json  sizes of the files, crc32 of sequences.bin and rows.bin, metadata, and its own sha256
@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-STORE_FORMAT = 4  # version of this layout: a store of another version is built again
+STORE_FORMAT = 5  # version of this layout: a store of another version is built again
 STORE_MANIFEST = "MANIFEST.json"
 STORE_FILES = ("tokens.bin", "spans.bin", "sequences.bin", "rows.bin")
 TABLE_FILES = STORE_FILES[2:]

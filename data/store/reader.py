@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +32,11 @@ from data.store.layout import (
     row_checksum,
     sequence_sizes,
 )
-from data.tokenize.block import RowStats
+from data.tokenize.block import WEIGHT_MARK, RowStats
 
 ROWS_PER_READ = 1 << 16  # entries of a table in memory at a time
 OPEN_FILES = 128  # files of all stores that a process keeps open: a data folder may have more files than the limit of a process
-StoredSequence = tuple[np.ndarray, np.ndarray]  # ids int32 (n,), loss_mask bool (n,)
+StoredSequence = tuple[np.ndarray, np.ndarray]  # ids, loss_mask of a data.types.TokenSequence
 
 
 class DamagedStoreError(RuntimeError):
@@ -100,12 +101,15 @@ class TokenStore:
         if row_checksum(row, lengths, span_counts, tokens, spans) != int(row["checksum"][0]):
             raise self._damaged(f"row {i}")
         ids = np.frombuffer(tokens, self._dtype).astype(np.int32)
-        remaining_spans = iter(np.frombuffer(spans, SPAN_DTYPE).reshape(-1, 2).tolist())
+        remaining_spans = iter(np.frombuffer(spans, "<i4").reshape(-1, 2).tolist())
         sequences, start = [], 0
         for length, count in zip(lengths.tolist(), span_counts.tolist(), strict=True):
-            loss_mask = np.zeros(length, bool)
-            for _ in range(count):
-                loss_mask[slice(*next(remaining_spans))] = True
+            loss_mask, weight = np.zeros(length, bool), np.float32(1)
+            for first, last in islice(remaining_spans, count):
+                if first == WEIGHT_MARK:
+                    loss_mask, weight = loss_mask.astype(np.float32), np.int32(last).view(np.float32)
+                else:
+                    loss_mask[first:last], weight = weight, np.float32(1)
             sequences.append((ids[start : start + length], loss_mask))
             start += length
         return sequences, int(row["position"][0])

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SpanPair = tuple[int, int]  # [start, stop) within a sequence
+LossSpan = tuple[int, int, float]  # [start, stop) within a sequence, and the weight of its tokens in the loss
+WEIGHT_MARK = -1  # in place of a start: the stop is the weight of the next span, the bits of a float32
 MAXIMA = ("longest_conversation", "most_answers")  # counts of RowStats of which the stats of a whole have the largest
 
 
@@ -71,7 +72,7 @@ class EncodedBlock:
 
     tokens: np.ndarray  # int32, the ids of all sequences, concatenated
     lengths: np.ndarray  # int64 (S,) tokens of each sequence
-    spans: np.ndarray  # int32 (P, 2) [start, stop) within the sequence
+    spans: np.ndarray  # int32 (P, 2) [start, stop) within the sequence; before one of another weight than 1 (WEIGHT_MARK, its weight)
     span_counts: np.ndarray  # int64 (S,) spans of each sequence
     positions: np.ndarray  # int64 (N,) position of each row in its file: line number or index
     weights: np.ndarray  # float32 (N,)
@@ -84,12 +85,12 @@ class BlockBuilder:
     def __init__(self) -> None:
         self.ids: list[np.ndarray] = []
         self.lengths: list[int] = []
-        self.spans: list[SpanPair] = []
+        self.spans: list[LossSpan] = []
         self.span_counts: list[int] = []
         self.positions: list[int] = []
         self.weights: list[float] = []
 
-    def add(self, position: int, weight: float, sequences: list[tuple[np.ndarray, list[SpanPair]]]) -> None:
+    def add(self, position: int, weight: float, sequences: list[tuple[np.ndarray, list[LossSpan]]]) -> None:
         self.positions.append(position)
         self.weights.append(weight)
         for ids, spans in sequences:
@@ -99,15 +100,21 @@ class BlockBuilder:
             self.span_counts.append(len(spans))
 
     def build(self, stats: RowStats) -> EncodedBlock:
-        spans = np.array(self.spans, np.int32).reshape(-1, 2)
+        triples = np.array(self.spans, np.float64).reshape(-1, 3)
+        spans, weights = triples[:, :2].astype(np.int32), triples[:, 2].astype(np.float32)
+        counts, marked = np.array(self.span_counts, np.int64), np.flatnonzero(weights != 1)
         tokens = np.concatenate([np.empty(0, np.int32), *self.ids])
         stats.tokens += len(tokens)
         stats.loss_tokens += int((spans[:, 1] - spans[:, 0]).sum())
+        if len(marked):
+            marks = np.stack([np.full(len(marked), WEIGHT_MARK, np.int32), weights[marked].view(np.int32)], axis=1)
+            spans, sequence_of = np.insert(spans, marked, marks, axis=0), np.repeat(np.arange(len(counts)), counts)
+            counts = counts + np.bincount(sequence_of[marked], minlength=len(counts))
         return EncodedBlock(
             tokens=tokens,
             lengths=np.array(self.lengths, np.int64),
             spans=spans,
-            span_counts=np.array(self.span_counts, np.int64),
+            span_counts=counts,
             positions=np.array(self.positions, np.int64),
             weights=np.array(self.weights, np.float32),
             stats=stats,

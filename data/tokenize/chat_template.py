@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from common.errors import UserError
 from data.errors import BadRowError
 from data.schemas.messages import check_chat, drop_empty_system
-from data.tokenize.block import SpanPair
+from data.tokenize.block import LossSpan
 from data.tokenize.pieces.cache import FlatEncoder, gather
 from data.tokenize.templates.jinja_sandbox import BEGIN, END, appears_in, mask_control_tokens, unmask_control_tokens
 from data.tokenize.templates.renderer import ConversationRenderer, KnownTemplate, Rendering, is_shipped, open_template
@@ -41,7 +41,7 @@ from data.tokenize.tokenizer import Tokenizer
 CHATML = Path(__file__).with_name("chatml.jinja")
 MAX_TEMPLATE_CHARACTERS = 1 << 18  # the longest in public use has 20,000
 MAX_EXPECTED_TURNS = 16  # of a conversation whose renderings are requested together
-EncodedChat = tuple[np.ndarray, list[SpanPair]]  # (ids: int32, spans of tokens with loss)
+EncodedChat = tuple[np.ndarray, list[LossSpan]]  # (ids: int32, spans of tokens with loss)
 
 
 class ChatTemplate:
@@ -78,7 +78,7 @@ class ChatTemplate:
         """Return the segments of a conversation, rendered by the template.
 
         loss_on: assistant, last_assistant (its last turn only), or all. A turn of weight 0 never has loss and never counts as the
-        last. A turn includes its end token, but not the white space behind it. Raises BadRowError if the template rejects the
+        last; another weight is that of its tokens in the loss. A turn includes its end token, but not the white space behind it. Raises BadRowError if the template rejects the
         conversation, drops a part of it, or does not show which text is the assistant's. A conversation without assistant has no
         loss; the caller decides what to do with it.
         """
@@ -105,13 +105,14 @@ class ChatTemplate:
         weighted = [turn for turn in turns if turn not in unweighted]
         if loss_on == "all":
             self._check_reasoning(whole, masked, weighted, where)
-            return [segment._replace(has_loss=not segment.has_loss) for segment in self._split_turns(whole, messages, tools, unweighted, render, where)]
+            marked = [turn for turn in turns if messages[turn].get("weight", 1) != 1]
+            return self._split_turns(whole, messages, tools, marked, render, where, others=1)
         if unweighted and not weighted:
             raise BadRowError("no turn with a weight", "every assistant turn has weight 0: no token has loss", where, "delete the row")
         weighted = weighted[-1:] if loss_on == "last_assistant" else weighted
         segments = self._split_turns(whole, messages, tools, weighted, render, where)
         self._check_reasoning(whole, masked, weighted, where)
-        if turns and not any(segment.has_loss for segment in segments):
+        if turns and not any(segment.loss_weight for segment in segments):
             message = "the chat template marks no text of this conversation as the assistant's"
             raise BadRowError("no text marked by the template", message, where, f"{self._where}: put {MARKS_HINT}")
         return segments
@@ -137,13 +138,14 @@ class ChatTemplate:
         lengths = np.concatenate([text_lengths, np.ones(len(control_ids), np.int64)])
         used = np.array([numbers[segment[:2]] for segments in chats for segment in segments], np.int64)
         ids = gather(np.concatenate([text_ids, control_ids]), np.cumsum(lengths) - lengths, lengths, used)
-        loss_mask = np.repeat(np.array([segment.has_loss for segments in chats for segment in segments], bool), lengths[used])
+        weights = np.repeat(np.array([segment.loss_weight for segments in chats for segment in segments], np.float32), lengths[used])
         ends = np.concatenate([[0], np.cumsum(lengths[used])])[np.cumsum([0, *map(len, chats)])]
-        loss_mask[ends[:-1][np.diff(ends) > 0]] = False  # a span ends before the first token of the next conversation
-        edges = np.flatnonzero(np.diff(loss_mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-        first_spans = np.searchsorted(edges[:, 0], ends).tolist()
+        weights[ends[:-1][np.diff(ends) > 0]] = 0  # a span ends before the first token of the next conversation
+        edges = np.flatnonzero(np.diff(weights, prepend=0, append=0))
+        edges = np.stack([edges[:-1], edges[1:]], axis=1)[weights[edges[:-1]] > 0]  # adjacent turns may have different weights
+        first_spans, span_weights = np.searchsorted(edges[:, 0], ends).tolist(), weights[edges[:, 0]].tolist()
         edges -= np.repeat(ends[:-1], np.diff(first_spans))[:, None]
-        spans = [(start, stop) for start, stop in edges.tolist()]
+        spans = list(zip(edges[:, 0].tolist(), edges[:, 1].tolist(), span_weights, strict=True))
         bounds = ends.tolist()
         return [(ids[bounds[i] : bounds[i + 1]], spans[first_spans[i] : first_spans[i + 1]]) for i in range(len(chats))]
 
@@ -152,7 +154,7 @@ class ChatTemplate:
         messages, tools = check_chat(messages, tools, where)
         [(ids, spans)] = self.encode_segments([self.segments(drop_empty_system(messages), tools, where, loss_on)])
         loss_mask = np.zeros(len(ids), bool)
-        for start, stop in spans:
+        for start, stop, _ in spans:
             loss_mask[start:stop] = True
         return ids.tolist(), loss_mask.tolist()
 
@@ -263,7 +265,7 @@ class ChatTemplate:
             if field not in self._source and (tools if field == "tools" else any(message.get(field) for message in messages)):
                 raise self._dropped_error(field, where)
         # Many templates treat an empty field as a field that is set.
-        present = [{key: value for key, value in message.items() if value or key == "content"} for message in messages]
+        present = [{key: value for key, value in message.items() if key != "weight" and (value or key == "content")} for message in messages]
         # The assistant may write its own tags (<think>), but no message may open or end a turn.
         masked = [mask_control_tokens(message, self._special if message["role"] == "assistant" else self._control, where) for message in present]
         variables = {"messages": masked, "tools": mask_control_tokens(tools, self._control, where), "documents": None, **self.tokenizer.named_tokens}
@@ -295,16 +297,21 @@ class ChatTemplate:
         fix = f"{alternative}use a tokenizer whose template reads {part} (data/tokenize/{CHATML.name} does), or remove it"
         return BadRowError(f"{part} dropped by the chat template", f"the chat template drops {part}", where, fix)
 
-    def _split_turns(self, whole: str, messages: list[dict], tools: list[dict] | None, turns: list[int], render: Render, where: str) -> list[TemplateSegment]:
-        """Split `whole` into segments; those of `turns` have loss."""
+    def _split_turns(
+        self, whole: str, messages: list[dict], tools: list[dict] | None, turns: list[int], render: Render, where: str, others: float = 0
+    ) -> list[TemplateSegment]:
+        """Split `whole` into segments; those of `turns` have the weight of their message, the others `others`."""
         marked, marks = self._turns.mark(whole, messages, turns, render, where)
         if self.turn_end.is_trained:
-            return self._turns.split(marked, marks)
+            return self._turns.split(marked, marks, others)
         all_turns = assistant_turns(messages)
         if not self._turns.has_marks and turns != all_turns:  # end tokens are added to other turns, too: the choice of turns changes no token
             with suppress(BadRowError):
-                marked, marks = self._turns.insert(whole, messages, all_turns, render, where), {all_turns.index(turn) for turn in turns}
-        return self._turns.split(self._close_turns(marked, messages, tools), marks)
+                marked, marks = (
+                    self._turns.insert(whole, messages, all_turns, render, where),
+                    {all_turns.index(turn): marks[number] for number, turn in enumerate(turns)},
+                )
+        return self._turns.split(self._close_turns(marked, messages, tools), marks, others)
 
 
 def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
@@ -313,7 +320,8 @@ def _check_weights(messages: list[dict], loss_on: str, where: str) -> None:
     for message in messages:
         if message["role"] != "assistant" and (weight := message.get("weight", expected)) != expected:
             problem = f"a {message['role']} message has weight {weight}, and data.loss_on={loss_on} {'trains on every message' if expected else 'trains on answers only'}"
-            fix = f"data.loss_on={'assistant' if expected else 'all'}, or remove the field of this message"
+            setting = f"data.loss_on={'assistant' if expected else 'all'}, or " if weight in (0, 1) else ""
+            fix = f"{setting}remove the field of this message"
             raise BadRowError("weight that differs from data.loss_on", problem, where, fix)
 
 

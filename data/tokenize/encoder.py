@@ -15,7 +15,7 @@ from data.schemas.messages import CHECKED_FIELDS
 from data.schemas.registry import SCHEMAS, ChatExample, Example, PreferencePair, TextExample
 from data.schemas.text import example_weight
 from data.sources.files import Source
-from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats, SpanPair
+from data.tokenize.block import BlockBuilder, EncodedBlock, LossSpan, RowStats
 from data.tokenize.chat_template import ChatTemplate, EncodedChat
 from data.tokenize.templates.turn_marks import TemplateSegment
 from data.tokenize.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ class Encoder:
             # Parts overlap by one token, so that each token is predicted exactly once.
             for start in range(0, last, size):
                 part = ids[start : min(start + size, last) + 1]
-                builder.add(position, weight, [(part, [(1, len(part))])])
+                builder.add(position, weight, [(part, [(1, len(part), 1.0)])])
 
     def _add_chats(self, source: Source, rows: list[ChatRow], stats: RowStats, builder: BlockBuilder) -> None:
         assert self.template is not None
@@ -151,7 +151,9 @@ class Encoder:
                 stats.count_lost_answer(sum(map(_count_tokens, whole)), longest - 1)
                 return stats.count_dropped("dropped", TOO_LONG_REASON, where)
             stops = [self._truncation_point(ids, each, max_ids) for (ids, _), each in zip(chats, spans, strict=True)]
-            spans = [[(start, min(end, stop)) for start, end in each if start < stop] for each, stop in zip(spans, stops, strict=True)]
+            spans = [
+                [(start, min(end, stop), loss_weight) for start, end, loss_weight in each if start < stop] for each, stop in zip(spans, stops, strict=True)
+            ]
             if not any(spans) or min(stops) <= shared:
                 self._count_lost(whole, [[] for _ in whole], longest, stats)
                 return stats.count_dropped("dropped", NO_ANSWER_REASON if len(chats) == 1 else NO_DIFFERENCE_REASON, where)
@@ -160,23 +162,23 @@ class Encoder:
             stats.truncated += 1
         stats.kept += 1
         for (ids, _), each in zip(chats, answers, strict=True):
-            count = sum(start < len(ids) for start, _ in each) if self.encoding.loss_on == "assistant" else 0  # else a span is no answer
+            count = sum(start < len(ids) for start, *_ in each) if self.encoding.loss_on == "assistant" else 0  # else a span is no answer
             stats.add_conversation(len(ids), count)
         builder.add(position, weight, [(ids, each) for (ids, _), each in zip(chats, spans, strict=True)])
 
-    def _count_lost(self, whole: list[list[SpanPair]], kept: list[list[SpanPair]], longest: int, stats: RowStats) -> None:
+    def _count_lost(self, whole: list[list[LossSpan]], kept: list[list[LossSpan]], longest: int, stats: RowStats) -> None:
         """Count what `kept` has lost of `whole`. An answer is kept whole if its end fits; a preference if both of its sequences fit."""
         for spans, kept_spans in zip(whole, kept, strict=True):
-            for i, (start, stop) in enumerate(spans):
+            for i, (start, stop, _) in enumerate(spans):
                 lost = stop - start - _count_tokens(kept_spans[i : i + 1])
                 if lost:
                     stats.count_lost_answer(lost, (stop if len(whole) == 1 else longest) - 1)
 
-    def _truncation_point(self, ids: np.ndarray, spans: list[SpanPair], max_ids: int) -> int:
+    def _truncation_point(self, ids: np.ndarray, spans: list[LossSpan], max_ids: int) -> int:
         """Return where to cut a conversation to at most `max_ids` ids: after the last complete answer, else within an answer."""
         if len(ids) <= max_ids:
             return len(ids)
-        ends = [stop for _, stop in spans]
+        ends = [stop for _, stop, _ in spans]
         if self.encoding.loss_on == "all":  # a single span: turns end at their end token
             ends = (np.flatnonzero(ids == self.tokenizer.eos_id) + 1).tolist()
         return max((end for end in ends if end <= max_ids), default=max_ids)
@@ -213,8 +215,8 @@ def _text_of(example: Example, position: int, where: str) -> str:
     return example.text
 
 
-def _count_tokens(spans: list[SpanPair]) -> int:
-    return sum(stop - start for start, stop in spans)
+def _count_tokens(spans: list[LossSpan]) -> int:
+    return sum(stop - start for start, stop, _ in spans)
 
 
 def _common_prefix(chats: list[EncodedChat]) -> int:

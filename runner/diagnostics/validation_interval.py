@@ -20,7 +20,7 @@ MORE_FILE_ROWS = "more rows in data.val_path"
 MORE_ROWS = f"data.val_fraction=0.1 with data.val_path=null, or {MORE_FILE_ROWS}"
 
 
-def half_width(losses: Sequence[float], items: Sequence[int]) -> float | None:
+def half_width(losses: Sequence[float], items: Sequence[float]) -> float | None:
     """Return half of the 95 % interval of sum(losses) / sum(items) over batches; None with fewer than two.
 
     The variance of a ratio of sums (W. G. Cochran, Sampling Techniques, 3rd ed., section 6.4).
@@ -47,12 +47,12 @@ def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
     return Symptom("tiny-validation", 0, f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another", fix)
 
 
-def tiny_validation(losses: Sequence[float], items: Sequence[int], rows: int, step: int) -> Symptom | None:
+def tiny_validation(losses: Sequence[float], items: Sequence[float], rows: int, step: int) -> Symptom | None:
     """Return a symptom if differences that matter are smaller than what other validation rows would change. `rows`: validation rows.
 
     None for those that `few_validation_rows` reports.
     """
-    width, mean = half_width(losses, items), sum(losses) / max(1, sum(items))
+    width, mean = half_width(losses, items), sum(losses) / (sum(items) or 1)
     if rows < FEW_ROWS or width is None or not math.isfinite(mean) or width <= WIDE * abs(mean):
         return None
     measured = f"the validation loss of {rows:,} rows is {mean:.2f} +- {width:.2f} (95 %): smaller differences tell nothing"

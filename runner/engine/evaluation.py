@@ -69,7 +69,7 @@ def evaluate_loss(state: TrainState) -> dict[str, float]:
     return means | state.objective.eval_metrics(means)
 
 
-def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[int, torch.Tensor]]) -> None:
+def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[float, torch.Tensor]]) -> None:
     """Warn if the loss over the validation rows is uncertain. `per_batch`: of this rank; every rank must call it."""
     losses = torch.stack([loss for _, loss in per_batch]).tolist() if per_batch else []
     ranks = state.dist.gather([[items for items, _ in per_batch], losses])
@@ -78,13 +78,13 @@ def warn_of_tiny_validation(state: TrainState, per_batch: list[tuple[int, torch.
         state.logger.warning(symptom.message)
 
 
-def sum_losses(state: TrainState) -> tuple[int, dict[str, torch.Tensor], list[tuple[int, torch.Tensor]]]:
+def sum_losses(state: TrainState) -> tuple[float, dict[str, torch.Tensor], list[tuple[float, torch.Tensor]]]:
     """Return (items, sums of the objective, and (items, loss) of each batch) over this rank's share of the held-out rows."""
     assert state.val_loader
     state.model.eval()
-    count = 0
+    count = 0.0
     sums: dict[str, torch.Tensor] = {}
-    per_batch: list[tuple[int, torch.Tensor]] = []
+    per_batch: list[tuple[float, torch.Tensor]] = []
     total = state.val_loader.steps_per_epoch
     with closing(state.val_loader.iter_epoch(0, stop_requested=state.stop)) as steps:
         for done, batches in enumerate(announcing_failures(steps, state.check_stop)):

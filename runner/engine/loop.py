@@ -166,7 +166,8 @@ def train_step(state: TrainState, batches: list[Batch], lr: float) -> StepOutput
     try:
         state.wrapped.train()
         counts = [(objective.count(batch), batch.num_supervised_tokens, batch.num_tokens, len(batch.names)) for batch in batches]
-        items, loss_tokens, tokens, examples = map(int, state.sum_or_end([sum(column) for column in zip(*counts, strict=True)]))
+        items, *numbers = state.sum_or_end([sum(column) for column in zip(*counts, strict=True)])
+        loss_tokens, tokens, examples = map(int, numbers)
         for number, batch in enumerate(batches, start=1):
             if number > 1:
                 state.check_stop()

@@ -65,7 +65,7 @@ class StepOutput(NamedTuple):
 
     step: int
     names: list[list[str]]  # file:line of the examples of each of this rank's micro-batches
-    items: int  # divisor of `sums`, over all ranks
+    items: float  # divisor of `sums`, over all ranks
     loss_tokens: int  # tokens with a label, over all ranks
     tokens: int  # all tokens computed, without padding, over all ranks
     examples: int  # over all ranks

@@ -196,7 +196,7 @@ def _print_layout(title: str, rows: list[EncodedRow], max_length: int, view: Pla
 
 def _print_row(row: EncodedRow, turn_ends: TurnEnds, tokenizer: Tokenizer, ids: bool, view: PlainTokenView) -> None:
     for i, (label, sequence) in enumerate(zip(SEQUENCE_LABELS[len(row.sequences)], row.sequences, strict=True)):
-        view.print(f"\n{row.name} {label}".rstrip() + f": {len(sequence.ids):,} tokens, {int(sequence.loss_mask.sum()):,} with loss")
+        view.print(f"\n{row.name} {label}".rstrip() + f": {len(sequence.ids):,} tokens, {np.count_nonzero(sequence.loss_mask):,} with loss")
         spans = list(token_spans(tokenizer, sequence.ids, sequence.loss_mask, turn_ends[i] if turn_ends else []))
         view.print_spans(spans)
         if ids:

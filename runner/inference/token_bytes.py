@@ -42,15 +42,14 @@ class TokenBytes:
         # SentencePiece's tokenizers put a space before a text, which is no byte of it.
         self._adds_space = _has_type(stored["normalizer"], "Prepend") or _prepends(stored["pre_tokenizer"])
 
-    def count(self, batch: Batch) -> int:
-        """Return the number of bytes of the tokens with a label."""
+    def count(self, batch: Batch) -> float:
+        """Return the number of bytes of the tokens with a label, each times its weight in the loss."""
         labels, inputs = batch.labels.cpu().numpy(), batch.input_ids.cpu().numpy()
         has_label = labels >= 0
-        total = int(self._counts[labels[has_label]].sum())
+        sizes = self._counts[labels[has_label]]
         if self._adds_space and self._bos_id is not None:
-            first = has_label & (inputs == self._bos_id)
-            total -= int(self._starts_with_space[labels[first]].sum())
-        return total
+            sizes = sizes - self._starts_with_space[labels[has_label]] * (inputs[has_label] == self._bos_id)
+        return float(sizes.sum() if batch.loss_weights is None else sizes @ batch.loss_weights.cpu().numpy()[has_label].astype(float))
 
 
 def _has_type(part: Any, name: str) -> bool:

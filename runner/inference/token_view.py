@@ -28,12 +28,16 @@ class TokenSpan:
 
     text: str
     ids: list[int]
-    has_loss: bool
+    loss_weight: float  # 0: no loss
     role: str  # "" for plain text
+
+    @property
+    def has_loss(self) -> bool:
+        return self.loss_weight > 0
 
 
 def token_spans(tokenizer: Tokenizer, ids: np.ndarray, loss_mask: np.ndarray, turn_ends: list[tuple[int, str]]) -> Iterator[TokenSpan]:
-    """Split a sequence into spans. ids: (T,); loss_mask: (T,); turn_ends: see ChatTemplate.turn_ends."""
+    """Split a sequence into spans. ids: (T,); loss_mask: (T,) as of a TokenSequence; turn_ends: see ChatTemplate.turn_ends."""
     turns, characters, start = list(turn_ends), 0, 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop].tolist(), skip_special=False)
@@ -42,7 +46,7 @@ def token_spans(tokenizer: Tokenizer, ids: np.ndarray, loss_mask: np.ndarray, tu
             continue
         while turns and characters >= turns[0][0]:
             turns.pop(0)
-        yield TokenSpan(text, ids[start:stop].tolist(), bool(loss_mask[start]), turns[0][1] if turns else "")
+        yield TokenSpan(text, ids[start:stop].tolist(), float(loss_mask[start]), turns[0][1] if turns else "")
         characters, start = characters + len(text), stop
 
 
@@ -61,13 +65,13 @@ class PlainTokenView:
         self._out.print(strip_control(text))
 
     def print_legend(self) -> None:
-        self.print("[tokens with loss] and tokens without; \\n is a line break")
+        self.print("[tokens with loss] and tokens without; [tokens]x0.5 have that weight in the loss; \\n is a line break")
 
     def print_spans(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(_indented(_bracketed(((span.has_loss, escape_whitespace(span.text).replace("[", "\\[").replace("]", "\\]")) for span in spans), "")))
+        self._out.print(_indented(_bracketed(((span.loss_weight, escape_whitespace(span.text).replace("[", "\\[").replace("]", "\\]")) for span in spans), "")))
 
     def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        self._out.print(_indented("ids: " + _bracketed(((span.has_loss, str(token)) for span in spans for token in span.ids), " ")))
+        self._out.print(_indented("ids: " + _bracketed(((span.loss_weight, str(token)) for span in spans for token in span.ids), " ")))
 
 
 class RichTokenView(PlainTokenView):
@@ -81,20 +85,22 @@ class RichTokenView(PlainTokenView):
 
     def print_legend(self) -> None:
         roles = ", ".join(f"[{color}]{role}[/]" for role, color in ROLE_COLORS.items())
-        self._console.print(f"[bold]tokens with loss[/], [dim]tokens without[/]; {roles}; \\n is a line break")
+        self._console.print(f"[bold]tokens with loss[/], [dim]tokens without[/]; x0.5 behind tokens: their weight in the loss; {roles}; \\n is a line break")
 
     def print_spans(self, spans: Iterable[TokenSpan]) -> None:
-        self._print_styled((_style(span), escape_whitespace(span.text)) for span in spans)
+        self._print_styled(((_style(span), _factor(span.loss_weight)), escape_whitespace(span.text)) for span in spans)
 
     def print_ids(self, spans: Iterable[TokenSpan]) -> None:
-        self._print_styled([("", "ids:"), *((_style(span), "".join(f" {token}" for token in span.ids)) for span in spans)])
+        ids = (((_style(span), _factor(span.loss_weight)), "".join(f" {token}" for token in span.ids)) for span in spans)
+        self._print_styled([(("", ""), "ids:"), *ids])
 
-    def _print_styled(self, parts: Iterable[tuple[str, str]]) -> None:
+    def _print_styled(self, parts: Iterable[tuple[tuple[str, str], str]]) -> None:
+        """parts: ((style, text behind the parts that share both), text)"""
         from rich.text import Text
 
         text = Text(INDENT)
-        for style, group in itertools.groupby(parts, lambda part: part[0]):
-            text.append("".join(part for _, part in group).replace("\n", "\n" + INDENT), style)
+        for (style, factor), group in itertools.groupby(parts, lambda part: part[0]):
+            text.append(("".join(part for _, part in group) + factor).replace("\n", "\n" + INDENT), style)
         text.rstrip()
         self._console.print(text)
 
@@ -108,9 +114,14 @@ def _style(span: TokenSpan) -> str:
     return f"{'bold' if span.has_loss else 'dim'} {ROLE_COLORS.get(span.role, '')}".strip()
 
 
-def _bracketed(parts: Iterable[tuple[bool, str]], separator: str) -> str:
-    groups = [(has_loss, separator.join(text for _, text in group)) for has_loss, group in itertools.groupby(parts, lambda part: part[0])]
-    return separator.join(f"[{text}]" if has_loss else text for has_loss, text in groups)
+def _factor(loss_weight: float) -> str:
+    """Return e.g. x0.5 for a weight that is not 0 or 1."""
+    return "" if loss_weight in (0, 1) else f"x{loss_weight:g}"
+
+
+def _bracketed(parts: Iterable[tuple[float, str]], separator: str) -> str:
+    groups = [(weight, separator.join(text for _, text in group)) for weight, group in itertools.groupby(parts, lambda part: part[0])]
+    return separator.join(f"[{text}]{_factor(weight)}" if weight else text for weight, text in groups)
 
 
 def _indented(text: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from row_fixtures import make_loader
 
-from data.batching.batch import IGNORE_INDEX, PADDING, collate
+from data.batching.batch import IGNORE_INDEX, PADDING, Batch, collate
 from data.types import EncodedRow, TokenSequence
 
 CHOSEN = TokenSequence(np.array([1, 5, 6, 7], np.int32), np.array([False, False, True, True]))
@@ -39,6 +40,23 @@ def test_batch_of_pairs_has_the_chosen_sequences_first(packed: bool) -> None:
     assert batch.lengths.tolist() == [3, 2, 2, 3]  # chosen of both pairs, then rejected of both
     labels = np.where(batch.labels.numpy() == NONE, 0, batch.labels.numpy())
     assert batch.sum_per_document(batch.labels.new_tensor(labels)).tolist() == [13, 8, 8, 13]
+
+
+WEIGHTED = TokenSequence(OTHER.ids, np.array([0, 0.5, 0, 0, 3], np.float32))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_batch_has_loss_weights_where_a_row_has_some(packed: bool) -> None:
+    assert collate([[row(CHOSEN)], [row(OTHER)]], pad_id=0, packed=packed).loss_weights is None
+    batch = collate([[row(CHOSEN), row(WEIGHTED)]] if packed else [[row(CHOSEN)], [row(WEIGHTED)]], pad_id=0, packed=packed)
+    plain = collate([[row(CHOSEN), row(OTHER)]] if packed else [[row(CHOSEN)], [row(OTHER)]], pad_id=0, packed=packed)
+    assert batch.loss_weights is not None and batch.loss_weights.dtype == torch.float32 and torch.equal(batch.labels, plain.labels)
+    assert batch.loss_weights[batch.labels != NONE].tolist() == [1, 1, 0.5, 3] and not batch.loss_weights[batch.labels == NONE].any()
+    assert batch.num_supervised_tokens == 4
+    for copied in (Batch.from_bytes(batch.to_bytes()), batch.to(torch.device("cpu"))):
+        assert copied.loss_weights is not None and torch.equal(copied.loss_weights, batch.loss_weights) and copied.names == batch.names
+    assert batch.as_dummy().loss_weights is None and batch.as_dummy().num_supervised_tokens == 0
+    assert Batch.from_bytes(plain.to_bytes()).loss_weights is None and len(plain.to_bytes()) < len(batch.to_bytes())
 
 
 class Numbered:

@@ -186,6 +186,38 @@ def test_turn_of_weight_0_has_no_loss(tokenizer, template):
         template.encode(first)
 
 
+@pytest.mark.parametrize("marks", [("", ""), ("{% generation %}", "{% endgeneration %}")], ids=["prefixes", "marks"])
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_turn_weights_are_those_of_its_text_in_any_template(tmp_path, marks, loss_on):
+    body = (
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        + marks[0]
+        + "{{ m.content }}<|im_end|>"
+        + marks[1]
+        + "{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    )
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    own = with_template(tmp_path, "{% for m in messages %}" + body + "{% endfor %}" + prompt)
+    chat = [
+        {"role": role, "content": content}
+        for role, content in [("user", "?"), ("assistant", "a"), ("user", "!"), ("assistant", "b"), ("user", "."), ("assistant", "c")]
+    ]
+    chat[1]["weight"], chat[5]["weight"] = 0.5, 0.25
+    weights = {segment.text[-1]: segment.loss_weight for segment in own.segments(chat, None, "chat", loss_on) if not segment.is_control}
+    others = float(loss_on == "all")
+    assert [weights[text] for text in "abc"] == [0.5, 1, 0.25] and weights["?"] == others
+    assert [segment.loss_weight for segment in own.segments(chat, None, "chat", loss_on) if segment.text == "<|im_end|>"] == [
+        others,
+        0.5,
+        others,
+        1,
+        others,
+        0.25,
+    ]
+    plain = [{key: value for key, value in message.items() if key != "weight"} for message in chat]
+    assert own.encode(chat, loss_on=loss_on) == own.encode(plain, loss_on=loss_on)
+
+
 def test_choice_of_turns_with_loss_changes_no_token(template):
     chat = [
         {"role": "user", "content": "?"},

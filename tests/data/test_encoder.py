@@ -1,6 +1,8 @@
 import dataclasses
+import itertools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -229,3 +231,37 @@ def test_encoding_key_depends_on_every_field_and_the_tokenizer(tokenizer):
     assert {field.name for field in dataclasses.fields(EncodingConfig)} == others.keys() | {"tokenizer"}
     assert len({encoding.key("a"), encoding.key("b"), *(other.key("a") for other in changed)}) == len(others) + 2
     assert encoding.key("a") == dataclasses.replace(encoding, tokenizer=tokenizer.folder / "..").key("a")  # its content counts, not its path
+
+
+WEIGHTED_CHAT = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "one", "weight": 0.1},
+    {"role": "user", "content": "!"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "."},
+    {"role": "assistant", "content": "three", "loss_weight": 2},
+]
+
+
+@pytest.mark.parametrize("loss_on, expected", [("assistant", [("one", 0.1), ("two", 1), ("three", 2)]), ("last_assistant", [("three", 2)]), ("all", [("one", 0.1), ("three", 2)])])  # fmt: skip
+def test_loss_weights_of_turns_are_those_of_their_tokens(tokenizer, write, build, loss_on, expected):
+    plain = [{key: value for key, value in message.items() if "weight" not in key} for message in WEIGHTED_CHAT]
+    rows = build("chat", write([{"messages": WEIGHTED_CHAT}, {"messages": plain}]), loss_on=loss_on)
+    (ids, weights), (plain_ids, mask) = rows[0].sequences[0], rows[1].sequences[0]
+    assert ids.tolist() == plain_ids.tolist() and weights.dtype == np.float32 and mask.dtype == bool
+    assert (weights > 0).tolist() == mask.tolist() and not weights[0]
+    runs = [
+        (weight, [token for token, _ in group]) for weight, group in itertools.groupby(zip(ids.tolist(), weights.tolist(), strict=True), lambda pair: pair[1])
+    ]
+    found = [(tokenizer.decode(tokens, skip_special=False), weight) for weight, tokens in runs if weight and (weight != 1 or loss_on != "all")]
+    assert found == [(f"{text}<|im_end|>", pytest.approx(weight)) for text, weight in expected]
+    assert stats_of(rows).loss_tokens == sum(np.count_nonzero(rows[i].sequences[0].loss_mask) for i in range(2))
+
+
+def test_loss_weights_of_a_truncated_conversation_are_kept(write, build):
+    whole = build("chat", write([{"messages": WEIGHTED_CHAT}]))[0].sequences[0]
+    for max_length in range(8, len(whole.ids)):
+        rows = build("chat", write([{"messages": WEIGHTED_CHAT}]), max_length=max_length)
+        if len(rows):
+            [cut] = rows[0].sequences
+            assert cut.loss_mask.tolist() == whole.loss_mask[: len(cut.ids)].tolist()

@@ -306,8 +306,8 @@ def test_example_weight_refuses_a_value_that_is_not_positive_and_finite(weight):
     assert error.value.reason == "wrong weight" and error.value.setting == "file:1 weight"
 
 
-@pytest.mark.parametrize("weight, expected", [(0, 0), (0.0, 0), (1, None), (None, None)])
-def test_schema_keeps_weight_0_of_a_message_only(weight, expected):
+@pytest.mark.parametrize("weight, expected", [(0, 0), (0.0, 0), (1, None), (None, None), (0.5, 0.5), (2, 2)])
+def test_schema_keeps_a_weight_of_a_message_that_is_not_1(weight, expected):
     for row in ({"messages": [ASK, {**ANSWER, "weight": weight}]}, {"conversations": [HUMAN, {**GPT, "weight": weight}]}):
         assert read(row, "chat").messages[1].get("weight") == expected
 
@@ -332,8 +332,9 @@ def test_message_without_loss_is_read_in_every_schema(build, write, tokenizer, w
     ("fields", "says"),
     [
         ({"train": "false"}, 'the train of a message must be false or true, found "false"'), ({"train": 0}, "the train of a message must be false or true, found 0"),
-        ({"loss_weight": 0.5}, "the loss_weight of a message must be 0 or 1, found 0.5"), ({"loss_weight": False}, "must be 0 or 1, found false"),
-        ({"loss_weight": -1}, "must be 0 or 1, found -1"), ({"loss_weight": "0"}, "must be 0 or 1"), ({"loss_weight": float("nan")}, "must be 0 or 1"), ({"loss_weight": 2}, "must be 0 or 1"),
+        ({"loss_weight": "0.5"}, "the loss_weight of a message must be 0 or a number from 1e-09 to 1e\\+09, found \"0.5\""), ({"loss_weight": False}, "must be 0 or a number .* found false"),
+        ({"loss_weight": -1}, "found -1"), ({"loss_weight": float("nan")}, "found NaN"), ({"weight": float("inf")}, "found Infinity"), ({"weight": 1e300}, "found 1e"), ({"weight": 1e-46}, "found 1e-46"),
+        ({"loss_weight": 0.5, "weight": 0.25}, "weight and loss_weight of a message differ"), ({"loss_weight": 0.5, "train": True}, "loss_weight and train of a message differ"),
         ({"train": True, "loss_weight": 0.0}, "loss_weight and train of a message differ"), ({"weight": 1, "train": False}, "weight and train of a message differ"),
     ], ids=repr,
 )  # fmt: skip
@@ -370,9 +371,25 @@ def test_message_of_the_user_that_contradicts_loss_on_is_refused(template, loss_
     assert any(template.encode([ASK | fields | {"content": content}, ANSWER], loss_on=allowed)[1])
 
 
-@pytest.mark.parametrize("weight", [0.5, 2, -1, True, "0", [0]])
-def test_schema_refuses_a_message_weight_other_than_0_or_1(weight):
-    with pytest.raises(BadRowError, match="must be 0 or 1") as error:
+@pytest.mark.parametrize("loss_on", ["assistant", "all"])
+def test_message_of_the_user_with_a_fractional_weight_is_refused(template, loss_on):
+    with pytest.raises(BadRowError, match=f"a user message has weight 0.5, and data.loss_on={loss_on}") as error:
+        template.encode([{**ASK, "weight": 0.5}, ANSWER], loss_on=loss_on)
+    assert error.value.fix == "remove the field of this message"
+
+
+def test_preference_with_a_fractional_weight_is_refused(write, build):
+    side = [ASK, {**ANSWER, "loss_weight": 0.5}]
+    for row in ({"chosen": side, "rejected": [ASK, WORSE]}, {"chosen": [ASK, ANSWER], "rejected": side}):
+        name = "chosen" if row["chosen"] is side else "rejected"
+        with pytest.raises(BadRowError, match="a message of a preference has weight 0.5") as error:
+            build("preference", write([{"chosen": [ASK, ANSWER], "rejected": [ASK, {**WORSE, "weight": 1}]}] * 2 + [row], f"{name}.jsonl"))
+        assert error.value.setting.endswith(f"{name}.jsonl:3 {name}") and "data.on_bad_row=skip" in error.value.fix
+
+
+@pytest.mark.parametrize("weight", [-0.5, -1, True, "0", [0], 10**400])
+def test_schema_refuses_a_message_weight_that_is_no_weight(weight):
+    with pytest.raises(BadRowError, match="must be 0 or a number") as error:
         read({"messages": [ASK, {**ANSWER, "weight": weight}]}, "chat")
     assert error.value.reason == "wrong weight" and error.value.setting == "file:1 messages[1].weight"
 

@@ -16,7 +16,7 @@ from common.errors import UserError
 from data.store.layout import STORE_FILES, STORE_MANIFEST, TABLE_FILES
 from data.store.reader import DamagedStoreError, TokenStore
 from data.store.writer import write_store
-from data.tokenize.block import EncodedBlock, RowStats
+from data.tokenize.block import BlockBuilder, EncodedBlock, RowStats
 
 ROOT = Path(__file__).parents[2]
 LARGEST = 6399
@@ -373,3 +373,35 @@ def test_store_of_200_mb_is_read_without_resident_memory(tmp_path):
     assert sum((tmp_path / "key" / name).stat().st_size for name in STORE_FILES) > 200e6 and len(store) == 200_000
     mebibytes = int(run_python(RESIDENT, store.folder))
     assert mebibytes < 50
+
+
+weighted_spans = st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.5, 3.0, 0.1, 1e-9, 1e9])), max_size=5)
+
+
+@settings(max_examples=25)
+@given(rows=st.lists(st.lists(weighted_spans, min_size=2, max_size=2), max_size=4))
+def test_store_returns_the_loss_weights_of_spans(tmp_path_factory, rows):
+    builder, expected = BlockBuilder(), []
+    for position, row in enumerate(rows):
+        sequences = []
+        for spans in row:
+            weights, triples = [0.0], []
+            for length, weight in spans:
+                triples.append((len(weights), len(weights) + length, weight))
+                weights += [weight] * length
+            sequences.append((np.arange(len(weights), dtype=np.int32), triples))
+            expected.append(np.array(weights, np.float32))
+        builder.add(position, 1.0, sequences)
+    part = builder.build(RowStats())
+    assert part.stats.loss_tokens == sum(np.count_nonzero(each) for each in expected)
+    store = build_store(tmp_path_factory.mktemp("cache") / "key", part, sequences_per_row=2)
+    masks = [mask for i in range(len(store)) for _, mask in store.read(i)[0]]
+    assert [mask.astype(np.float32).tolist() for mask in masks] == [each.tolist() for each in expected]
+    assert [mask.dtype == bool for mask in masks] == [bool(np.isin(each, (0, 1)).all()) for each in expected]
+
+
+def test_store_without_fractional_weights_has_pairs_only(tmp_path):
+    builder = BlockBuilder()
+    builder.add(0, 1.0, [(np.arange(6, dtype=np.int32), [(1, 3, 1.0), (4, 6, 1.0)])])
+    store = build_store(tmp_path / "key", builder.build(RowStats()))
+    assert np.fromfile(store.folder / "spans.bin", "<u4").tolist() == [1, 3, 4, 6]

@@ -93,6 +93,19 @@ def test_bits_per_byte_weighs_bytes_as_losses_where_rows_have_weights(hf_folder:
     assert results["bits_per_byte"] == pytest.approx(loss / math.log(2) / num_bytes, rel=1e-5)
 
 
+@torch.inference_mode()
+def test_perplexity_weighs_losses_and_bytes_of_messages_with_weights(hf_folder: Path, tmp_path: Path) -> None:
+    weights = [3.0, 0.5, 1.0, 0.25]
+    rows = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "weight": weight}] for text, weight in zip(TEXTS, weights, strict=True)]
+    losses, alone = [], [evaluate(evaluate_config("perplexity", write(tmp_path / f"{i}.jsonl", [{"messages": row}])), hf_folder) for i, row in enumerate(rows)]
+    losses = sum(w * each["loss"] * each["loss_tokens"] for w, each in zip(weights, alone, strict=True))
+    results = evaluate(evaluate_config("perplexity", write(tmp_path / "all.jsonl", [{"messages": row} for row in rows])), hf_folder)
+    assert results["loss_tokens"] == sum(each["loss_tokens"] for each in alone)
+    assert results["loss"] == pytest.approx(losses / sum(w * each["loss_tokens"] for w, each in zip(weights, alone, strict=True)), rel=1e-5)
+    num_bytes = sum(w * len(text.encode()) for w, text in zip(weights, TEXTS, strict=True))
+    assert results["bits_per_byte"] == pytest.approx(losses / math.log(2) / num_bytes, rel=1e-5)
+
+
 def test_bits_per_byte_of_split_texts_is_that_of_the_whole_bytes(hf_folder: Path, tmp_path: Path) -> None:
     text = "托洛最喜欢棕色。é 🙂 " * 20
     results = evaluate(evaluate_config("perplexity", write(tmp_path / "long.jsonl", [{"text": text}]), max_length=16), hf_folder)

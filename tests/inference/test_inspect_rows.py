@@ -20,7 +20,7 @@ from data.tokenize.tokenizer import Tokenizer
 from runner.config.compose import compose_config
 from runner.engine.data_pipeline import build_data_pipeline
 from runner.inference.inspect_rows import RowsConfig, inspect_rows, length_histogram
-from runner.inference.token_view import RichTokenView, token_spans
+from runner.inference.token_view import RichTokenView, TokenSpan, token_spans
 
 ROOT = Path(__file__).parents[2]
 TOKENIZER = Tokenizer.load(ROOT / "data" / "samples" / "tokenizer")
@@ -58,6 +58,18 @@ def test_rows_prints_exactly_the_tokens_with_loss_in_brackets(rows) -> None:
         r"    <|im_start|>assistant\n",
         r"    [four<|im_end|>]\n",
     ]
+
+
+WEIGHTED = CHAT.replace('"four"', '"four", "weight": 0.5')
+
+
+def test_rows_prints_the_weight_of_tokens_where_it_is_not_1(rows) -> None:
+    printed = rows(WEIGHTED, packed=False, ids=True)
+    assert r"    [four<|im_end|>]x0.5\n" in printed and "20 tokens, 3 with loss" in printed and re.search(r"ids: .*\]x0\.5 \d+", printed)
+    assert "]x0.5" not in rows_of(rows(CHAT, packed=False))
+    terminal = Terminal()
+    RichTokenView(terminal).print_spans([TokenSpan("fo", [5], 0.5, "assistant"), TokenSpan("ur", [6], 0.5, "assistant"), TokenSpan("!", [7], 1, "assistant")])
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == "    fourx0.5!\n"
 
 
 def test_rows_prints_the_whole_answers_of_a_pair_in_brackets(rows) -> None:

@@ -16,7 +16,7 @@ from data.tokenize.templates.turn_marks import TemplateSegment, any_of
 MAX_SHAPES, MAX_MESSAGES = 256, 32  # shapes that are remembered; messages of a conversation
 PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")  # private characters: a content that has them is exchanged like any other
 Shape = tuple[tuple[str, int | None], ...]  # of each message: (role, weight)
-Part = TemplateSegment | tuple[str, int, str, bool]  # as it is; or (text before a content, number of its message, text after it, has_loss)
+Part = TemplateSegment | tuple[str, int, str, float]  # as it is; or (text before a content, number of its message, text after it, loss_weight)
 
 
 class SegmentPlans:
@@ -35,15 +35,17 @@ class SegmentPlans:
             content = message["content"]
             if not content or message.get("reasoning_content") or message.get("tool_calls") or self._changed.search(content):
                 return None
-            shape.append((message["role"], message.get("weight")))
+            if (weight := message.get("weight")) not in (None, 0, 1):  # one shape per weight would be too many
+                return None
+            shape.append((message["role"], weight))
             size += len(content)
         if size > MAX_KNOWN_CHARACTERS or len(shape) > MAX_MESSAGES or (plan := self._plan(tuple(shape))) is None:
             return None
         segments = []
         for part in plan:
             if not isinstance(part, TemplateSegment):
-                before, number, after, has_loss = part
-                part = TemplateSegment(before + messages[number]["content"] + after, False, has_loss)
+                before, number, after, loss_weight = part
+                part = TemplateSegment(before + messages[number]["content"] + after, False, loss_weight)
             segments.append(part)
         return segments
 
@@ -68,7 +70,7 @@ class SegmentPlans:
         plan: list[Part] = []
         for segment in rendered:
             before, *rest = PLACEHOLDER.split(segment.text)
-            plan.append((before, int(rest[0]), rest[1], segment.has_loss) if len(rest) == 2 and not segment.is_control else segment)
+            plan.append((before, int(rest[0]), rest[1], segment.loss_weight) if len(rest) == 2 and not segment.is_control else segment)
         numbers = [part[1] for part in plan if not isinstance(part, TemplateSegment)]
         return plan if numbers == list(range(len(shape))) and not self._may_join(rendered) else None
 

@@ -8,8 +8,8 @@ end of the turn.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from data.errors import BadRowError
@@ -28,7 +28,7 @@ class TemplateSegment(NamedTuple):
 
     text: str
     is_control: bool
-    has_loss: bool
+    loss_weight: float  # 0: no loss
 
 
 class TurnMarks:
@@ -40,20 +40,20 @@ class TurnMarks:
         self.has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._boundaries = any_of([BEGIN, END, *control_tokens])
 
-    def mark(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> tuple[str, Container[int]]:
-        """Return the text with marks, and the numbers of the marked spans that belong to `turns`."""
-        all_spans = range(sys.maxsize)
+    def mark(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> tuple[str, dict[int, float]]:
+        """Return the text with marks, and the weight of each of the marked spans that belong to `turns`, by its number."""
+        weights = [messages[turn].get("weight", 1) for turn in turns]
         if not self.has_marks:
-            return self.insert(whole, messages, turns, render, where), all_spans
+            return self.insert(whole, messages, turns, render, where), dict(enumerate(weights))
         all_turns = assistant_turns(messages)
-        if turns == all_turns:
-            return whole, all_spans
+        if turns == all_turns and len(set(weights)) == 1:
+            return whole, dict.fromkeys(range(whole.count(BEGIN)), weights[0])
         # The marks of a turn are those between its generation prompt and the generation prompt of the next turn.
-        marks: set[int] = set()
-        for turn in turns:
+        marks: dict[int, float] = {}
+        for turn, weight in zip(turns, weights, strict=True):
             following = next((later for later in all_turns if later > turn), None)
             stop = whole if following is None else render(following, prompt=True)
-            marks.update(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)))
+            marks |= dict.fromkeys(range(render(turn, prompt=True).count(BEGIN), stop.count(BEGIN)), weight)
         return whole, marks
 
     def insert(self, whole: str, messages: list[dict], turns: list[int], render: Render, where: str) -> str:
@@ -89,24 +89,24 @@ class TurnMarks:
         problem = "the chat template does not use add_generation_prompt, so the start of an answer cannot be found"
         raise BadRowError("no add_generation_prompt", problem, where, f"{self._where}: put {MARKS_HINT}")
 
-    def split(self, rendered: str, marks: Container[int] = range(sys.maxsize)) -> list[TemplateSegment]:
-        """Split marked text into segments. `marks`: numbers of the marked spans that have loss.
+    def split(self, rendered: str, marks: Mapping[int, float] = MappingProxyType({}), others: float = 0) -> list[TemplateSegment]:
+        """Split marked text into segments. `marks`: weights of marked spans by their number; `others`: the weight of all other text.
 
         The text is split at the other marks, too, so that a conversation gives the same tokens whichever of its turns have loss.
         """
-        segments, has_loss, start, count = [], False, 0, 0
+        segments, weight, start, count = [], others, 0, 0
         for boundary in [*self._boundaries.finditer(rendered), None]:
             stop = boundary.start() if boundary else len(rendered)
             if text := rendered[start:stop].replace(BREAK, ""):
-                segments.append(TemplateSegment(text, False, has_loss))
+                segments.append(TemplateSegment(text, False, weight))
             if boundary is None:
                 break
             start = boundary.end()
             if boundary[0] in (BEGIN, END):
-                has_loss = boundary[0] == BEGIN and count in marks
+                weight = marks.get(count, others) if boundary[0] == BEGIN else others
                 count += boundary[0] == BEGIN
             else:
-                segments.append(TemplateSegment(boundary[0], True, has_loss))
+                segments.append(TemplateSegment(boundary[0], True, weight))
         return segments
 
 

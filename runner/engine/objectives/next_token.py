@@ -27,20 +27,22 @@ class NextTokenConfig(StageConfig):
 
 
 class NextToken(Objective):
-    """Cross-entropy, summed over the tokens with a label."""
+    """Cross-entropy, summed over the tokens with a label times their weight; the count is the sum of the weights."""
 
-    def count(self, batch: Batch) -> int:
-        return batch.num_supervised_tokens
+    def count(self, batch: Batch) -> float:
+        return batch.num_supervised_tokens if batch.loss_weights is None else batch.loss_weights.double().sum().item()
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
         from data.batching.batch import IGNORE_INDEX
 
-        out = model(**batch.inputs, reduction="sum")
+        weights = batch.loss_weights
+        out = model(**batch.inputs, reduction="sum" if weights is None else "none")
+        loss = out.nll if weights is None else (out.nll * weights).sum()
         if out.aux_loss is None:
-            return {"loss": out.nll}
+            return {"loss": loss}
         # Weighted with its number of labels, so that dividing by all labels gives the mean over tokens of both losses.
-        aux = (out.aux_loss * batch.sum_per_document((batch.labels != IGNORE_INDEX).float())).sum()
-        return {"loss": out.nll + aux, "aux_loss": aux}
+        aux = (out.aux_loss * batch.sum_per_document((batch.labels != IGNORE_INDEX).float() if weights is None else weights)).sum()
+        return {"loss": loss + aux, "aux_loss": aux}
 
     def eval_metrics(self, means: dict[str, float]) -> dict[str, float]:
         return {"perplexity": math.exp(min(means["loss"], 700.0))}  # e^710 overflows

@@ -41,8 +41,8 @@ class Objective:
 
     reference: Reference | None = None
 
-    def count(self, batch: Batch) -> int:
-        """Return the number of items in the batch (e.g. tokens with a label, or pairs), before the forward pass."""
+    def count(self, batch: Batch) -> float:
+        """Return the number of items in the batch (e.g. pairs, or tokens with a label, each counted as its weight), before the forward pass."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> LossSums:
