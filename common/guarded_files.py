@@ -19,6 +19,7 @@ from common.filesystem import make_dirs, open_regular, read_bounded, write_atomi
 from common.hub.cache import snapshot_link_target
 
 MAX_TOKENIZER_BYTES = 64 << 20  # of each file of a tokenizer; the largest tokenizer.json in use has 35 MB
+GENERATION_CONFIG = "generation_config.json"  # how a model is sampled, and its stop tokens
 MAX_MODEL_JSON_BYTES = 16 << 20  # of config.json and its like
 DAMAGED_DIR = "damaged"  # in a run directory: files that could not be read, as they were
 REPLACE_HINT = "replace it by a regular file or folder, if you trust where this folder came from"

@@ -30,9 +30,7 @@ class DataConfig:
     text_unit: str = field(metadata=IGNORED)  # a row of a .txt or .md file: file (long ones in parts), or line
     schema: Optional[str] = field(metadata=IGNORED)  # row schema, e.g. "openai messages"; null: detected per file
     val_path: Optional[str] = field(metadata=IGNORED)  # validation data, as data.path; auto: files named so (validation-*, X_val.jsonl by X.jsonl); null: none
-    val_fraction: (
-        Any  # fraction of the rows to hold out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than 50 a fifth; 0: none
-    )
+    val_fraction: Any  # share of the rows held out where data.val_path gives none, in [0, 1); auto: 0.01, at least 10 rows, of fewer than 50 a fifth
     val_duplicates: str  # training rows with the tokens of a validation row: drop, keep, or auto: drop with data.val_fraction, keep with data.val_path
     tokenizer: str = field(metadata=IGNORED)  # auto (that of init_from's weights; from scratch the sample's), minimind (from scratch MiniMind's), or a folder
     max_length: int  # longest sequence (input tokens per example); with packing, the length of a packed sequence

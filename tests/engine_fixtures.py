@@ -199,3 +199,14 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
         fused_attention(x, x, x, None)
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine: {error}")
+
+
+def require_product(dtype: torch.dtype) -> None:
+    """Skip a test of the C++ kernels where oneDNN has no product of `dtype` for this processor: bf16 needs AVX-512. Call it after `kernels`."""
+    from models.layers.cpu_kernels.fused_attention import check_product
+    from models.layers.cpu_kernels.library import KernelsUnavailableError
+
+    try:
+        check_product(dtype, 16)
+    except KernelsUnavailableError as error:
+        pytest.skip(f"{dtype} on this machine: {error}")

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-CGROUPS_OF_PROCESS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CGROUPS_OF_PROCESS, MEMORY_CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 CGROUP_LIMITS = ("memory.max", "memory.limit_in_bytes")  # cgroup 2, 1
 
 
@@ -38,10 +38,10 @@ def memory_cgroups() -> list[Path]:
         lines = [line.split(":", 2) for line in CGROUPS_OF_PROCESS.read_text().splitlines()]
     except OSError:
         lines = []
-    folders = [CGROUP_ROOT, CGROUP_ROOT / "memory"]
+    folders = [MEMORY_CGROUPS, MEMORY_CGROUPS / "memory"]
     for _, controllers, path in lines:
         if not controllers or "memory" in controllers.split(","):
-            roots = [CGROUP_ROOT / "memory"] if controllers else [CGROUP_ROOT, CGROUP_ROOT / "unified"]
+            roots = [MEMORY_CGROUPS / "memory"] if controllers else [MEMORY_CGROUPS, MEMORY_CGROUPS / "unified"]
             folders += [Path(f"{root}/{parent}") for root in roots for parent in (path, *Path(path).parents)]
     return [folder for folder in dict.fromkeys(folders) if any(os.path.exists(folder / name) for name in CGROUP_LIMITS)]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
-from common.guarded_files import MAX_TOKENIZER_BYTES, check_own_files, copy_source_file, read_source_file
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, check_own_files, copy_source_file, read_source_file
 from common.hub.cache import cached_snapshot
 from common.hub.names import parse_hub_name
 from common.limits.parsers import parse_json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 AUTO, MINIMIND = "auto", "minimind"  # values of data.tokenizer that are no folder
 RUN_TOKENIZER = "tokenizer"  # folder of a run directory
 SCRATCH = "scratch"  # value of init_from
-TOKENIZER_JSON, GENERATION_CONFIG = "tokenizer.json", "generation_config.json"
+TOKENIZER_JSON = "tokenizer.json"
 SAMPLE_TOKENIZER = Path(__file__).parents[1] / "samples" / "tokenizer"
 COPIED_FILES = (TOKENIZER_JSON, "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", GENERATION_CONFIG)
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")  # of tokenizers that the library `tokenizers` does not read

@@ -16,14 +16,14 @@ import numpy as np
 from tokenizers import Tokenizer as Engine
 
 from common.errors import UserError
-from common.guarded_files import MAX_TOKENIZER_BYTES, read_source_file
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, read_source_file
 from common.limits.parsers import parse_json
 from data.tokenize.pieces.cache import FlatEncoder, PieceCache, flat_ids
 from data.tokenize.pieces.cuts import cut_pattern
 from data.tokenize.tokenizer_limits import check_stored_tokenizer
 
 PAD, BOS, EOS = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
-TEMPLATE_FILE, SPECIAL_TOKENS_MAP, GENERATION_CONFIG = "chat_template.jinja", "special_tokens_map.json", "generation_config.json"
+TEMPLATE_FILE, SPECIAL_TOKENS_MAP = "chat_template.jinja", "special_tokens_map.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 SENTENCEPIECE_SPACE = "\u2581"
 GPT2_TOKEN = "<|endoftext|>"  # bos_token, eos_token and unk_token of a tokenizer whose files name none, as in transformers

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.errors import print_note
-from common.guarded_files import MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, copy_source_file, read_source_file
 from common.hub.names import hub_name_of
 from common.limits.parsers import parse_json
 from models.config import LoraConfig, ModelConfig
@@ -39,8 +39,7 @@ from models.lora import linear_layers_of, lora_layers
 from models.lora_targets import short_names
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
-GENERATION_CONFIG = "generation_config.json"
-MAX_NOTE = 200  # characters of names
+MAX_LEFT_OUT = 200  # characters of names
 SIZE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -164,7 +163,7 @@ def generation_settings(path: Path) -> dict[str, Any]:
             continue
         settings[name] = value
     if left_out := [name for name in found if name not in settings]:
-        print_note(f"{path}: left out of the model's generation_config.json: {', '.join(left_out)[:MAX_NOTE]}, which transformers does not know or refuses")
+        print_note(f"{path}: left out of the model's generation_config.json: {', '.join(left_out)[:MAX_LEFT_OUT]}, which transformers does not know or refuses")
     return settings
 
 

@@ -15,7 +15,7 @@ from runner.diagnostics.symptoms import Symptom
 WIDE = 0.15  # half width of the interval / the loss; of the validation files of data/samples at most 0.09
 CONFIDENCE = 1.96  # standard errors of a 95 % interval
 FEW_ROWS = 10  # fewer tell no run from another, whatever their losses are
-MAX_SHARE = 0.5  # of the rows that is proposed to be held out
+MAX_HELD_OUT = 0.5  # of the rows that is proposed to be held out
 MORE_FILE_ROWS = "more rows in data.val_path"
 MORE_ROWS = f"data.val_fraction=0.1 with data.val_path=null, or {MORE_FILE_ROWS}"
 
@@ -43,7 +43,7 @@ def few_validation_rows(rows: int, training_rows: int) -> Symptom | None:
     if (count := few_rows(rows)) is None:
         return None
     share = math.ceil(100 * FEW_ROWS / max(1, training_rows)) / 100
-    fix = f"data.val_fraction={share:g} with data.val_path=null, or {MORE_FILE_ROWS}" if share <= MAX_SHARE else MORE_FILE_ROWS
+    fix = f"data.val_fraction={share:g} with data.val_path=null, or {MORE_FILE_ROWS}" if share <= MAX_HELD_OUT else MORE_FILE_ROWS
     return Symptom("tiny-validation", 0, f"validation has {count}: {'their' if rows > 1 else 'its'} loss does not tell one run from another", fix)
 
 

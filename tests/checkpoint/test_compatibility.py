@@ -15,7 +15,7 @@ from runner.config.compose import compose_config
 from runner.engine.loop import train
 
 IGNORED_SETTINGS = {
-    "model": {"name"},
+    "model": {"name", "model_type"},
     "data": {
         "cache", "columns", "encoding", "max_bad_fraction", "name", "num_workers", "on_bad_row", "path", "schema", "text_unit", "tokenizer", "val_path",
         "worker_timeout",
@@ -81,7 +81,7 @@ def test_diff_facts_lists_differences_by_rule() -> None:
 
 CHANGES = {
     "model.hidden_size=48": "model.hidden_size: 32 -> 48", "seed=7": "seed: 42 -> 7", "train.batch_size=8": "rows_per_step: 4 -> 8", "optimizer=muon": "optimizer.name: adamw -> muon",
-    "precision=bf16": "precision.name: fp32 -> bf16", "data.val_fraction=0.1": "data.val_fraction: 0.0 -> 0.1",
+    "precision=bf16": "precision.name: fp32 -> bf16", "data.val_fraction=0.1": "data.val_fraction: 0 -> 0.1",
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def test_resume_refuses_changed_data_at_the_same_path(make_run) -> None:
         train(make_run("pretrain", "train.max_steps=6", rows=30))
 
 
-def test_resume_with_another_tokenizer_says_so() -> None:
+def test_resume_with_another_tokenizer_names_it() -> None:
     saved = {"data_fingerprint": "a", "tokenizer_fingerprint": "b"}
     assert diff_facts(saved, {"data_fingerprint": "c", "tokenizer_fingerprint": "d"}, {})["incompatible"] == [
         "data_fingerprint: a -> c (the tokens of the rows: the tokenizer differs)", "tokenizer_fingerprint: b -> d (the tokenizer or its chat template differs)",

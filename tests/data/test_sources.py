@@ -158,7 +158,7 @@ MOSTLY = b"a heading\n" + json_lines(QA)
 @pytest.mark.parametrize("name", ["rows.txt", "rows.jsonl.txt", "rows.TXT", "rows.md", "rows.txt.gz"])
 @pytest.mark.parametrize("text_unit", ["file", "line"])
 def test_source_of_json_rows_that_is_named_as_text_is_read_as_json(write, file_format, name, text_unit):
-    """Before: one document of JSON source was trained on, without a word."""
+    """Before: one document of JSON source was trained on silently."""
     content = b"\xef\xbb\xbf\r\n" + JSON_TEXTS[file_format].replace(b"\n", b"\r\n")
     source = Source.open(write((gzip.compress if name.endswith("gz") else bytes)(content), name), ReadOptions(text_unit=text_unit))
     assert [row for _, row in source.rows()] == QA and source.file_format == file_format

@@ -117,7 +117,7 @@ def test_schema_that_does_not_exist_or_fit_the_stage_is_refused(overrides, fix):
 
 
 def test_validation_rows_are_packed_alike_for_every_seed(pipeline_of):
-    files = {"a.jsonl": jsonl(*("word " * (1 + i % 7) for i in range(60)))}
+    files = {"a.jsonl": jsonl(*("text " * (1 + i % 7) for i in range(60)))}
     overrides = ["data.packing=best_fit", "data.max_length=16", "data.val_fraction=0.5", "data.val_duplicates=keep"]
     one, two = (pipeline_of(files, *overrides, f"seed={seed}") for seed in (1, 2))
     packed = [[[[row.name for row in sequences[i]] for i in range(len(sequences))] for sequences in (each.train, each.val)] for each in (one, two)]

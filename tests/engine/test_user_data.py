@@ -48,7 +48,7 @@ def test_columns_of_a_user_s_file_are_refused_with_a_guess_that_then_trains(pipe
     override = error.value.fix.partition("a guess is ")[2].strip("'")
     assert override == "data.columns={prompt: question, completion: answer}"
     result = pipeline("stage=sft", "data.path=qa.jsonl", override)
-    assert len(result.train) == 19 and result.notes[-1] == "unused columns of qa.jsonl: id, source"
+    assert len(result.train) == 16 and result.notes[-1] == "unused columns of qa.jsonl: id, source"
 
 
 def test_unused_columns_are_reported_once_and_from_the_cache_too(pipeline):

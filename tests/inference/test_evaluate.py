@@ -312,7 +312,7 @@ def test_evaluate_reads_validation_rows_as_the_run_did(call: Call, call_command:
 
 def test_preference_margin_is_that_of_the_log_probabilities_in_nats(write_model: Callable[..., Path], tmp_path: Path) -> None:
     policy, reference = (write_model(tmp_path / name, seed, std=0.2) for name, seed in (("policy", 1), ("reference", 2)))
-    data = write(tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo lives here."), "rejected": chat("Who?", "Nobody does.")}])
+    data = write(tmp_path / "pairs.jsonl", [{"chosen": chat("Who?", "Ludo lives here."), "rejected": chat("Who?", "Mara does.")}])
 
     def log_probability(folder: Path, answer: str) -> float:
         trained = load_trained(folder, "cpu")
@@ -321,7 +321,7 @@ def test_preference_margin_is_that_of_the_log_probabilities_in_nats(write_model:
             log_probs = trained.model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
         return sum(log_probs[t - 1, ids[t]].item() for t in range(len(ids)) if loss_mask[t])
 
-    ratios = [log_probability(policy, answer) - log_probability(reference, answer) for answer in ("Ludo lives here.", "Nobody does.")]
+    ratios = [log_probability(policy, answer) - log_probability(reference, answer) for answer in ("Ludo lives here.", "Mara does.")]
     margin = evaluate(evaluate_config("preference", data, reference=str(reference)), policy)["reward_margin"]
     assert margin == pytest.approx(ratios[0] - ratios[1], rel=1e-4) and abs(margin) > 0.1
 

@@ -123,7 +123,7 @@ def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path)
     """Ids of tokens are those of the tokenizer; an adapter and the model that it is merged to have the settings of the base model."""
     from transformers import GenerationConfig
 
-    stored = SAMPLING | {"eos_token_id": [2, 0], "pad_token_id": 77, "transformers_version": "4.0", "bad_words_ids": [[5, 6]]}
+    stored = SAMPLING | {"eos_token_id": [2, 0], "pad_token_id": 77, "transformers_version": "4.0", "suppress_tokens": [5, 6]}
     (own_folder / "generation_config.json").write_text(json.dumps(stored))
     loaded = load_trained(own_folder, "cpu")
     run_export(own_folder, tmp_path / "hf", verify=False)
@@ -134,7 +134,7 @@ def test_export_keeps_how_the_model_is_sampled(own_folder: Path, tmp_path: Path)
     run_export(tmp_path / "adapter", tmp_path / "peft", format="peft", verify=False)
     for name in ("hf", "merged", "peft"):
         written = GenerationConfig.from_pretrained(tmp_path / name)
-        assert {key: getattr(written, key) for key in SAMPLING} == SAMPLING and written.bad_words_ids == [[5, 6]]
+        assert {key: getattr(written, key) for key in SAMPLING} == SAMPLING and written.suppress_tokens == [5, 6]
         assert written.pad_token_id == 0
     assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [0, 2]
 
@@ -156,7 +156,7 @@ def test_generation_config_has_only_what_transformers_accepts(tmp_path: Path, ca
     with pytest.raises(UserError, match="nested deeper"):
         generation_settings(path)
     path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "other")
     with pytest.raises(UserError, match="this is a link"):
         generation_settings(path)
 

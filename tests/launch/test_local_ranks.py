@@ -487,7 +487,7 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`under_torchrun(rank)` makes this process that rank of two; returns the store."""
     store = Store()
     monkeypatch.setattr(torchrun, "_store", lambda: store)
-    monkeypatch.setattr(torchrun, "die_with_parent", lambda parent: lambda: None)
+    monkeypatch.setattr(subprocesses, "die_with_parent", lambda parent: lambda: None)
     monkeypatch.setattr(torchrun, "_messages_sent", 0)
     monkeypatch.setattr(torchrun, "_jobs_announced", 0)
 

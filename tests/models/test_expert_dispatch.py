@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_fixtures import require_product
 from test_activation_checkpointing import OpCounter, all_equal, backward
 from test_mlp import ProductRows
 from tiny_models import lora_config, random_model, tokens
@@ -64,6 +65,8 @@ def test_expert_dispatch_has_the_values_and_gradients_of_the_default(dispatch: s
 @OTHERS
 @pytest.mark.parametrize("kernel", ["auto", FUSED_KERNEL])
 def test_expert_dispatch_is_as_exact_as_the_default_in_bf16(dispatch: str, kernel: str) -> None:
+    if kernel == FUSED_KERNEL:
+        require_product(torch.bfloat16)
     layer, x = moe_layer(), torch.randn(2, 150, 48, generator=torch.Generator().manual_seed(2)).bfloat16()
     expected, expected_gradients = run(layer.double(), "index_select", x.double())
     layer.float()
@@ -80,6 +83,7 @@ def test_expert_dispatch_is_as_exact_as_the_default_in_bf16(dispatch: str, kerne
 @OTHERS
 def test_expert_dispatch_has_gradients_of_weights_in_fp32_with_the_fused_kernel(dispatch: str) -> None:
     """Those of the default are not rounded to bf16 then."""
+    require_product(torch.bfloat16)
     layer, x = moe_layer(), torch.randn(2, 150, 48).bfloat16()
     are_rounded = []
     for kernel in ("auto", FUSED_KERNEL):

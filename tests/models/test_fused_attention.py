@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_fixtures import require_product
 from tiny_models import random_model, tokens
 from transformers_families import random_family
 
@@ -251,6 +252,7 @@ def test_models_with_sliding_windows_keep_the_blocks() -> None:
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_fused_network_has_the_values_and_gradients_of_fp64(dtype: torch.dtype, is_trained: bool) -> None:
+    require_product(dtype)
     generator = torch.Generator().manual_seed(3)
     gate_up, weight, g = (torch.randn(shape, generator=generator) for shape in ((2, 40, 96), (32, 48), (2, 40, 32)))
     gate_up, g = (gate_up * 4).to(dtype), g.to(dtype)
@@ -286,6 +288,7 @@ def loss_and_gradients(kernel: str, dtype: torch.dtype, *, joined: bool = True) 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)], ids=str)
 def test_separate_projections_of_the_fused_kernels_have_the_loss_and_gradients_of_joined_ones(dtype: torch.dtype, tolerance: float) -> None:
+    require_product(dtype)
     joined, separate = (loss_and_gradients("fused", dtype, joined=each) for each in (True, False))
     assert any(not torch.equal(one, other) for one, other in zip(joined, separate, strict=True))
     for one, other in zip(joined, separate, strict=True):

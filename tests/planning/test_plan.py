@@ -18,6 +18,7 @@ from common.errors import UserError
 from data.store.truncation import measure_truncation
 from data.tokenize.block import RowStats
 from models.language_model import create_model
+from models.layers.cpu_kernels.fused_attention import check_product
 from models.layers.cpu_kernels.library import KernelsUnavailableError, load_kernels
 from models.lora import add_lora
 from runner.config.compose import compose_config
@@ -100,6 +101,7 @@ def test_formula_counts_the_tensors_that_autograd_saves_in_a_layer(overrides: li
 def test_formula_counts_the_tensors_that_the_kernels_of_long_runs_save(overrides: list[str], compiled: bool):
     try:
         load_kernels(set_inductor_cache())
+        check_product(torch.bfloat16 if "precision=bf16" in overrides else torch.float32, 16)
     except KernelsUnavailableError as error:
         pytest.skip(f"no C++ kernels on this machine, whose tensors are counted: {error}")
     cfg = compose_config([*TINY, *overrides])

@@ -84,7 +84,7 @@ def set_inductor_cache() -> Path:
     folder = (Path.home() if paths.IS_INSTALLED else paths.REPO_ROOT) / ".cache" / ("lm_runner_compiled" if paths.IS_INSTALLED else "compiled")
     if shared := next((each for each in (folder.parent, folder) if not _is_private(each)), None):
         fix = f"chmod go-w {shared}; or TORCHINDUCTOR_CACHE_DIR=DIR"
-        print_note(f"compiled programs are not kept: {shared} must be a folder of yours to which nobody else may write; {fix}")
+        print_note(f"compiled programs are not kept: {shared} must be a folder of yours that no other user may write to; {fix}")
         folder = Path(tempfile.mkdtemp(prefix="compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     remove_incomplete_programs(folder)
