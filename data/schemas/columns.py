@@ -11,7 +11,7 @@ from data.errors import BadRowError
 from data.sources.files import HIDDEN
 
 HIDE_MEDIA = "; or train on their text without it: 'data.columns={{{name}: null}}'"
-NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+FIELD_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 MEDIA_FIELDS = ("image", "images", "audio", "audios", "video", "videos")
 LOSS_TERM = re.compile(
     r"(no|skip)?loss(es|mask|weight)?|(un)?train(s|ed|ing|able)?|(un)?mask(s|ed|ing)?|ignored?|skip(ped)?|learn(ed|able)?|(un)?supervised?|weights?|weighted|exclude[ds]?",
@@ -83,7 +83,7 @@ def check_no_media(fields: dict, where: str, other_fix: str = "") -> None:
 def check_no_loss_mask(fields: dict, where: str) -> None:
     """Raise BadRowError if a message, or a part of one, has a field whose name says which tokens have loss; those that are read must be removed before."""
     for name, value in fields.items():
-        if value not in (None, "", []) and any(map(LOSS_TERM.fullmatch, NAME_PART.findall(str(name)))):
+        if value not in (None, "", []) and any(map(LOSS_TERM.fullmatch, FIELD_PART.findall(str(name)))):
             message = f"the field {name} seems to say what has loss, and it is not read: all answers would be trained on"
             fix = f'write "weight": 0 in a message without loss, which is read (also loss_weight: 0, train: false); and remove {name}'
             raise BadRowError("loss mask that is not read", message, f"{where}.{name}", fix)

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.errors import UserError, did_you_mean_path
 from common.filesystem import atomic_path, make_dirs, remove_tree, sync_tree
@@ -147,11 +147,6 @@ def check_same_tokenizer(typed: Path, of_run: Path) -> None:
         raise UserError(f"cannot resume: the tokenizer of a run does not change, and {typed} differs from {of_run}", f"data.tokenizer={typed}", fix)
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    content = parse_json(read_source_file(path, MAX_TOKENIZER_BYTES))
-    return content if isinstance(content, dict) else {}
-
-
 def _difference(first: Tokenizer, second: Tokenizer) -> str:
     mine, others = first.token_ids(), second.token_ids()
     if mine == others:
@@ -160,25 +155,32 @@ def _difference(first: Tokenizer, second: Tokenizer) -> str:
     return f"{same:,} of {len(mine):,} and {len(others):,} tokens have the same id"
 
 
-def copy_tokenizer(source: Path, target: Path, init_from: str = SCRATCH) -> None:
-    """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch.
+def generation_config_of_run(source: Path, init_from: str) -> bytes | None:
+    """Return generation_config.json for a run's copy of the tokenizer `source`: of that folder, else of the weights; None if there is none.
 
-    A tokenizer folder without generation_config.json gets that of the weights. Of a run from scratch, only the ids of tokens are copied: how to
-    sample is a matter of the model that the folder belongs to.
+    Of a run from scratch only the ids of tokens: how to sample is a matter of the model that the folder belongs to.
     """
+    folders = [source] if init_from == SCRATCH else [source, *_candidates(Path(init_from))]
+    file = next((file for folder in folders if os.path.lexists(file := folder / GENERATION_CONFIG)), None)
+    if file is None:
+        return None
+    content = read_source_file(file, MAX_TOKENIZER_BYTES)
+    if init_from != SCRATCH:
+        return content
+    settings = parse_json(content)
+    return json.dumps({key: value for key, value in settings.items() if key.endswith("token_id")} if isinstance(settings, dict) else {}).encode()
+
+
+def copy_tokenizer(source: Path, target: Path, init_from: str = SCRATCH) -> None:
+    """Copy the files of a tokenizer, all or none, in place of the copy of an earlier launch."""
     make_dirs(target.parent)
     with atomic_path(target) as new:
         new.mkdir()
-        for file in (source / name for name in COPIED_FILES):
+        for file in (source / name for name in COPIED_FILES if name != GENERATION_CONFIG):
             if os.path.lexists(file):
                 copy_source_file(file, new / file.name)
-        copy = new / GENERATION_CONFIG
-        if init_from == SCRATCH and copy.exists():
-            copy.write_text(json.dumps({key: value for key, value in _read_settings(copy).items() if key.endswith("token_id")}), encoding="utf-8")
-        elif init_from != SCRATCH and not copy.exists():
-            files = (folder / GENERATION_CONFIG for folder in _candidates(Path(init_from)))
-            if of_weights := next((file for file in files if os.path.lexists(file)), None):
-                copy_source_file(of_weights, copy)
+        if (settings := generation_config_of_run(source, init_from)) is not None:
+            (new / GENERATION_CONFIG).write_bytes(settings)
         sync_tree(new)
         if target.exists():
             remove_tree(target)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.filesystem import make_dirs, read_bounded, write_atomic_file
-from common.guarded_files import MAX_TOKENIZER_BYTES, keep_damaged, read_source_file
-from data.tokenize.origin import RUN_TOKENIZER
+from common.guarded_files import GENERATION_CONFIG, MAX_TOKENIZER_BYTES, keep_damaged, read_source_file
+from data.tokenize.origin import RUN_TOKENIZER, generation_config_of_run
 from runner.recovery.evidence import Evidence
 from runner.recovery.finding import Finding, Repair, Severity
 
@@ -22,6 +24,8 @@ def check_tokenizer_files(evidence: Evidence) -> Iterator[Repair]:
     for file, checksum in evidence.record["tokenizer"].items():
         name, state = f"{RUN_TOKENIZER}/{file}", _damage_of(folder / RUN_TOKENIZER / file, checksum)
         found = next((content for each in sources if (content := _read_if(each / file, checksum)) is not None), None) if state else None
+        if state and found is None and file == GENERATION_CONFIG:
+            found = _derived_settings(evidence.record["fields"], checksum)
         if state is None:
             yield Repair(Finding(name, Severity.SOUND, "whole"))
         elif found is None:
@@ -30,6 +34,17 @@ def check_tokenizer_files(evidence: Evidence) -> Iterator[Repair]:
         else:
             action = "copied again from the tokenizer that it came from"
             yield Repair(Finding(name, Severity.DAMAGED, state, action, action), partial(_restore, folder, name, found))
+
+
+def _derived_settings(fields: dict[str, Any], checksum: str) -> bytes | None:
+    """Return generation_config.json as the run derived it when it began, if it has this sha256."""
+    source, init_from = fields.get("tokenizer_source"), fields.get("init_from")
+    if not isinstance(source, str) or not isinstance(init_from, str):
+        return None
+    with suppress(OSError, UserError, ValueError):
+        content = generation_config_of_run(Path(source), init_from)
+        return content if content is not None and hashlib.sha256(content).hexdigest() == checksum else None
+    return None
 
 
 def _damage_of(path: Path, checksum: str) -> str | None:

@@ -532,7 +532,7 @@ def test_torchrun_job_runs_on_every_rank_and_ends_with_rank_0(under_torchrun: An
         assert environment["RUNNER_JOB"] == f"job{len(started)}"
         return started[-1]
 
-    monkeypatch.setattr(torchrun, "spawn", job)
+    monkeypatch.setattr(subprocesses, "spawn", job)
     monkeypatch.setattr(torchrun, "JOB_GRACE", 0.1)
     assert torchrun.worker_main() == 0
     assert [process.returncode for process in started] == [-9, -9]
@@ -548,7 +548,7 @@ def test_torchrun_worker_forwards_a_signal_to_its_job(under_torchrun: Any, monke
     script = f"import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(75))\nopen({str(tmp_path / 'ready')!r}, 'w').close()\ntime.sleep(60)"
     started = []
     spawn = subprocesses.spawn
-    monkeypatch.setattr(torchrun, "spawn", lambda program, environment, out: started.append(spawn(["-c", script], environment, out)) or started[-1])
+    monkeypatch.setattr(subprocesses, "spawn", lambda program, environment, out: started.append(spawn(["-c", script], environment, out)) or started[-1])
 
     def send() -> None:
         wait_until((tmp_path / "ready").exists)
