@@ -32,7 +32,7 @@ ADDRESS_SPACE = 6 << 30  # bytes above that of the harness: protects the machine
 PRINTED_FILES = {".log", ".html", ".csv", ".txt"}  # files of a run or sweep that people read on a terminal or in a browser
 TINY_RUN = (
     "model.hidden_size=32 model.num_hidden_layers=1 model.num_attention_heads=2 model.num_key_value_heads=1 model.head_dim=16 model.intermediate_size=32 "
-    "train.max_steps=2 train.batch_size=2 train.eval_every=0 train.save_every=0 train.sample_every=0 data.max_length=32 data.val_path=null device=cpu "
+    "train.max_steps=2 train.batch_size=2 train.eval_every=0 train.save_every=0 train.sample_every=0 data.max_length=32 data.val_path=null data.val_fraction=0.01 device=cpu "
     "data.path=rows.jsonl"
 )
 TRAIN = f"train {TINY_RUN} hydra.run.dir=out"
