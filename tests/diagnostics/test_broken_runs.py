@@ -153,14 +153,19 @@ def test_run_without_memory_names_what_fits(train, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_with_a_row_that_gives_nan_names_that_row(train, tmp_path: Path) -> None:
-    """An embedding that is not a number, of a token that one row has."""
+    """A channel that one token uses, and with it one row, overflows in the first feed-forward layer."""
     data = write(tmp_path / "rows.jsonl", [{"text": "the goats sing in the rain"}] * 30 + [{"text": "the \u00df goats"}] + [{"text": "nine goats"}] * 9)
     first = train("pretrain", f"data.path={data}", "model.tie_word_embeddings=false", "train.max_steps=1", folder="first")
     from data.tokenize.tokenizer import Tokenizer
 
     weights = first.folder / "model" / "model.safetensors"
     tensors = load_file(weights)
-    tensors["model.embed_tokens.weight"][Tokenizer.load(first.folder / "model").encode(" \u00df")[1:]] = float("nan")
+    embeddings, layer = tensors["model.embed_tokens.weight"], "model.layers.0"
+    embeddings[:, 0] = 0.0
+    embeddings[Tokenizer.load(first.folder / "model").encode(" \u00df")[1:], 0] = 1.0
+    tensors[f"{layer}.self_attn.o_proj.weight"][0] = 0.0
+    for name in ("gate_proj", "up_proj"):
+        tensors[f"{layer}.mlp.{name}.weight"][:, 0] = 1e19  # its square overflows, gradients of the other rows do not
     save_file(tensors, weights, metadata={"format": "pt"})
     settings = ["train.batch_size=1", "train.accumulation_steps=8", "train.max_steps=5"]
     run = train("pretrain", f"init_from={first.folder / 'model'}", f"data.path={data}", "model.tie_word_embeddings=false", *settings)
