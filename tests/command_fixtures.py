@@ -120,7 +120,7 @@ def program(checkout: Path, tmp_path: Path) -> Program:
     def program(*argv: str, command: str = "train.py", flags: tuple[str, ...] = (), cwd: Path = tmp_path, **env: str) -> subprocess.CompletedProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **env}
         arguments = [sys.executable, *flags, str(checkout / "runner" / command), *argv]
-        return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
 
     return program
 

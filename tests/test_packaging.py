@@ -19,7 +19,7 @@ SMALL = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.head_dim=8"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(target), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=550)
     return next(target.glob("*.whl"))
 
 
@@ -43,7 +43,7 @@ def test_wheel_commands_run_beside_a_users_own_data_and_models(wheel: Path, tmp_
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "lm_runner", *arguments]
-        return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=550)
 
     trained = run("train", *SMALL)
     assert trained.returncode == 0, trained.stdout + trained.stderr
@@ -66,7 +66,7 @@ def test_wheel_does_not_build_without_conf(tmp_path: Path) -> None:
     (tmp_path / "lm_runner").mkdir()
     (tmp_path / "lm_runner" / "__init__.py").write_text("")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path / "dist"), str(tmp_path)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert built.returncode != 0 and "Forced include not found" in built.stdout + built.stderr
 
 

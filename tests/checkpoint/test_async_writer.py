@@ -52,7 +52,7 @@ sys.exit(3)
 
 
 def test_process_exit_waits_for_the_last_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", EXITING_PROGRAM, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", EXITING_PROGRAM, str(tmp_path)], check=False, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert (done.returncode, done.stderr) == (3, "")
     newest, _ = atomic_dir.newest_valid(tmp_path)
     assert newest is not None and newest.name == "step-00000001"

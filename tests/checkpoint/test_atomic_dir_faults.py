@@ -209,7 +209,7 @@ def test_save_without_enough_free_space_is_refused_before_writing(memory_dir: Pa
 def run_program(program: str, *args: object) -> dict:
     """Run `program` in its own process, which may limit itself; return the JSON object that it prints last."""
     prelude = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]\nfrom test_atomic_dir_faults import *\n"
-    done = subprocess.run([sys.executable, "-c", prelude + program, *map(str, args)], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", prelude + program, *map(str, args)], check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -198,10 +198,10 @@ def test_reading_in_the_training_process_ends_when_nothing_moves():
 def test_slow_worker_that_makes_progress_is_not_stuck():
     class Slow(UnpackedSequences):
         def __getitem__(self, index: int) -> list[EncodedRow]:
-            time.sleep(0.08)
+            time.sleep(0.2)
             return super().__getitem__(index)
 
-    steps = names_of(make_loader(Slow(RandomRows([2] * 16)), 16, num_workers=1, worker_timeout=0.8).iter_steps(0, 1))  # one batch: 1.3 s
+    steps = names_of(make_loader(Slow(RandomRows([2] * 16)), 16, num_workers=1, worker_timeout=2.0).iter_steps(0, 1))  # one batch: 3.2 s
     assert len(steps[0]) == 16
 
 

@@ -216,7 +216,7 @@ def test_store_build_that_is_killed_leaves_no_store_and_no_worker(tmp_path, writ
     assert keys_in(cache) == [] and len(temporary_in(cache)) == 1
     store = load(path)  # its death has freed the lock
     assert store.stats.read == 600 and keys_in(cache) == [store.key] and not temporary_in(cache)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while any(map(is_running, workers)):
         assert time.monotonic() < deadline, "a worker outlives its parent"
         time.sleep(0.05)

@@ -16,7 +16,7 @@ CATS = [{"text": f"the cat and the dog {number}"} for number in range(50)]
 
 
 def run_command(*overrides, folder):
-    return subprocess.run([sys.executable, str(COMMAND), *overrides], cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, str(COMMAND), *overrides], cwd=folder, capture_output=True, text=True, timeout=500)
 
 
 def config(**settings):

@@ -156,7 +156,7 @@ def test_run_survives_one_fault_of_each_kind(measured: tuple[Rig, UninterruptedR
     rig, reference = measured
     trial = Trial(rig, kind, number, seed=1)
     INJECT[kind](trial, reference, False)
-    complete(trial, reference, acknowledge_within=30)
+    complete(trial, reference, acknowledge_within=300)
     assert trial.result.broken == [], trial.result
     assert not trial.folder.exists()
 
@@ -169,7 +169,7 @@ def test_faults_that_break_promises_are_found(measured: tuple[Rig, Uninterrupted
     monkeypatch.setattr(loop, "save_and_interrupt", lambda state: 1 / 0)
     trial = Trial(rig, "signals", 2, seed=1)
     INJECT["signals"](trial, reference, False)
-    complete(trial, reference, acknowledge_within=30)
+    complete(trial, reference, acknowledge_within=300)
     assert trial.result.bits and trial.result.tracebacks and trial.result.exits, trial.result
     assert trial.folder.exists()
 

@@ -26,7 +26,7 @@ from runner.run_dir.metadata import RunMetadata
 EXIT_CODES = {  # (victim, signal) -> code of the parent
     ("parent", signal.SIGKILL): -9, ("rank", signal.SIGKILL): 1, ("parent", signal.SIGTERM): 75, ("rank", signal.SIGTERM): 75,
 }  # fmt: skip
-TIMEOUT = 120  # seconds
+TIMEOUT = 500  # seconds
 
 
 class ForkedRank:

@@ -38,7 +38,7 @@ def after_step(step: int, action: Callable[[], object]) -> None:
 
 
 def wait_for(file: Path) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not file.exists():
         assert time.monotonic() < deadline, f"{file.name} does not appear"
         time.sleep(0.01)

@@ -23,7 +23,7 @@ from runner.fault_injection.launches import fork_process
 from runner.launch.run import run
 from runner.run_dir.metadata import RunMetadata
 
-TIMEOUT = 120  # seconds after which a hanging child is killed and its test fails
+TIMEOUT = 500  # seconds after which a hanging child is killed and its test fails
 STEPS = 16  # 15 training examples, 2 per step, two epochs
 OUTPUT_FILE = "output.txt"  # stdout and stderr of the children, beside the run directory
 OVERRIDES = [

@@ -13,7 +13,7 @@ SUITE = Path(__file__).with_name("suite.py")
 
 def run_suite(*arguments: str) -> None:
     """Run the suite; show its table if a case fails, its counts otherwise."""
-    ended = subprocess.run([sys.executable, str(SUITE), *arguments], capture_output=True, text=True, timeout=300)
+    ended = subprocess.run([sys.executable, str(SUITE), *arguments], capture_output=True, text=True, timeout=550)
     assert ended.returncode == 0, "\n".join(line for line in (ended.stdout + ended.stderr).splitlines() if not line.startswith("ok "))
     print(ended.stdout.splitlines()[-1])
 

@@ -163,7 +163,7 @@ def test_stop_flag_acknowledges_a_signal_and_ends_at_the_second_while_the_main_t
     block = "StopFlag(announces=True) as stop, stop.working_on('after this micro-batch, then saving')"
     with in_c_code(block, NO_DUPLICATES) as child:
         child.send_signal(signal.SIGTERM)
-        assert select.select([child.stderr], [], [], 60)[0], "no acknowledgement"
+        assert select.select([child.stderr], [], [], 500)[0], "no acknowledgement"
         assert [child.stderr.readline(), child.stderr.readline()] == ["\n", "SIGTERM: stopping after this micro-batch, then saving; again to stop now\n"]
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 128 + signal.SIGINT

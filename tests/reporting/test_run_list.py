@@ -166,7 +166,7 @@ def test_server_closes_connections_beyond_its_places_and_those_without_headers(m
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            with socket.create_connection(server.server_address, timeout=30) as slow, socket.create_connection(server.server_address, timeout=30) as other:
+            with socket.create_connection(server.server_address, timeout=300) as slow, socket.create_connection(server.server_address, timeout=300) as other:
                 slow.sendall(b"GET / HTTP/1.1\r\nHost:")
                 assert other.recv(1) == b"" and len(server.deadlines) == 1
                 server.deadlines.update(dict.fromkeys(server.deadlines, 0.0))  # the deadline has passed

@@ -204,7 +204,7 @@ except UserError as error:
     launches = [start(race, tmp_path / "run", time.time() + 1) for _ in range(5)]
     answers = [child.stdout.readline().strip() for child in launches]
     for child in launches:
-        child.communicate(timeout=120)  # closes its stdin, on which the one with the lock waits
+        child.communicate(timeout=500)  # closes its stdin, on which the one with the lock waits
     assert answers.count("trains") == 1, answers
     assert sum("being trained by" in answer for answer in answers) == 4, answers
     assert fields_of(tmp_path / "run")["attempt"] == 1

@@ -46,7 +46,7 @@ def run(queue: BlockedQueue, blocker: Work, works: list[Any], before_open: Any =
     before_open()
     queue.open.set()
     for _ in range(1 + sum(not work.is_cancelled for work in works)):
-        assert done.acquire(timeout=60)
+        assert done.acquire(timeout=300)
     queue.close()
     return ended[1:]
 

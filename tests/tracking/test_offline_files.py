@@ -224,7 +224,7 @@ def test_records_are_complete_after_a_kill_of_the_trainer(tmp_path: Path) -> Non
     """Inside the training process SwanLab would leave an empty file: it writes its buffer only when it finishes."""
     path = [str(ROOT), str(Path(__file__).parent)]
     environment = {**os.environ, "HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}{TRAINER}", str(tmp_path)], check=False, timeout=120, env=environment)
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:0] = {path!r}{TRAINER}", str(tmp_path)], check=False, timeout=500, env=environment)
     for name in READERS:  # the lock is free when the tracker's process has ended
         with open(tmp_path / name / ".lock", "rb+") as lock:
             wait_for_lock(lock.fileno())
