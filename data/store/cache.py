@@ -20,6 +20,7 @@ from typing import TypeVar
 from common.errors import UserError, print_note
 from common.file_lock import FileLock, lock_holder
 from common.filesystem import atomic_path, read_json_object, remove_tree
+from common.paths import workspace_dir
 from data.schemas.registry import SCHEMAS
 from data.sources.detect import COMPRESSED
 from data.sources.files import Source
@@ -31,6 +32,7 @@ from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig, sequences_per_row
 
 MAX_CHUNK_ROWS, MAX_CHUNK_BYTES = 512, 1 << 20  # a chunk ends at the first limit it reaches
+NOT_SHARED = 0o755  # of .cache, whatever the umask: compiled programs are in it, too, and are not used where a group may write
 MIN_BYTES_PER_WORKER = 2 << 20  # bytes of a file that one process encodes in the time that another one needs to start
 COMPRESSION_RATIO = 4  # estimate
 # Code and libraries that decide the ids of a row: after a change of any of them, files are tokenized again.
@@ -67,7 +69,7 @@ def load_or_build(
     the first bad row if encoding.on_bad_row is error, UserError if the file changes meanwhile or the cache cannot be written.
     """
     with with_cache_hint(cache):
-        cache.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(NOT_SHARED if cache == workspace_dir() / ".cache" else 0o777, parents=True, exist_ok=True)
         content = file_sha256_cached(source.path, cache)
     parts = [content, *source.reading, encoding.key(tokenizer.fingerprint), STORE_FORMAT, encoding_code_fingerprint(encoding.schema)]
     path = cache / hashlib.sha256(json.dumps(parts).encode()).hexdigest()

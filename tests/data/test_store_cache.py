@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from common import paths
 from common.errors import UserError
 from common.file_lock import is_file_locked
 from common.filesystem import fs
@@ -27,6 +28,7 @@ from data.store.layout import STORE_FILES, STORE_MANIFEST
 from data.store.reader import TokenStore
 from data.tokenize.tokenizer import Tokenizer
 from data.types import EncodingConfig
+from runner.engine.device.compile import set_inductor_cache
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "data" / "samples" / "tokenizer"
@@ -496,3 +498,19 @@ def test_file_that_changes_within_a_tick_of_its_clock_is_hashed_again(tmp_path, 
     first = file_sha256_cached(path, tmp_path)
     path.write_bytes(b"other")
     assert file_sha256_cached(path, tmp_path) != first
+
+
+def test_cache_of_the_workspace_is_not_writable_for_the_group_whatever_the_umask(load, tmp_path, monkeypatch):
+    """Compiled programs are in the same folder: they are not used where a group may write."""
+    (tmp_path / "a.jsonl").write_bytes(b"".join(lines(texts(2))))
+    monkeypatch.setattr(paths, "REPO_ROOT", tmp_path)
+    before = os.umask(0o002)
+    try:
+        load(tmp_path / "a.jsonl", cache=tmp_path / ".cache")
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that what is set now is removed after the test
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+        assert set_inductor_cache() == tmp_path / ".cache" / "compiled"
+        load(tmp_path / "a.jsonl", cache=tmp_path / "shared")
+    finally:
+        os.umask(before)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in (".cache", "shared")] == [0o755, 0o775]
