@@ -87,9 +87,19 @@ def _is_json(content: bytes) -> bool:
     lines = [line for line in content.split(b"\n") if line.strip()]
     if len(content) >= READ_BYTES:
         lines.pop()  # it may be cut
-    if 2 * sum(map(_is_object, lines)) > len(lines):
+    if 2 * sum(_is_object(line.rstrip().removesuffix(b",")) for line in lines) > len(lines):
         return True
-    return JSON_START.match(content) is not None and (content.startswith(b"[") or not lines or _is_object(content))
+    return JSON_START.match(content) is not None and (content.startswith(b"[") or not lines or _begins_with_indented_object(content))
+
+
+def _begins_with_indented_object(content: bytes) -> bool:
+    """Return whether the text begins with an object over several lines, and nothing or another object follows."""
+    text = content.decode(UTF8, "replace")
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and "\n" in text[:end] and text[end:].lstrip()[:1] in ("", "{", ",")
 
 
 def _is_object(text: bytes) -> bool:

@@ -116,7 +116,7 @@ def safetensors_chunks(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview
     chunks: list[bytes | memoryview] = []
     end = 0
     for name, tensor in sorted(tensors.items()):
-        if not all_finite(tensor):
+        if not all_finite(name, tensor):
             raise TrainingError(f"{name} contains values that are not finite and was not saved; resume= continues from the previous checkpoint")
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": SAFETENSORS_DTYPES[str(tensor.dtype)], "shape": list(tensor.shape), "data_offsets": [start, end]}

@@ -250,7 +250,8 @@ def _next_commands(state: TrainState, metadata: RunMetadata, outcome: Outcome) -
             return commands_to_continue(state.run_dir, has_checkpoint)
         longer = f"train.max_steps={2 * train.max_steps}" if train.max_steps else f"train.epochs={2 * train.epochs}"
         path = Path(paths[0]) if len(paths) == 1 else None
-        return next_commands(state.run_dir, stage.name, stage.data_format, path, longer=None if state.stopped_early else longer)
+        longer_or_none = None if state.stopped_early else longer
+        return next_commands(state.run_dir, stage.name, stage.data_format, path, longer_or_none, state.cfg.model.family)
     except (OSError, UserError):  # e.g. the current directory or .hydra/ was deleted; the run has ended as it has
         return ()
 

@@ -10,12 +10,13 @@ from runner.tracking.run_end import NextCommand
 
 STAGE_METRICS = {"text": "perplexity", "chat": "exact_match", "preference": "preference"}  # of evaluate.py, by data format
 NEXT_STAGES = {"pretrain": ("sft", ""), "sft": ("dpo", "stage=dpo_lora, or stage=lora")}  # stage -> (the next one, other choices)
+EXPORT_FORMATS = {"decoder": "gguf"}  # by model family
 LR_OVERRIDE = "optimizer.lr="
 SAMPLES = REPO_ROOT / "data" / "samples"
 
 
-def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path | None, longer: str | None) -> tuple[NextCommand, ...]:
-    """Return what to type after a completed run.
+def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path | None, longer: str | None, family: str) -> tuple[NextCommand, ...]:
+    """Return what to type after a completed run of a model of `family`.
 
     `data_path`: the training file, None for several; `longer`: the override that trains further, None if a resumed run would end at once.
     """
@@ -29,7 +30,7 @@ def next_commands(run_dir: Path, stage: str, data_format: str, data_path: Path |
         commands.append(_command("train", purpose, f"stage={next_stage}", f"init_from={display_path(run_dir)}", *own))
     if longer is not None:
         commands.append(_command("train", "train longer", f"resume={display_path(run_dir)}", longer))
-    return (*commands, _command("export", "write it for other programs", run, "to=FOLDER", "format=gguf"))
+    return (*commands, _command("export", "write it for other programs", run, "to=FOLDER", f"format={EXPORT_FORMATS.get(family, 'hf')}"))
 
 
 def commands_to_continue(run_dir: Path, has_checkpoint: bool) -> tuple[NextCommand, ...]:

@@ -169,8 +169,9 @@ def test_source_of_json_rows_that_is_named_as_text_is_read_as_json(write, file_f
     ("content", "error"),
     [
         (MOSTLY, "invalid JSON"), (JSON_TEXTS["json array"][:-3], "the array is not closed"), (json.dumps(QA[0], indent=1).encode(), "the line ends within an object"),
-        (b'{"text": "' + b"a" * (2 << 20) + b'"}, \n', "a comma after the row"),
-    ], ids=["a heading", "truncated", "over several lines", "a line of 2 MB"],
+        (b'{"text": "' + b"a" * (2 << 20) + b'"}, \n', "a comma after the row"), (json_lines(QA).replace(b"\n", b",\n"), "a comma after the row"),
+        (b"\n".join(json.dumps(row, indent=1).encode() for row in QA), "the line ends within an object"),
+    ], ids=["a heading", "truncated", "over several lines", "a line of 2 MB", "a comma after each line", "each row over several lines"],
 )  # fmt: skip
 def test_source_of_damaged_json_rows_that_is_named_as_text_is_refused(write, content, error):
     with pytest.raises(BadRowError, match=error):

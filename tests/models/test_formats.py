@@ -21,6 +21,7 @@ from models.decoder import Decoder
 from models.formats.json_files import read_model_config
 from models.formats.load import load_into, load_model, load_weights
 from models.formats.save import save_adapter, save_model
+from models.formats.tensor_files import check_finite
 from models.lora import adapter_state_dict, add_lora, disable_adapters, merge_adapters
 
 IDS = tokens(2, 100)
@@ -379,3 +380,12 @@ def test_saved_model_stops_at_every_token_that_ends_an_answer(tmp_path: Path) ->
         folder = tmp_path / str(len(stop_ids))
         save_model(folder, model, model.cfg, TOKENIZER, stop_ids)
         assert set(Tokenizer.load(folder).stop_ids) == set(stop_ids)
+
+
+def test_infinite_number_is_a_limit_only_by_its_name() -> None:
+    """Before: an infinite weight of one value passed as a limit of Gemma 4's clipped layers."""
+    infinite = torch.tensor(torch.inf)
+    check_finite({"layer.input_min": -infinite, "layer.output_max": infinite}, "model")
+    for name, value in {"scale": infinite, "output_max": torch.tensor(torch.nan), "x_max": infinite.expand(2)}.items():
+        with pytest.raises(UserError, match=f"{name} has values that are not finite"):
+            check_finite({name: value}, "model")

@@ -27,7 +27,7 @@ def typed(commands: tuple[NextCommand, ...]) -> list[str]:
 
 
 def test_next_commands_of_a_run_on_the_sample() -> None:
-    commands = next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8")
+    commands = next_commands(RUN, "sft", "chat", SAMPLES / "sft.jsonl", "train.epochs=8", "decoder")
     assert typed(commands) == [
         "python runner/chat.py run=outputs/2026-11-21/10-00-00",
         "python runner/evaluate.py run=outputs/2026-11-21/10-00-00 data.path=data/samples/sft_val.jsonl metric=exact_match",
@@ -50,25 +50,29 @@ def test_next_commands_of_a_run_on_the_sample() -> None:
     ],
 )
 def test_next_commands_fit_the_stage(stage: str, data_format: str, metric: str, next_stage: str | None) -> None:
-    lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20"))
+    lines = typed(next_commands(RUN, stage, data_format, SAMPLES / f"{stage}.jsonl", "train.max_steps=20", "decoder"))
     assert metric in lines[1] and lines[-2].endswith("train.max_steps=20")
     assert [part for line in lines for part in line.split() if part.startswith("stage=")] == ([next_stage] if next_stage else [])
 
 
+def test_next_commands_export_a_model_of_transformers_in_its_own_format() -> None:
+    assert typed(next_commands(RUN, "sft", "chat", None, None, "transformers"))[-1].endswith("to=FOLDER format=hf")
+
+
 def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_none(tmp_path: Path) -> None:
-    lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None))
+    lines = typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))
     assert "data.path=FILE metric=perplexity" in lines[1] and lines[2].endswith("data=own data.path=FILE")
     assert not [line for line in lines if "resume=" in line]  # no resume after early stopping
     (tmp_path / "my texts_val.jsonl").touch()
-    assert f"'data.path={tmp_path}/my texts_val.jsonl'" in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None))[1]
+    assert f"'data.path={tmp_path}/my texts_val.jsonl'" in typed(next_commands(RUN, "pretrain", "text", tmp_path / "my texts.jsonl", None, "decoder"))[1]
 
 
 def test_next_commands_name_this_python_and_this_checkout_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
-    assert next_commands(tmp_path / "a run", "sft", "chat", None, None)[0].arguments == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
+    assert next_commands(tmp_path / "a run", "sft", "chat", None, None, "decoder")[0].arguments == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
-    assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None))[0] == "lm-chat run=run"
+    assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, "decoder"))[0] == "lm-chat run=run"
 
 
 def test_commands_after_divergence_keep_the_overrides_and_lower_the_learning_rate() -> None:

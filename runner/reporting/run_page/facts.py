@@ -119,7 +119,8 @@ def commands(run: RunReport) -> list[tuple[str, str]]:
             return []
         path = settings.get("data.path", "").replace(REPO_INTERPOLATION, str(REPO_ROOT))
         data_path = Path(path) if path and path != "null" and not path.startswith(("[", "{")) else None
-        found = next_commands(run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings))
+        family = settings.get("model.family", "")
+        found = next_commands(run.folder, str(run.fields.get("stage")), str(data_format), data_path, _longer(run, settings), family)
     elif run.status == "diverged":
         lr, can_resume = parse_number(settings.get("optimizer.lr", "")), bool(run.checkpoints) and (run.total_steps is None or run.step < run.total_steps)
         found = commands_after_divergence(run.folder, lr, run.overrides, can_resume) if lr else ()
