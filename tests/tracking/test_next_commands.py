@@ -70,7 +70,11 @@ def test_next_commands_ask_for_data_where_the_next_stage_or_the_evaluation_has_n
 def test_next_commands_name_this_python_and_this_checkout_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/python")
-    assert next_commands(tmp_path / "a run", "sft", "chat", None, None, "decoder")[0].arguments == (sys.executable, str(REPO_ROOT / "runner" / "chat.py"), "run=a run")
+    assert next_commands(tmp_path / "a run", "sft", "chat", None, None, "decoder")[0].arguments == (
+        sys.executable,
+        str(REPO_ROOT / "runner" / "chat.py"),
+        "run=a run",
+    )
     monkeypatch.setattr("common.paths.IS_INSTALLED", True)
     assert typed(next_commands(tmp_path / "run", "sft", "chat", None, None, "decoder"))[0] == "lm-chat run=run"
 
