@@ -26,7 +26,7 @@ from runner.checkpoint.manager import CheckpointManager
 from runner.engine import build, evaluation, loop
 from runner.engine.verify_resume import diff_run_dirs
 from runner.launch import run as run_module
-from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, STOP_SIGNALS, StopFlag
+from runner.launch.signals import DUPLICATE_SIGNAL_WINDOW, StopFlag, handled_signals
 from runner.run_dir.metadata import RunMetadata
 
 PHASES = ("start-up", "step", "save", "evaluation", "samples", "tokenizing", "end")
@@ -164,7 +164,7 @@ def test_signal_at_any_phase_saves_within_a_step_bitwise(tmp_path):
         if phase == TOKENIZING:
             shutil.rmtree(root / "cache", ignore_errors=True)
         delay = chance.uniform(0, 0.5 * took[phase]) if seen.total() // len(PHASES) % 2 else None
-        code, (received, interrupted, done), reaction, seconds = train_with_signal(cfg, folder, chance.choice(STOP_SIGNALS), phase, nth, delay)
+        code, (received, interrupted, done), reaction, seconds = train_with_signal(cfg, folder, chance.choice(handled_signals()), phase, nth, delay)
         assert code in (0, 75), read_output(folder)
         if code == 75:
             newest, done = max(saved_steps(folder), default=0), max(done, before)  # before it reads the checkpoint the child has read no step
